@@ -1,0 +1,3 @@
+"""edgeinfer: local language models that feel already loaded."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,9 @@
+"""`pull`, `list`, `show`, `rm`, `quantize`: models as files."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register this family's verbs."""

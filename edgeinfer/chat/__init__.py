@@ -1,0 +1,1 @@
+"""Conversations as plain values, and their SQLite store. Knows no screen."""

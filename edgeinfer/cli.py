@@ -1,0 +1,85 @@
+"""The command line: builds the parser from the families in `arguments/`, runs one verb, and turns its outcome into words.
+
+stdout is data, stderr is talk. This is the only place that prints a result, formats an error, or chooses an exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from edgeinfer import __version__, words
+from edgeinfer.arguments import catalog, launch, machine, snapshots
+from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.result import Result, envelope, error_envelope
+
+FAMILIES = (launch, catalog, snapshots, machine)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises our error instead of printing its own and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"run `{self.prog} --help`")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. `verb` is empty when none was typed: that means `chat`."""
+    parser = _Parser(prog="edgeinfer", description="Local language models that feel already loaded.")
+    parser.add_argument("--version", action="version", version=f"edgeinfer {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
+    for family in FAMILIES:
+        family.add(verbs)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
+    """Run one command line and return its exit code. Prints; raises nothing but SystemExit from `--help` and `--version`."""
+    words_typed = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in words_typed
+    try:
+        options = build_parser().parse_args(words_typed or ["chat"])
+        result: Result = options.command(options, host or Host())
+        _print_result(result, as_json=as_json)
+        return result.exit_code
+    except EdgeInferError as error:
+        _print_error(error, as_json=as_json)
+        return words.exit_code(error)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the reader went away: nothing more to flush at exit
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001  the main of a process: a person never sees a traceback unasked
+        _print_unexpected(error, as_json=as_json)
+        return 70
+
+
+def _print_result(result: Result, *, as_json: bool) -> None:
+    text = envelope(result).decode() if as_json else result.human()
+    if text:
+        print(text, flush=True)  # noqa: T201
+
+
+def _print_error(error: EdgeInferError, *, as_json: bool) -> None:
+    if os.environ.get("EDGEINFER_DEBUG") == "1":
+        traceback.print_exception(error)
+    if as_json:
+        print(error_envelope(error).decode(), flush=True)  # noqa: T201
+    else:
+        print(words.words(error), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _print_unexpected(error: Exception, *, as_json: bool) -> None:
+    wrapped = EdgeInferError(
+        f"unexpected {type(error).__name__}: {error}", hint="set EDGEINFER_DEBUG=1 and run it again to see where, and report it"
+    )
+    _print_error(wrapped, as_json=as_json)
+    if os.environ.get("EDGEINFER_DEBUG") == "1":
+        traceback.print_exception(error)

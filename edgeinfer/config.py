@@ -1,0 +1,128 @@
+"""config.toml: every key typed, every key with a default and a sentence; unknown keys are refused by name.
+
+`EDGEINFER_CONFIG` names another file. A section belongs to the room that reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.errors import ConfigError
+
+
+def _about(sentence: str, **limits: Any) -> msgspec.Meta:
+    return msgspec.Meta(description=sentence, **limits)
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+    """A table of config.toml."""
+
+
+class LoadConfig(_Section):
+    """How a model is loaded when the command line does not say."""
+
+    ctx: Annotated[int, _about("Context in tokens; 0 fits it to memory.", ge=0, le=1 << 24)] = 0
+    threads: Annotated[int, _about("Decode threads; 0 takes the physical cores we may use.", ge=0, le=1024)] = 0
+    parallel: Annotated[int, _about("Sequences decoded at once; 0 decides from cores and memory.", ge=0, le=256)] = 0
+    gpu_layers: Annotated[str, _about('Layers offloaded to the GPU: "auto", "none" or a number.')] = "auto"
+    repack: Annotated[Literal["auto", "on", "off"], _about("Repack weights for this CPU's fast paths.")] = "auto"
+    kv_type: Annotated[Literal["f16", "q8_0", "q4_0"], _about("Type of the KV cache.")] = "f16"
+
+
+class SnapshotsConfig(_Section):
+    """Snapshots of warmed processes."""
+
+    auto_warm: Annotated[bool, _about("Build a snapshot in the background after a cold launch.")] = True
+    resume: Annotated[
+        Literal["auto", "always", "never"], _about('Resume when possible ("auto"), fail otherwise ("always"), or never.')
+    ] = "auto"
+    max_total_gib: Annotated[float, _about("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)] = 40.0
+    disk_margin_gib: Annotated[float, _about("Disk space, GiB, that building a snapshot leaves free.", ge=0)] = 4.0
+    idle_release_s: Annotated[
+        float, _about("Seconds without work after which memory is given back; 0 never.", ge=0)
+    ] = 30.0
+
+
+class ServeConfig(_Section):
+    """The HTTP endpoint."""
+
+    host: Annotated[str, _about("Address to bind.")] = "127.0.0.1"
+    port: Annotated[int, _about("Port to bind; 0 takes a free one.", ge=0, le=65535)] = 8080
+    keep_alive_s: Annotated[float, _about("Seconds an idle model stays loaded; -1 for ever, 0 not at all.", ge=-1)] = 300.0
+    max_queue: Annotated[int, _about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)] = 64
+    allowed_origins: Annotated[tuple[str, ...], _about("Origins of web pages that may call the endpoint.")] = ()
+    allowed_hosts: Annotated[tuple[str, ...], _about("Host names accepted besides loopback's own.")] = ()
+
+
+class ChatConfig(_Section):
+    """The terminal chat."""
+
+    theme: Annotated[str, _about("A Textual theme's name.")] = "textual-dark"
+    keys: Annotated[dict[str, str], _about("Key of a binding by its id, e.g. `stop = \"ctrl+x\"`.")] = {}
+    system_prompts: Annotated[dict[str, str], _about("System prompts by name, for `/system NAME`.")] = {}
+
+
+class Config(_Section):
+    """The whole file."""
+
+    default_model: Annotated[str, _about("The model when none is named.")] = "smollm2-135m-instruct"
+    offline: Annotated[bool, _about("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")] = False
+    load: LoadConfig = LoadConfig()
+    snapshots: SnapshotsConfig = SnapshotsConfig()
+    serve: ServeConfig = ServeConfig()
+    chat: ChatConfig = ChatConfig()
+
+
+def config_path() -> Path:
+    """`EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
+    return Path(os.environ.get("EDGEINFER_CONFIG") or paths.config_dir() / "config.toml")
+
+
+def load_config(path: Path | None = None) -> Config:
+    """The configuration; defaults where the file is absent.
+
+    Raises ConfigError naming file, key and the nearest valid key.
+    """
+    import tomllib  # 5 ms, and not needed where the file is absent
+
+    source = path or config_path()
+    try:
+        text = source.read_text("utf-8")
+    except FileNotFoundError:
+        return Config()
+    except OSError as error:
+        raise ConfigError(f"{source}: {error.strerror}") from error
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}") from error
+    refuse_unknown_keys(document, Config, str(source))
+    try:
+        return msgspec.convert(document, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:
+    """Raise ConfigError for the first key that `struct` does not have, with the nearest that it has."""
+    fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
+    for key, value in document.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            meant = f'; did you mean "{near[0]}"?' if near else f"; valid keys: {', '.join(fields)}"
+            raise ConfigError(f'{where}: unknown key "{key}"{meant}')
+        kind = fields[key]
+        if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            refuse_unknown_keys(value, kind, f"{where}: [{key}]")
+
+
+def offline(config: Config) -> bool:
+    """Whether the network is off, by configuration or environment."""
+    switches = (os.environ.get("EDGEINFER_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
+    return config.offline or any(s not in (None, "", "0", "false", "no") for s in switches)

@@ -1,0 +1,67 @@
+"""What the process around a verb gives it: how it started, the model it may already hold, and the launcher behind it.
+
+A verb asks its host for an engine and never learns whether the model was loaded just now, was in the snapshot this process
+resumed from, or lives in a worker process.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from edgeinfer.config import Config, load_config
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+#: (stage, fraction 0..1 or None when unknown); called from any thread.
+LoadProgress = Callable[[str, float | None], None]
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """How this process came to run its verb. `reason` says why it was not resumed; stages are milliseconds from exec."""
+
+    how: Literal["resumed", "cold"] = "cold"
+    reason: str = ""
+    snapshot: str = ""
+    stages_ms: dict[str, float] = {}
+
+
+class Host:
+    """A cold process with no launcher behind it: loads models itself. `snapshots.app.ResumedHost` knows more."""
+
+    def __init__(self, start: Start | None = None, config: Config | None = None) -> None:
+        self.start = start or Start(reason="started without the launcher")
+        self._config = config
+
+    @property
+    def config(self) -> Config:
+        """The user's configuration, read on first use."""
+        if self._config is None:
+            self._config = load_config()
+        return self._config
+
+    @property
+    def listeners(self) -> tuple[socket.socket, ...]:
+        """Listening sockets the launcher bound for `serve`; empty when the verb has to bind its own."""
+        return ()
+
+    def files(self, model: str) -> ModelFiles:
+        """The pulled model's files. `model` is a catalogue name or the path of a GGUF file.
+
+        Raises UnknownModelError, ModelNotPulledError, InvalidGgufError.
+        """
+        from edgeinfer.catalog.store import model_files  # the catalogue is not needed when a snapshot was resumed
+
+        return model_files(model)
+
+    def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+        """The engine of `model` in this process; loaded now unless it is already here.
+
+        Raises what `files` raises, ModelLoadError, OutOfMemoryError.
+        """
+        from edgeinfer.runtime.engine import load_engine  # 160–290 ms: llama_cpp
+
+        return load_engine(self.files(model), options, progress)

@@ -1,0 +1,90 @@
+"""Where things live. Standard library only on Linux, because the launcher asks before anything else is imported.
+
+Linux follows the XDG base directory specification (what platformdirs gives; a test compares the two). `EDGEINFER_HOME`
+puts everything under one directory. Nothing here makes a directory: whoever writes does, with `private_dir`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+from edgeinfer.errors import SnapshotUnsafeError
+
+_XDG = {
+    "config": ("XDG_CONFIG_HOME", ".config"),
+    "data": ("XDG_DATA_HOME", ".local/share"),
+    "cache": ("XDG_CACHE_HOME", ".cache"),
+    "state": ("XDG_STATE_HOME", ".local/state"),
+}
+
+
+def _base(kind: str) -> Path:
+    home = os.environ.get("EDGEINFER_HOME")
+    if home:
+        return Path(home).absolute() / kind
+    if sys.platform == "linux":
+        variable, default = _XDG[kind]
+        value = os.environ.get(variable, "")
+        root = Path(value) if value.startswith("/") else Path(os.path.expanduser("~")) / default
+        return root / "edgeinfer"
+    import platformdirs  # 6 ms; never on the Linux launch path
+
+    return Path(getattr(platformdirs, f"user_{kind}_path")("edgeinfer", appauthor=False))
+
+
+def config_dir() -> Path:
+    """config.toml, models.toml, the API key."""
+    return _base("config")
+
+
+def data_dir() -> Path:
+    """Models and conversations: what a user would miss."""
+    return _base("data")
+
+
+def cache_dir() -> Path:
+    """Snapshots and compiled things: what can be made again."""
+    return _base("cache")
+
+
+def state_dir() -> Path:
+    """Logs and histories."""
+    return _base("state")
+
+
+def models_dir() -> Path:
+    """Pulled models, one folder each."""
+    return data_dir() / "models"
+
+
+def snapshots_dir() -> Path:
+    """Snapshots, one folder each; 0700."""
+    return cache_dir() / "snapshots"
+
+
+def runtime_dir() -> Path:
+    """Sockets and records of running processes: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this user under /tmp."""
+    home = os.environ.get("EDGEINFER_HOME")
+    if home:
+        return Path(home).absolute() / "run"
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/") and os.path.isdir(runtime):
+        return Path(runtime) / "edgeinfer"
+    return Path(os.environ.get("TMPDIR", "/tmp")) / f"edgeinfer-{os.getuid()}"  # noqa: S108  checked by private_dir
+
+
+def private_dir(path: Path) -> Path:
+    """Make `path` if needed and return it; it belongs to this user alone (0700, no symlink).
+
+    Raises SnapshotUnsafeError when it exists with another owner, a wider mode, or as a symlink.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = os.lstat(path)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise SnapshotUnsafeError(
+            f"{path} must be a directory of this user with mode 0700, and no symlink", hint=f"chmod 700 {path}"
+        )
+    return path

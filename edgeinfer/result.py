@@ -1,0 +1,38 @@
+"""What a command returns: a frozen value that knows its words and its JSON, and prints neither."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from edgeinfer import words
+from edgeinfer.errors import EdgeInferError
+
+#: Version of the JSON envelope. A key may be added without a new version; none is renamed or removed.
+SCHEMA = "edgeinfer/1"
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A command's outcome. `kind` is the verb; `exit_code` is 0 unless the outcome itself is a finding."""
+
+    kind: ClassVar[str] = "result"
+
+    @property
+    def exit_code(self) -> int:
+        return 0
+
+    def human(self) -> str:
+        """The words on stdout for a person; "" prints nothing."""
+        return ""
+
+
+def envelope(result: Result) -> bytes:
+    """`{"schema", "kind", "ok": true, "result"}` as one line of JSON."""
+    return msgspec.json.encode({"schema": SCHEMA, "kind": result.kind, "ok": result.exit_code == 0, "result": result})
+
+
+def error_envelope(error: EdgeInferError) -> bytes:
+    """`{"schema", "kind": "error", "ok": false, "error": {"code", "message", "hint"}}` as one line of JSON."""
+    body: dict[str, Any] = {"code": error.code, "message": error.message, "hint": words.hint(error)}
+    return msgspec.json.encode({"schema": SCHEMA, "kind": "error", "ok": False, "error": body})

@@ -1,0 +1,97 @@
+"""The one stream every front consumes: text, reasoning, tool calls, progress, and a finish with its reason.
+
+A generation yields any number of `Progress`, `TextDelta`, `ReasoningDelta` and `ToolCallDelta`, then exactly one `Finished`.
+A failure raises an EngineError from the iterator instead. Text is whole UTF-8: a character is never torn across events,
+and nothing of a stop string is ever shown.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline"]
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """One token with its natural-log probability, before sampling (temperature 1, unbiased)."""
+
+    token_id: int
+    piece: bytes
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """A sampled token and the most likely alternatives, best first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one request. `cached_tokens` of `prompt_tokens` came from the KV cache and were not prefilled."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations of one request, milliseconds. TTFT counts from submission to the first token."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    ttft_ms: float = 0.0
+    decode_ms: float = 0.0
+    constraint_ms: float = 0.0
+    draft_tokens: int = 0
+    draft_accepted_tokens: int = 0
+
+    def decode_tokens_per_s(self, completion_tokens: int) -> float:
+        """Steady decode rate: tokens after the first over the time after the first; 0 when there is none."""
+        return (completion_tokens - 1) * 1000.0 / self.decode_ms if completion_tokens > 1 and self.decode_ms else 0.0
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
+    """Prefill has reached `done_tokens` of `total_tokens`; `queued` while it has not begun."""
+
+    done_tokens: int
+    total_tokens: int
+    queued: bool = False
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
+    """More of the answer."""
+
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning", tag_field="type"):
+    """More of a reasoning span (`<think>` and its kin), without the markers."""
+
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="type"):
+    """More of tool call `index`. The first delta of an index carries `id` and `name`; `arguments` is a JSON fragment."""
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="type"):
+    """The end. `stop_sequence` is the stop string that ended it, if one did."""
+
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    stop_sequence: str | None = None
+
+
+Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished

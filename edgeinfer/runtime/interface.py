@@ -1,0 +1,57 @@
+"""The seam between the engine and its fronts. Fronts import this, never the engine.
+
+Three things stand behind it: `runtime.engine.LlamaEngine` (in this process), `snapshots.worker.RemoteEngine` (in a worker
+process), and `runtime.fake.FakeEngine` (scripted, for tests of the fronts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol
+
+from edgeinfer.runtime.events import Event
+from edgeinfer.runtime.options import EngineInfo, EngineMetrics
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
+
+
+class Generation(Protocol):
+    """A running request. Iterate it once, from one thread (`for`) or one task (`async for`).
+
+    A consumer that falls behind is buffered without bound on text it is owed by `max_tokens`; it never stops others.
+    """
+
+    def __iter__(self) -> Iterator[Event]: ...
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    def cancel(self) -> None:
+        """End it at the next step; the iterator then yields `Finished(reason="cancelled")`. Any thread; idempotent."""
+
+
+class Engine(Protocol):
+    """A loaded model. Every method may be called from any thread."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def submit(self, request: GenerateRequest) -> Generation:
+        """Validate and queue. Raises InvalidRequestError, ContextLengthError, UnsupportedConstraintError, QueueFullError,
+        EngineClosedError; nothing is computed when it raises."""
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]: ...
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes: ...
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        """The prompt the model's chat template makes of `messages`, with the generation prompt."""
+
+    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        """One L2-normalised vector a text. Raises InvalidRequestError when the model cannot."""
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        """One relevance score a document. Raises InvalidRequestError when the model has no such head."""
+
+    def metrics(self) -> EngineMetrics: ...
+
+    def close(self) -> None:
+        """Cancel everything and free the model. Idempotent."""

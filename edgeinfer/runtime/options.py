@@ -1,0 +1,97 @@
+"""Load-time options: what needs another snapshot when it changes. And what an engine says of itself once loaded."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from edgeinfer.runtime.requests import Sampling
+
+
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """A pulled model as the engine needs it: absolute paths and the catalogue's word on how to talk to it.
+
+    `paths` are the GGUF files in order (one, or all of a split). `chat_template` overrides the file's own.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    sha256: str = ""
+    chat_template: str | None = None
+    stop: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()
+    system_prompt: str = ""
+    lora: dict[str, str] = {}
+    draft_paths: tuple[str, ...] = ()
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to load. 0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps."""
+
+    n_ctx: int = 0
+    n_parallel: int = 0
+    n_threads: int = 0
+    n_batch: int = 512
+    repack: Literal["auto", "on", "off"] = "auto"
+    kv_type: Literal["f16", "q8_0", "q4_0"] = "f16"
+    flash_attention: Literal["auto", "on", "off"] = "auto"
+    gpu_layers: int | Literal["auto", "none"] = "auto"
+    max_queue: int = 64
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """An automatic choice and why it was made, in words a person reads."""
+
+    value: Any
+    reason: str
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded model. Sizes in bytes. `choices` maps an option's name to what was chosen for it."""
+
+    model: str
+    sha256: str = ""
+    description: str = ""
+    architecture: str = ""
+    n_params: int = 0
+    n_vocab: int = 0
+    n_ctx: int = 0
+    n_ctx_train: int = 0
+    n_parallel: int = 1
+    n_embd: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    compute_bytes: int = 0
+    has_chat_template: bool = False
+    can_embed: bool = False
+    can_rerank: bool = False
+    tool_format: str = ""
+    system_prompt: str = ""
+    sampling: Sampling = Sampling()
+    lora: tuple[str, ...] = ()
+    choices: dict[str, Chosen] = {}
+    load_ms: float = 0.0
+
+
+class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges since the engine started; the fronts publish them. Sums only grow."""
+
+    queued: int = 0
+    running: int = 0
+    requests_total: int = 0
+    cancelled_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    completion_tokens_total: int = 0
+    prefill_seconds_total: float = 0.0
+    decode_seconds_total: float = 0.0
+    constraint_seconds_total: float = 0.0
+    python_seconds_total: float = 0.0
+    steps_total: int = 0
+    draft_tokens_total: int = 0
+    draft_accepted_total: int = 0
+    kv_used_tokens: int = 0
+    kv_total_tokens: int = 0
+    ttft_ms: tuple[float, ...] = ()
+    inter_token_ms: tuple[float, ...] = ()

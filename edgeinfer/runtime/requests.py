@@ -1,0 +1,124 @@
+"""What can be asked of the engine: plain values, checked by `validate` in the engine before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call an assistant made in an earlier turn. `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn. `tool_call_id` and `name` belong to role "tool"; `tool_calls` and `reasoning` to "assistant"."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a call is forbidden, free, required, or required of one tool (`name`)."""
+
+    mode: Literal["none", "auto", "required", "named"] = "auto"
+    name: str = ""
+    parallel: bool = True
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling options in llama.cpp's terms and order. Neutral values switch a stage off.
+
+    `temperature` 0 is greedy. `seed` None draws one from the kernel. Ranges are checked by the engine.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    mirostat: Literal[0, 1, 2] = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+
+
+class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
+    """Output is JSON that validates against `schema` (`{}` for any JSON value)."""
+
+    schema: dict[str, Any]
+
+
+class Regex(msgspec.Struct, frozen=True, tag="regex"):
+    """The whole output matches `pattern` (Rust regex syntax)."""
+
+    pattern: str
+
+
+class Choice(msgspec.Struct, frozen=True, tag="choice"):
+    """Output is one of `options`."""
+
+    options: tuple[str, ...]
+
+
+class Grammar(msgspec.Struct, frozen=True, tag="gbnf"):
+    """Output follows a GBNF grammar (llama.cpp's notation), from its rule `root`."""
+
+    gbnf: str
+
+
+Constraint = JsonSchema | Regex | Choice | Grammar
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation. Exactly one of `messages` (the chat template is applied) and `prompt` (as it is) is given.
+
+    `continue_final`: the last assistant message is continued instead of answered. `overflow`: what to do when the context
+    is full, "refuse" up front and finish with "length", or "shift" (drop the oldest tokens behind the system prompt).
+    `logprobs`: None for none, else how many alternatives per token (0 to 20). `lora`: (adapter name, scale) pairs.
+    `speculative`: "auto" lets the engine decide by what it measures. `deadline_s` counts from submission.
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    template_options: dict[str, Any] = {}
+    continue_final: bool = False
+    sampling: Sampling = Sampling()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    constraint: Constraint | None = None
+    logprobs: int | None = None
+    overflow: Literal["refuse", "shift"] = "refuse"
+    deadline_s: float | None = None
+    cache_prompt: bool = True
+    lora: tuple[tuple[str, float], ...] = ()
+    speculative: Literal["auto", "off", "ngram", "draft"] = "auto"

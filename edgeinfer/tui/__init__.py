@@ -1,0 +1,1 @@
+"""The Textual app. Knows no llama_cpp and no HTTP."""

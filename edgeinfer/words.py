@@ -1,0 +1,63 @@
+"""The one table from errors to words: the next command to type, and the process's exit code.
+
+A subclass without a row of its own takes its parent's. `{}` in a hint is not formatted: a hint that needs a name is given
+by whoever raises, as `hint=`.
+"""
+
+from __future__ import annotations
+
+from edgeinfer import errors as e
+
+#: error class → (exit code, next command or step). Exit codes: 1 failure, 2 usage, 3 model not here, 4 network,
+#: 5 verification, 6 no room, 7 snapshot, 8 engine, 130 interrupted.
+TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
+    e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
+    e.UsageError: (2, "run `edgeinfer --help`"),
+    e.ConfigError: (2, "mend the file, or move it aside: every key has a default"),
+    e.CatalogError: (3, "run `edgeinfer list` to see the models"),
+    e.UnknownModelError: (3, "run `edgeinfer list` to see the models"),
+    e.ModelNotPulledError: (3, "pull it first: `edgeinfer pull MODEL`"),
+    e.DownloadError: (4, "type the same command again: it goes on where it stopped"),
+    e.AuthenticationError: (4, "accept the model's licence on its page, then set HF_TOKEN and pull again"),
+    e.SourceNotFoundError: (4, "check the source in models.toml: `edgeinfer show MODEL`"),
+    e.OfflineError: (4, "unset EDGEINFER_OFFLINE (or HF_HUB_OFFLINE), or import a local file: `edgeinfer pull FILE.gguf`"),
+    e.ChecksumError: (5, "pull again; if it differs again, the source has changed and is not to be trusted"),
+    e.ModelBusyError: (3, "wait for the other command to end"),
+    e.InvalidGgufError: (5, "fetch the file again from a source you trust"),
+    e.QuantizeError: (8, "try another type: `edgeinfer quantize --help` lists them"),
+    e.DiskFullError: (6, "free some room (`edgeinfer rm MODEL`, `edgeinfer snapshots prune`), then type the command again"),
+    e.EngineError: (8, "run `edgeinfer doctor`"),
+    e.ModelLoadError: (8, "run `edgeinfer show MODEL`; pull it again if the file is damaged"),
+    e.OutOfMemoryError: (6, "give a smaller context (`--ctx 2048`) or pick a smaller model"),
+    e.InvalidRequestError: (2, "change the named field"),
+    e.ContextLengthError: (8, "shorten the prompt, or load with a larger context (`--ctx N`)"),
+    e.QueueFullError: (8, "try again in a moment"),
+    e.SnapshotError: (7, "run `edgeinfer snapshots list`"),
+    e.SnapshotsUnavailableError: (7, "run `edgeinfer doctor` to see what snapshots need"),
+    e.SnapshotMissingError: (7, "build it: `edgeinfer warm MODEL`"),
+    e.SnapshotStaleError: (7, "build it again: `edgeinfer warm MODEL`"),
+    e.SnapshotUnsafeError: (7, "remove it: `edgeinfer snapshots rm NAME`"),
+    e.SnapshotCorruptError: (7, "build it again: `edgeinfer warm MODEL`"),
+    e.ServeError: (1, "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"),
+    e.InterruptedByUser: (130, ""),
+}
+
+
+def _row(error: e.EdgeInferError) -> tuple[int, str]:
+    return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+
+
+def hint(error: e.EdgeInferError) -> str:
+    """The next command or step, or "" when there is none."""
+    return error.hint if error.hint is not None else _row(error)[1]
+
+
+def exit_code(error: e.EdgeInferError) -> int:
+    """The process's exit code for this error."""
+    return _row(error)[0]
+
+
+def words(error: e.EdgeInferError) -> str:
+    """What a person reads on stderr: `error: …`, a blank line, `hint: …`."""
+    step = hint(error)
+    return f"error: {error.message}" + (f"\n\nhint: {step}" if step else "")

@@ -1,0 +1,44 @@
+"""Every test starts from a clean environment and a home of its own; the real models come from the set-up's cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+#: Where `make setup` leaves the two real models. EDGEINFER_TEST_MODELS names another folder.
+TEST_MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models")
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA3 = "gemma-3-270m-q4_k_m.gguf"
+_OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SOCKET", "LISTEN_")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith(_OURS) and name != "EDGEINFER_TEST_MODELS":
+            monkeypatch.delenv(name)
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("EDGEINFER_HOME", str(home / "edgeinfer"))
+    yield
+
+
+def _real(name: str) -> Path:
+    path = TEST_MODELS / name
+    assert path.is_file(), f"{path} is missing: run `make setup`"
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct Q4_1: the default model, an instruction-tuned one."""
+    return _real(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma 3 270M Q4_K_M: a base model with a 262,144-token vocabulary and sliding-window attention."""
+    return _real(GEMMA3)
