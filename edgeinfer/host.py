@@ -57,6 +57,12 @@ class Host:
 
         return model_files(model)
 
+    def is_model(self, name: str) -> bool:
+        """Whether `name` is a model's name or an existing GGUF file, as opposed to, say, a prompt."""
+        from edgeinfer.catalog.store import is_model  # as in `files`
+
+        return is_model(name)
+
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
         """The engine of `model` in this process; loaded now unless it is already here.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from edgeinfer.host import Host
 from edgeinfer.result import Result
@@ -63,4 +64,4 @@ def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def _cmd_run(options: argparse.Namespace, host: Host) -> Result:
     from edgeinfer.commands.run import run  # commands are imported when typed
 
-    return run(options, host)
+    return run(options, host, stream_to=None if options.json else sys.stdout, talk=sys.stderr)

@@ -1,0 +1,42 @@
+# edgeinfer: two commands for a newcomer, `make run` and `make test`; the rest serves them.
+# Everything is set up by tools/setup.sh on first use: nothing outside this folder and the build cache is touched.
+PROMPT ?= Name three colours.
+MODEL  ?= smollm2-135m-instruct
+BIN    := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup run test check docs clean distclean bench
+
+help:            ## these lines
+	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
+
+setup:           ## virtual environment, llama.cpp, CRIU, the models of the tests
+	@tools/setup.sh
+
+run: setup       ## the default model: the chat in a terminal, else the answer to PROMPT= on stdout
+	@$(BIN)/edgeinfer pull $(MODEL) >&2
+	@if [ -t 0 ] && [ -t 1 ]; then exec $(BIN)/edgeinfer chat $(MODEL); \
+	 else exec $(BIN)/edgeinfer run $(MODEL) "$(PROMPT)" --timings </dev/null; fi
+
+test: setup      ## the whole test suite
+	@tools/setup.sh test
+	$(PYTEST) $(ARGS)
+
+check: setup     ## ruff, mypy --strict, import-linter, generated docs are current
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy edgeinfer
+	PYTHONPATH=. $(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/docs.py --check
+
+docs: setup      ## write the generated parts of the docs again
+	$(BIN)/python tools/docs.py
+
+bench: setup     ## load, prefill and decode rates beside a bare llama_decode loop
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+clean:           ## what tools leave behind
+	rm -rf work dist bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+distclean: clean ## and the virtual environment
+	rm -rf .venv

@@ -1,0 +1,138 @@
+"""`edgeinfer run`: answer one prompt on stdout."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import ClassVar, TextIO
+
+from edgeinfer import requesting
+from edgeinfer.errors import UsageError
+from edgeinfer.host import Host, Start
+from edgeinfer.result import Result
+from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.interface import Generation
+from edgeinfer.runtime.requests import GenerateRequest, Message
+
+
+class RunResult(Result, frozen=True, kw_only=True):
+    """The whole answer. `human` is empty: the text was streamed already."""
+
+    kind: ClassVar[str] = "run"
+
+    model: str
+    text: str
+    reasoning: str = ""
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    start: Start
+
+    @property
+    def exit_code(self) -> int:
+        return 130 if self.finish_reason == "cancelled" else 0
+
+
+def run(options: argparse.Namespace, host: Host, stream_to: TextIO | None, talk: TextIO) -> RunResult:
+    """Resolve model and prompt and generate, streaming the text to `stream_to` when there is one, timings to `talk`.
+
+    Raises UsageError when there is no prompt, and whatever resolving, loading and generating raise.
+    """
+    model, prompt = model_and_prompt(options.model_or_prompt, options.prompt, host)
+    prompt = _with_stdin(prompt)
+    if not prompt.strip():
+        raise UsageError("no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in')
+    engine = host.engine(model, requesting.load_options(options, host.config.load))
+    system = engine.info.system_prompt if options.system is None else options.system
+    turns = ([Message(role="system", content=system)] if system else []) + [Message(role="user", content=prompt)]
+    request = GenerateRequest(
+        messages=tuple(turns),
+        sampling=requesting.sampling(options, engine.info.sampling),
+        max_tokens=options.max_tokens,
+    )
+    with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
+        result = _consume(generation, model, host.start, stream_to)
+    if options.timings:
+        talk.write(f"{timings_line(result)}\n")
+    return result
+
+
+def model_and_prompt(first: str | None, second: str | None, host: Host) -> tuple[str, str]:
+    """`run MODEL PROMPT`, `run PROMPT`, `run MODEL` (the prompt is piped) or `run`: what is the model, what the prompt.
+
+    A first word that names no model is the prompt, unless a second follows.
+    """
+    if first is None:
+        return host.config.default_model, ""
+    if second is not None or host.is_model(first):
+        return first, second or ""
+    return host.config.default_model, first
+
+
+def _with_stdin(prompt: str) -> str:
+    """The prompt, then what is piped in; either may be empty."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return prompt
+    piped = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    return f"{prompt}\n\n{piped}" if prompt and piped.strip() else prompt or piped
+
+
+@contextlib.contextmanager
+def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[Generation]:
+    """Ctrl-C and SIGTERM end the generation cleanly, once; a second Ctrl-C is the ordinary one."""
+
+    def stop(number: int, _frame: object) -> None:
+        generation.cancel()
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield generation
+    finally:
+        generation.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO | None) -> RunResult:
+    text: list[str] = []
+    reasoning: list[str] = []
+
+    def show(piece: str) -> None:
+        if stream_to is not None:
+            stream_to.write(piece)
+            stream_to.flush()
+
+    for event in generation:
+        if isinstance(event, TextDelta):
+            text.append(event.text)
+            show(event.text)
+        elif isinstance(event, ReasoningDelta):
+            reasoning.append(event.text)
+        elif isinstance(event, Finished):
+            show("\n")
+            return RunResult(
+                model=model,
+                text="".join(text),
+                reasoning="".join(reasoning),
+                finish_reason=event.reason,
+                usage=event.usage,
+                timings=event.timings,
+                start=start,
+            )
+    raise AssertionError("a generation always ends with Finished")
+
+
+def timings_line(result: RunResult) -> str:
+    """One line for a person: how it started, prompt, first token, rate."""
+    usage, timings = result.usage, result.timings
+    rate = timings.decode_tokens_per_s(usage.completion_tokens)
+    total = sum(result.start.stages_ms.values())
+    how = f"{result.start.how}{f' in {total:.0f} ms' if total else ''}"
+    return (
+        f"{result.model}: {how}; prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached); "
+        f"first token {timings.ttft_ms:.0f} ms; {usage.completion_tokens} tokens at {rate:.1f}/s; {result.finish_reason}"
+    )

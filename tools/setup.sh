@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# setup.sh [test]: everything a fresh machine needs, once; a second call takes milliseconds.
+#
+#   .venv                a virtual environment with this project in it, editable
+#   llama-cpp-python     compiled once and kept as a wheel in the build cache (8 to 15 minutes on 2 cores the first time).
+#                        One build serves development, tests and the binary: each instruction set is a variant, and ggml
+#                        takes this machine's at run time (docs/decisions/001-one-build.md)
+#   .venv/criu           CRIU >= 4.1 beside the system's, where the system has none that works and apt is there
+#   with `test`:         the two real models of the tests, in the build cache
+#
+# Needs: Python >= 3.11 with venv, gcc, cmake, make. EDGEINFER_BUILD_CACHE moves the cache.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}
+llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf '%s\n' "setup: $*" >&2; }
+die() { printf 'error: %s\n\nhint: %s\n' "$1" "$2" >&2; exit 1; }
+
+find_python() {  # prefer the system's: an ordinary user can run it too, wherever this checkout lies
+  for p in "${PYTHON:-}" /usr/bin/python3 python3 python3.13 python3.12 python3.11; do
+    [ -n "$p" ] && "$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$p"; return; }
+  done
+  die "no Python >= 3.11 with venv" "install it: apt-get install python3 python3-venv python3-dev"
+}
+
+make_venv() {
+  [ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null && return
+  local py; py=$(find_python)
+  say "virtual environment with $("$py" --version) in .venv"
+  rm -rf .venv && "$py" -m venv .venv
+}
+
+build_llama() {  # a wheel in the cache, keyed by what went into it
+  flags="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DLLAVA_BUILD=OFF"
+  [ "$(uname -s)" = Linux ] || flags="-DLLAVA_BUILD=OFF"
+  if [ -n "${EDGEINFER_CUDA:-}" ]; then flags="$flags -DGGML_CUDA=ON"; fi
+  key=$(printf '%s' "$llama $flags $(uname -sm) $(ldd --version 2>/dev/null | head -1)" | cksum | cut -d' ' -f1)
+  wheels=$cache/wheels/llama-$llama-$key
+  ls "$wheels"/*.whl >/dev/null 2>&1 && return
+  for tool in gcc g++ cmake make; do command -v $tool >/dev/null || die "$tool is missing" "apt-get install build-essential cmake"; done
+  say "compiling llama-cpp-python $llama, once; 8 to 15 minutes on 2 cores"
+  mkdir -p "$wheels.tmp" "$cache/logs"
+  local log=$cache/logs/llama-$llama-$key.log started=$SECONDS
+  CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) CMAKE_ARGS=$flags .venv/bin/pip wheel -v --no-deps \
+    --no-binary llama-cpp-python -w "$wheels.tmp" "llama-cpp-python==$llama" >"$log" 2>&1 &
+  local pid=$! step='' last=''
+  while kill -0 $pid 2>/dev/null; do
+    sleep 2
+    step=$(grep -oE '^ *\[[0-9]+/[0-9]+\]' "$log" 2>/dev/null | tail -1 | tr -d ' ' || true)
+    [ "$step" = "$last" ] && continue
+    if [ -t 2 ]; then printf '\rsetup: compiling %s, %d s ' "$step" $((SECONDS - started)) >&2
+    elif [ $(( (SECONDS - started) % 30 )) -lt 3 ]; then say "compiling $step, $((SECONDS - started)) s"; fi
+    last=$step
+  done
+  [ -t 2 ] && printf '\n' >&2
+  wait $pid || { tail -20 "$log" >&2; die "llama-cpp-python did not compile" "the whole log: $log"; }
+  rm -rf "$wheels" && mv "$wheels.tmp" "$wheels"
+  say "compiled in $((SECONDS - started)) s; the wheel is kept in the build cache"
+}
+
+install() {  # again only when pyproject.toml or the wheel changed
+  local stamp=.venv/.installed want; want=$(cat pyproject.toml <(ls "$wheels") | cksum)
+  [ "$(cat $stamp 2>/dev/null)" = "$want" ] && return
+  say "installing the packages of pyproject.toml"
+  .venv/bin/pip install -q --no-deps --force-reinstall "$wheels"/*.whl
+  .venv/bin/pip install -q -e '.[dev]'
+  .venv/bin/python -m compileall -q edgeinfer .venv/lib/python3*/site-packages >/dev/null 2>&1 || true
+  printf '%s' "$want" > $stamp
+}
+
+install_criu() {
+  [ -x .venv/criu/bin/criu ] && return
+  [ "$(uname -s)" = Linux ] || { say "snapshots need Linux: launches will be cold"; return 0; }
+  if criu_works "$(command -v criu || true)"; then return; fi
+  command -v apt-get >/dev/null || { say "no CRIU >= 4.1 and no apt: launches will be cold (install criu to change that)"; return 0; }
+  say "CRIU >= 4.1 into .venv/criu"
+  tools/fetch_criu.sh .venv/criu >&2 || say "could not get CRIU: launches will be cold"
+}
+
+criu_works() {  # a version the design needs, and able to run here
+  [ -n "$1" ] && "$1" --version 2>/dev/null | awk '/Version/ { split($2, v, "."); ok = v[1] > 4 || (v[1] == 4 && v[2] >= 1) } END { exit !ok }'
+}
+
+test_models() {
+  EDGEINFER_HOME=$cache/test-home .venv/bin/python -m edgeinfer.launcher pull smollm2-135m-instruct gemma-3-270m >&2
+}
+
+exec 9>"${TMPDIR:-/tmp}/edgeinfer-setup-$(id -u).lock"; flock 9 2>/dev/null || true
+make_venv; build_llama; install; install_criu
+[ "${1:-}" != test ] || test_models
