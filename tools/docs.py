@@ -1,0 +1,97 @@
+"""Write (or with --check, compare) the parts of the docs that restate code.
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of GENERATORS. Text around the
+markers is written by hand and kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+
+
+def command_line() -> str:
+    """`--help` of every verb."""
+    from edgeinfer.cli import build_parser
+
+    os.environ["COLUMNS"] = "100"
+    parser = build_parser()
+    verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    parts = [f"## edgeinfer\n\n```text\n{parser.format_help().rstrip()}\n```\n"]
+    for name, sub in verbs.choices.items():
+        if sub.prog.endswith(f" {name}"):  # an alias repeats its verb
+            parts.append(f"## edgeinfer {name}\n\n```text\n{sub.format_help().rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def configuration() -> str:
+    """Every key of config.toml with its default and its sentence."""
+    from edgeinfer.config import Config
+
+    def rows(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+        hints = msgspec.inspect.type_info(struct)
+        assert isinstance(hints, msgspec.inspect.StructType)
+        for field in hints.fields:
+            if isinstance(field.type, msgspec.inspect.StructType):
+                yield from rows(field.type.cls, f"{prefix}{field.encode_name}.")
+                continue
+            meta = field.type.extra_json_schema if isinstance(field.type, msgspec.inspect.Metadata) else {}
+            sentence = (meta or {}).get("description", "")
+            default = getattr(struct(), field.name)
+            shown = msgspec.json.encode(list(default) if isinstance(default, tuple) else default).decode()
+            yield f"| `{prefix}{field.encode_name}` | `{shown}` | {sentence} |"
+
+    return "\n".join(["| key | default | |", "| --- | --- | --- |", *rows(Config, "")]) + "\n"
+
+
+def exit_codes() -> str:
+    """The table of errors: code, exit code, hint."""
+    from edgeinfer.words import TABLE
+
+    rows = [f"| `{cls.code}` | {code} | {(cls.__doc__ or '').strip()} | {hint} |" for cls, (code, hint) in TABLE.items()]
+    return "\n".join(["| `code` | exit | what happened | next step |", "| --- | --- | --- | --- |", *rows]) + "\n"
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "command-line": command_line,
+    "configuration": configuration,
+    "exit-codes": exit_codes,
+}
+
+
+def render(text: str) -> str:
+    """`text` with every generated part made anew. Raises KeyError for a marker no generator knows."""
+    return BLOCK.sub(lambda m: f"{m[1]}{GENERATORS[m['name']]()}{m[4]}", text)
+
+
+def main() -> int:
+    """Exit 1 under --check when a document is not what the code would write."""
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        if not path.is_file():
+            continue
+        before = path.read_text("utf-8")
+        after = render(before)
+        if before != after:
+            stale.append(path.relative_to(ROOT))
+            if not check:
+                path.write_text(after, "utf-8")
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path}", file=sys.stderr)
+    if stale and check:
+        print("\nhint: make docs", file=sys.stderr)
+    return 1 if stale and check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
