@@ -1,0 +1,152 @@
+"""`edgeinfer run` around a scripted engine: what is the model, what the prompt, what is printed, what exits how."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from edgeinfer import cli
+from edgeinfer.errors import QueueFullError
+from edgeinfer.host import Host, Start
+from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.options import EngineInfo
+
+END = Finished(reason="stop", usage=Usage(prompt_tokens=5, completion_tokens=2), timings=Timings(ttft_ms=9.0, decode_ms=10.0))
+
+
+class Scripted:
+    """An engine that answers every request with the same events."""
+
+    def __init__(self, events):
+        self.events, self.asked, self.cancelled = events, [], 0
+        self.info = EngineInfo(model="m", system_prompt="You are brief.")
+
+    def submit(self, request):
+        self.asked.append(request)
+        return self
+
+    def __iter__(self):
+        for event in self.events:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    def cancel(self):
+        self.cancelled += 1
+
+
+class ScriptedHost(Host):
+    def __init__(self, engine):
+        super().__init__(Start(how="resumed", stages_ms={"restore": 80.0}))
+        self.scripted, self.opened = engine, []
+
+    def is_model(self, name):
+        return name in ("tiny", "small")
+
+    def engine(self, model, options, progress=None):
+        self.opened.append((model, options))
+        return self.scripted
+
+
+@pytest.fixture
+def engine():
+    return Scripted([ReasoningDelta("hm"), TextDelta("Red, "), TextDelta("green."), END])
+
+
+@pytest.fixture(autouse=True)
+def _no_stdin(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+
+
+def test_the_answer_is_streamed_to_stdout(engine, capsys):
+    assert cli.main(["run", "tiny", "Name colours"], ScriptedHost(engine)) == 0
+    out = capsys.readouterr()
+    assert out.out == "Red, green.\n"
+    assert out.err == ""
+    turns = engine.asked[0].messages
+    assert [(t.role, t.content) for t in turns] == [("system", "You are brief."), ("user", "Name colours")]
+
+
+def test_json_is_one_envelope(engine, capsys):
+    assert cli.main(["run", "tiny", "x", "--json"], ScriptedHost(engine)) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["kind"] == "run"
+    assert body["ok"] is True
+    result = body["result"]
+    assert (result["text"], result["reasoning"], result["finish_reason"]) == ("Red, green.", "hm", "stop")
+    assert result["usage"]["prompt_tokens"] == 5
+    assert result["start"]["how"] == "resumed"
+
+
+@pytest.mark.parametrize(
+    ("typed", "model", "prompt"),
+    [
+        (["tiny", "hello"], "tiny", "hello"),
+        (["hello there"], "smollm2-135m-instruct", "hello there"),
+        (["tiny"], "tiny", None),
+        (["unknown", "hello"], "unknown", "hello"),
+        ([], "smollm2-135m-instruct", None),
+    ],
+)
+def test_what_is_the_model_and_what_the_prompt(engine, monkeypatch, typed, model, prompt):
+    host = ScriptedHost(engine)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"" if prompt else b"piped")))
+    assert cli.main(["run", *typed], host) == 0
+    assert host.opened[0][0] == model
+    assert engine.asked[0].messages[-1].content == (prompt or "piped")
+
+
+def test_a_pipe_follows_the_prompt(engine, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("añ\n".encode())))
+    assert cli.main(["run", "tiny", "Summarise:"], ScriptedHost(engine)) == 0
+    assert engine.asked[0].messages[-1].content == "Summarise:\n\nañ\n"
+
+
+def test_no_prompt_says_what_to_type(engine, capsys):
+    assert cli.main(["run", "tiny"], ScriptedHost(engine)) == 2
+    assert "hint: give one" in capsys.readouterr().err
+    assert engine.asked == []
+
+
+def test_options_reach_the_request(engine):
+    host = ScriptedHost(engine)
+    argv = ["run", "tiny", "x", "--temperature", "0", "--seed", "7", "--max-tokens", "3", "--system", "", "--ctx", "512"]
+    assert cli.main(argv, host) == 0
+    request = engine.asked[0]
+    assert (request.sampling.temperature, request.sampling.seed, request.max_tokens) == (0.0, 7, 3)
+    assert [turn.role for turn in request.messages] == ["user"]
+    assert host.opened[0][1].n_ctx == 512
+
+
+def test_timings_go_to_stderr(engine, capsys):
+    assert cli.main(["run", "tiny", "x", "--timings"], ScriptedHost(engine)) == 0
+    line = capsys.readouterr().err
+    assert "resumed in 80 ms" in line
+    assert "2 tokens at 100.0/s" in line
+
+
+def test_a_stopped_answer_keeps_its_text_and_exits_130(capsys):
+    stopped = Finished(reason="cancelled", usage=Usage(), timings=Timings())
+    assert cli.main(["run", "tiny", "x"], ScriptedHost(Scripted([TextDelta("so f"), stopped]))) == 130
+    assert capsys.readouterr().out == "so f\n"
+
+
+def test_an_engine_error_is_words_and_an_exit_code(capsys):
+    assert cli.main(["run", "tiny", "x", "--json"], ScriptedHost(Scripted([QueueFullError("full")]))) == 8
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "queue-full"
+
+
+def test_an_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
+    broken = ScriptedHost(Scripted([ZeroDivisionError("oops")]))
+    assert cli.main(["run", "tiny", "x"], broken) == 70
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setenv("EDGEINFER_DEBUG", "1")
+    assert cli.main(["run", "tiny", "x"], broken) == 70
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["runn"], ["run", "--nope"], ["run", "tiny", "x", "--gpu-layers", "some"]])
+def test_a_mistyped_command_line_is_exit_2(argv, engine, capsys):
+    assert cli.main(argv, ScriptedHost(engine)) == 2
+    assert capsys.readouterr().err.startswith("error: ")
