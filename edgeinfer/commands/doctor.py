@@ -1,0 +1,184 @@
+"""`edgeinfer doctor`: what works on this machine, and what to type for what doesn't.
+
+Each check is a function that returns a `Check` and raises nothing of ours; `CHECKS` is the order a person reads them in.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import msgspec
+
+from edgeinfer import __version__, paths, words
+from edgeinfer.config import Config, config_path, load_config, offline
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.result import Result
+
+Status = Literal["ok", "warn", "fail"]
+#: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
+CPU_FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "bmi2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8")
+GIB = 1 << 30
+_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One finding. "warn" costs comfort or speed, "fail" the main job. `fix` is what to type."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+class DoctorResult(Result, frozen=True, kw_only=True):
+    """Every check; exit 0 only when none failed."""
+
+    kind: ClassVar[str] = "doctor"
+
+    version: str
+    checks: tuple[Check, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if any(check.status == "fail" for check in self.checks) else 0
+
+    def human(self) -> str:
+        width = max(len(check.name) for check in self.checks)
+        lines = [f"edgeinfer {self.version}"]
+        for check in self.checks:
+            lines.append(f"  {_MARKS[check.status]}  {check.name:<{width}}  {check.found}")
+            if check.fix:
+                lines.append(f"  {'':{width + 6}}  → {check.fix}")
+        return "\n".join(lines)
+
+
+def doctor() -> DoctorResult:
+    """Look at everything; nothing is changed."""
+    return DoctorResult(version=__version__, checks=tuple(_guarded(check) for check in CHECKS))
+
+
+def _guarded(check: Callable[[], Check]) -> Check:
+    """A check that fails in one of our ways is a finding, not the end of the examination."""
+    try:
+        return check()
+    except EdgeInferError as error:
+        name = (check.__doc__ or check.__name__).split(":")[0].lower()
+        return Check(name, "fail", error.message, words.hint(error))
+
+
+def _python() -> Check:
+    """Python: the interpreter and the system."""
+    return Check("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}")
+
+
+def _cpu() -> Check:
+    """CPU: threads we may use and instruction sets."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    except (OSError, StopIteration):
+        return Check("cpu", "ok", f"{allowed} threads")
+    found = [feature for feature in CPU_FEATURES if feature in flags]
+    text = f"{allowed} threads; {' '.join(found) or 'no vector extensions'}"
+    if "avx2" not in found:
+        return Check("cpu", "warn", text, "decoding is slow without AVX2: prefer a model under 1 GB")
+    return Check("cpu", "ok", text)
+
+
+def _memory() -> Check:
+    """Memory: what a model may take."""
+    from edgeinfer.catalog.memory import machine_memory
+
+    memory = machine_memory()
+    text = f"{memory.available_bytes / GIB:.1f} GiB available of {memory.total_bytes / GIB:.1f} GiB"
+    if memory.available_bytes < GIB:
+        return Check("memory", "warn", text, "close something, or give a small context: --ctx 1024")
+    return Check("memory", "ok", text)
+
+
+def _llama() -> Check:
+    """Llama.cpp: the library loads and has a CPU backend for this machine."""
+    from edgeinfer.runtime.native import build_info
+
+    build = build_info()
+    variant = f"{build.cpu_variant} variant: " if build.cpu_variant else ""
+    return Check("llama.cpp", "ok", f"{build.llama_version} ({build.ggml_commit}); {variant}{' '.join(build.flags)}")
+
+
+def _gpu() -> Check:
+    """GPU: whether the build can offload."""
+    from edgeinfer.runtime.native import build_info
+
+    build = build_info()
+    if build.supports_gpu:
+        return Check("gpu", "ok", f"offload available: {', '.join(build.devices)}")
+    fix = "not needed; for CUDA, set up again with EDGEINFER_CUDA=1"
+    return Check("gpu", "ok", "this build runs on the CPU alone", fix if shutil.which("nvidia-smi") else "")
+
+
+def _snapshots() -> Check:
+    """Snapshots: whether warmed processes can be dumped and resumed here."""
+    if sys.platform != "linux":
+        return Check("snapshots", "warn", "they need Linux; launches are cold")
+    from edgeinfer.snapshots.criu import probe
+
+    found = probe()
+    if found.tier is None:
+        return Check("snapshots", "warn", f"launches are cold: {found.reason}", found.fix)
+    return Check("snapshots", "ok", f"{found.tier}: {found.reason}")
+
+
+def _directories() -> Check:
+    """Directories: ours exist or can be made, and have room."""
+    places = {"config": paths.config_dir(), "data": paths.data_dir(), "cache": paths.cache_dir(), "run": paths.runtime_dir()}
+    for path in places.values():
+        above = next(p for p in (path, *path.parents) if p.exists())
+        if not os.access(above, os.W_OK | os.X_OK):
+            return Check("directories", "fail", f"{path} cannot be written", "set EDGEINFER_HOME to a folder of yours")
+    data = places["data"]
+    free = shutil.disk_usage(next(p for p in (data, *data.parents) if p.exists())).free
+    text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
+    return Check(
+        "directories", "ok" if free > 2 * GIB else "warn", text, "" if free > 2 * GIB else "free some room: edgeinfer rm"
+    )
+
+
+def _configuration() -> Check:
+    """Configuration: config.toml reads."""
+    config = load_config()
+    path = config_path()
+    network = "offline" if offline(config) else "network allowed"
+    return Check("configuration", "ok", f"{path if path.is_file() else 'defaults (no file)'}; {network}")
+
+
+def _catalogue() -> Check:
+    """Catalogue: models.toml reads, the default model is here."""
+    from edgeinfer.catalog.models import load_catalog
+    from edgeinfer.catalog.store import list_pulled, model_files
+
+    config: Config = load_config()
+    text = f"{len(load_catalog().models)} models known, {len(list_pulled())} pulled; default {config.default_model}"
+    try:
+        model_files(config.default_model)
+    except EdgeInferError as error:
+        return Check("catalogue", "fail", f"{text}: {error.message}", f"edgeinfer pull {config.default_model}")
+    return Check("catalogue", "ok", text)
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    _python,
+    _cpu,
+    _memory,
+    _llama,
+    _gpu,
+    _snapshots,
+    _directories,
+    _configuration,
+    _catalogue,
+)
