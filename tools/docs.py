@@ -68,9 +68,19 @@ GENERATORS: dict[str, Callable[[], str]] = {
 }
 
 
+def figure(name: str) -> str:
+    """A table that a benchmark wrote, as it was written: `figure-resume` is docs/figures/resume.md."""
+    return (ROOT / "docs" / "figures" / f"{name}.md").read_text("utf-8").rstrip() + "\n"
+
+
+def generate(name: str) -> str:
+    """The text of one marker. Raises KeyError for one that no generator knows, OSError for a figure never measured."""
+    return figure(name.removeprefix("figure-")) if name.startswith("figure-") else GENERATORS[name]()
+
+
 def render(text: str) -> str:
-    """`text` with every generated part made anew. Raises KeyError for a marker no generator knows."""
-    return BLOCK.sub(lambda m: f"{m[1]}{GENERATORS[m['name']]()}{m[4]}", text)
+    """`text` with every generated part made anew."""
+    return BLOCK.sub(lambda m: f"{m[1]}{generate(m['name'])}{m[4]}", text)
 
 
 def main() -> int:
