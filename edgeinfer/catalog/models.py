@@ -1,0 +1,189 @@
+"""models.toml: the shipped catalogue and the user's own, typed, with unknown keys refused by name.
+
+The user's file (`models.toml` in the configuration directory) adds models, and overrides keys of a shipped one by name.
+Whoever gives `sources` gives new bytes, so the shipped `sha256` and `size-bytes` of that model are dropped with the old ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.catalog import names
+from edgeinfer.catalog import sources as places
+from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
+from edgeinfer.config import refuse_unknown_keys
+from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
+from edgeinfer.runtime.requests import Sampling
+
+FILE_NAME = "models.toml"
+_PARAMETERS = re.compile(r"\d+(\.\d+)?[MB]")
+
+
+def _about(sentence: str, **limits: Any) -> msgspec.Meta:
+    return msgspec.Meta(description=sentence, **limits)
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+    """A table of models.toml."""
+
+
+class SamplingDefaults(_Table, frozen=True, kw_only=True):
+    """A model's own sampling defaults; what is left out is the program's default."""
+
+    temperature: Annotated[float, _about("0 is greedy.", ge=0, le=10)] | None = None
+    top_k: Annotated[int, _about("Tokens kept; 0 keeps all.", ge=0)] | None = None
+    top_p: Annotated[float, _about("Nucleus.", gt=0, le=1)] | None = None
+    min_p: Annotated[float, _about("Share of the best token's probability.", ge=0, le=1)] | None = None
+    typical_p: Annotated[float, _about("Locally typical.", gt=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, _about("1 is none.", gt=0, le=10)] | None = None
+    presence_penalty: Annotated[float, _about("0 is none.", ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, _about("0 is none.", ge=-2, le=2)] | None = None
+
+    def given(self) -> dict[str, float]:
+        """Only what the catalogue says, by Sampling's field names."""
+        return {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def over(self, base: Sampling) -> Sampling:
+        return msgspec.structs.replace(base, **self.given())
+
+
+class Model(_Table, frozen=True, kw_only=True):
+    """One model. `sources` are tried in order; a source that is a list is concatenated from its parts."""
+
+    title: Annotated[str, _about("What a person calls it.", min_length=1)]
+    sources: Annotated[tuple[str | tuple[str, ...], ...], _about("Where its files come from, tried in order.", min_length=1)]
+    name: Annotated[str, _about("Set from the table's own name.")] = ""
+    family: Annotated[str, _about("The family it belongs to.")] = ""
+    parameters: Annotated[str, _about('Parameters as its makers count them: "135M", "7B".')] = ""
+    licence: Annotated[str, _about("SPDX name, or the licence's own.")] = ""
+    context_length: Annotated[int, _about("Tokens it was trained for.", ge=0, le=1 << 24)] = 0
+    purpose: Annotated[Literal["chat", "base", "code", "reasoning", "embedding", "reranker"], _about("What it is for.")] = (
+        "chat"
+    )
+    quantization: Annotated[str, _about("Quantization of the file the sources hold.")] = ""
+    quantize: Annotated[str, _about("Quantize to this after pulling; empty keeps the file as it is.")] = ""
+    file_name: Annotated[str, _about("Name of the file; empty takes the source's.")] = ""
+    size_bytes: Annotated[int, _about("Exact size, where it is known.", ge=0)] = 0
+    sha256: Annotated[str, _about("SHA-256 of the file, where it is known.")] = ""
+    chat_template: Annotated[str, _about("Jinja template instead of the file's own.")] = ""
+    stop: Annotated[tuple[str, ...], _about("Stop strings beside the model's own end tokens.")] = ()
+    system_prompt: Annotated[str, _about("System prompt when none is given.")] = ""
+    sampling: SamplingDefaults = SamplingDefaults()
+
+    def parsed_sources(self) -> list[tuple[places.Source, ...]]:
+        """Every source as its parts, in order; all but concatenated ones have one part. Raises UsageError."""
+        return [tuple(map(places.parse, (one,) if isinstance(one, str) else one)) for one in self.sources]
+
+    @property
+    def final_quantization(self) -> str:
+        """The quantization that is stored: `quantize` when it is wanted, else the source's."""
+        return (self.quantize or self.quantization).upper()
+
+
+class Catalog(msgspec.Struct, frozen=True):
+    """Every known model, in the files' order."""
+
+    models: dict[str, Model]
+
+    def get(self, name: str) -> Model | None:
+        return self.models.get(name)
+
+    def find(self, name: str) -> Model:
+        """The model called `name`. Raises UnknownModelError with the names nearest to it."""
+        model = self.models.get(name)
+        if model is None:
+            raise UnknownModelError(f"no model is called {name!r}", hint=nearest(name, self.models))
+        return model
+
+
+def nearest(name: str, known: Any) -> str | None:
+    """A hint with the names of `known` nearest to `name`, or None when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5) or [k for k in known if name in k][:3]
+    return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
+
+
+def shipped_path() -> Path:
+    """The catalogue that came with the program."""
+    return Path(__file__).parent.parent / "data" / FILE_NAME
+
+
+def user_path() -> Path:
+    """The user's own catalogue; it need not exist."""
+    return paths.config_dir() / FILE_NAME
+
+
+def load_catalog(shipped: Path | None = None, user: Path | None = None) -> Catalog:
+    """The shipped catalogue with the user's over it.
+
+    Raises ConfigError naming file, model, key and the nearest valid key.
+    """
+    shipped, user = shipped or shipped_path(), user or user_path()
+    tables = _read(shipped)
+    origin = dict.fromkeys(tables, shipped)
+    for name, table in _read(user).items() if user.exists() else ():
+        tables[name] = _overlaid(tables.get(name, {}), table)
+        origin[name] = user
+    return Catalog({name: _model(name, table, f'{origin[name]}: model "{name}"') for name, table in tables.items()})
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    import tomllib  # 5 ms
+
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for key in document:
+        if key != "models":
+            raise ConfigError(f'{path}: unknown key "{key}"; every model is a table [models.NAME]')
+    models = document.get("models", {})
+    if not isinstance(models, dict) or not all(isinstance(table, dict) for table in models.values()):
+        raise ConfigError(f"{path}: every model is a table [models.NAME]")
+    for name, table in models.items():
+        refuse_unknown_keys(table, Model, f'{path}: model "{name}"')
+    return models
+
+
+def _overlaid(shipped: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    base = {k: v for k, v in shipped.items() if "sources" not in own or k not in ("sha256", "size-bytes", "file-name")}
+    return base | own
+
+
+def _model(name: str, table: dict[str, Any], where: str) -> Model:
+    if "name" in table:
+        raise ConfigError(f"{where}: key \"name\": the table's own name is the model's name")
+    try:
+        names.model_name(name)
+        model = msgspec.convert(table | {"name": name}, Model)
+        _check(model)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except UsageError as error:
+        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from error
+    return model
+
+
+def _check(model: Model) -> None:
+    """What the types cannot say. Raises UsageError."""
+    model.parsed_sources()
+    if model.sha256:
+        names.digest(model.sha256)
+    if model.file_name:
+        names.file_name(model.file_name)
+    if model.parameters and not _PARAMETERS.fullmatch(model.parameters):
+        raise UsageError(f'key "parameters": {model.parameters!r} is not like "135M" or "7B"')
+    for key in ("quantize", "quantization"):
+        value = getattr(model, key)
+        if value and file_type(value) is None:
+            near = difflib.get_close_matches(value.upper(), FILE_TYPES.values(), n=1)
+            raise UsageError(
+                f'key "{key}": {value!r} is no type of llama.cpp' + (f'; did you mean "{near[0]}"?' if near else "")
+            )

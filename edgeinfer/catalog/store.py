@@ -1,0 +1,209 @@
+"""Pulled models on disk: one folder each under `models_dir()`, with a record that says what is in it.
+
+    models/NAME/model.json       the record; a folder without one holds no model
+    models/NAME/FILE.gguf        the files, unless the record names files elsewhere (imported in place)
+    models/NAME.lock.json        pins: the SHA-256 every source had when it was first pulled; outlives `rm`
+    models/.partial/NAME/        what an unfinished pull has fetched
+    models/.locks/NAME           flock of whoever changes the model
+
+The record is written last, by rename, so a folder is a model or nothing. Files were hashed and their headers checked before
+that; afterwards their size and modification time vouch for them, and nothing is hashed at launch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.catalog import gguf, names, sources
+from edgeinfer.catalog.models import Catalog, Model, load_catalog, nearest
+from edgeinfer.catalog.names import Reference
+from edgeinfer.errors import CatalogError, InvalidGgufError, ModelNotPulledError, UnknownModelError
+from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.requests import Sampling
+
+RECORD = "model.json"
+PINS_SUFFIX = ".lock.json"
+PARTIAL = ".partial"
+LOCKS = ".locks"
+
+
+class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file. `path` is relative to the model's folder, or absolute when it was imported in place."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+    mtime_ns: int
+
+
+class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that is here. `name` is its reference, `base` its name in the catalogue (or the same, when it has none)."""
+
+    name: str
+    base: str
+    files: tuple[PulledFile, ...]
+    source: str
+    quantization: str
+    architecture: str
+    n_params: int
+    n_ctx_train: int
+    pulled_at: str
+    requantized_from: str = ""
+    version: Literal[1] = 1
+
+    @property
+    def reference(self) -> Reference:
+        return names.reference(self.name)
+
+    @property
+    def folder(self) -> Path:
+        return names.folder(self.reference)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files, absolute, in order."""
+        return tuple(self.folder / file.path for file in self.files)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the files belong to somebody else and are only pointed at."""
+        return any(os.path.isabs(file.path) for file in self.files)
+
+    @property
+    def sha256(self) -> str:
+        """The file's SHA-256; of a split model, the SHA-256 of its files' digests in order."""
+        if len(self.files) == 1:
+            return self.files[0].sha256
+        import hashlib  # 3 ms, only for split models
+
+        return hashlib.sha256("".join(file.sha256 for file in self.files).encode()).hexdigest()
+
+
+def read_record(folder: Path) -> PulledModel | None:
+    """The record in `folder`, or None when there is none. Raises CatalogError when it cannot be understood."""
+    try:
+        return msgspec.json.decode((folder / RECORD).read_bytes(), type=PulledModel)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CatalogError(f"{folder / RECORD} cannot be read: {error}", hint=f"`edgeinfer rm {folder.name}`") from error
+
+
+def _folders() -> Iterator[Path]:
+    try:
+        children = sorted(paths.models_dir().iterdir())
+    except FileNotFoundError:
+        return
+    yield from (child for child in children if not child.name.startswith("."))
+
+
+def list_pulled() -> list[PulledModel]:
+    """Every model that is here, by name. A record that cannot be read is left out: `show` says what is wrong with it."""
+    found = []
+    for folder in _folders():
+        try:
+            record = read_record(folder)
+        except CatalogError:
+            continue
+        if record is not None:
+            found.append(record)
+    return sorted(found, key=lambda model: model.name)
+
+
+def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None:
+    """The pulled model that `text` names: its reference, its source, or a name with the quantization it already has."""
+    if sources.looks_like_source(text):
+        wanted = str(sources.parse(text))
+        return next((model for model in list_pulled() if model.source == wanted), None)
+    ref = names.reference(text)
+    exact = read_record(names.folder(ref))
+    if exact is not None or not ref.quant:
+        return exact
+    plain = read_record(names.folder(Reference(ref.name)))
+    return plain if plain is not None and plain.quantization == ref.quant else None
+
+
+def model_files(name_or_path: str) -> ModelFiles:
+    """The files of a pulled model (`NAME`, `NAME:QUANT`, or the source it was pulled from), or of the GGUF at a path.
+
+    Raises UnknownModelError with near names, ModelNotPulledError with the command that pulls it, InvalidGgufError when a
+    path is no GGUF or a pulled file was changed since.
+    """
+    if names.is_path(name_or_path):
+        return _files_of_path(Path(name_or_path).expanduser())
+    catalog = load_catalog()
+    pulled = find_pulled(name_or_path, catalog)
+    if pulled is None:
+        raise missing(name_or_path, catalog)
+    for path, file in zip(pulled.paths, pulled.files, strict=True):
+        _vouch(path, file, pulled.name)
+    return _files(pulled, catalog.get(pulled.base))
+
+
+def missing(text: str, catalog: Catalog) -> CatalogError:
+    """The error for a model that is not here: unknown, or known and not pulled."""
+    base = text.partition(":")[0].lower()
+    if sources.looks_like_source(text) or catalog.get(base) is not None:
+        return ModelNotPulledError(f"{text} is not on this machine yet", hint=f"pull it first: `edgeinfer pull {text}`")
+    known = [*catalog.models, *(model.name for model in list_pulled())]
+    return UnknownModelError(f"no model is called {text!r}", hint=nearest(base, known))
+
+
+def _files(pulled: PulledModel, entry: Model | None) -> ModelFiles:
+    files = ModelFiles(name=pulled.name, paths=tuple(map(str, pulled.paths)), sha256=pulled.sha256)
+    if entry is None:
+        return files
+    return msgspec.structs.replace(
+        files,
+        chat_template=entry.chat_template or None,
+        stop=entry.stop,
+        sampling=entry.sampling.over(Sampling()),
+        system_prompt=entry.system_prompt,
+    )
+
+
+def _vouch(path: Path, file: PulledFile, name: str) -> None:
+    try:
+        info = path.stat()
+    except OSError as error:
+        raise ModelNotPulledError(
+            f"{path}, a file of {name}, is gone: {error.strerror}", hint=f"fetch it again: `edgeinfer pull {name}`"
+        ) from error
+    if (info.st_size, info.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise InvalidGgufError(f"{path} was changed after {name} was pulled", hint=f"verify it again: `edgeinfer pull {name}`")
+
+
+def _files_of_path(path: Path) -> ModelFiles:
+    """A GGUF outside the store, with its other parts when it is split; no digest is known of it."""
+    parts = split_parts(path.absolute())
+    for part in parts:
+        gguf.check(part)
+    return ModelFiles(name=path.stem, paths=tuple(map(str, parts)))
+
+
+def split_parts(path: Path) -> list[Path]:
+    """All parts of a split GGUF from the path of any of them; `[path]` for a whole file. They need not exist."""
+    siblings = split_names(path.name)
+    return [path.with_name(name) for name in siblings] if siblings else [path]
+
+
+def split_names(file_name: str) -> list[str]:
+    """`x-00002-of-00003.gguf` → the three names; [] for a name that is no part. At most 999 parts are believed."""
+    stem = file_name.removesuffix(".gguf")
+    head, of, count = stem.rpartition("-of-")
+    prefix, dash, index = head.rpartition("-")
+    if not (of and dash and len(count) == len(index) == 5 and count.isdecimal() and index.isdecimal()):
+        return []
+    if not 1 <= int(index) <= int(count) <= 999:
+        return []
+    return [f"{prefix}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
