@@ -1,6 +1,7 @@
 """The seam between the decode loop and what a conversation needs: a prompt, a constraint for a required call, a parser.
 
-`runtime/templates.py` provides `ChatTemplate` and `prepare`, `runtime/toolformats/` and `runtime/reasoning.py` the parsers.
+`runtime/dialogue.py` provides `load_conversations`, over `runtime/templates.py` (prompts), `runtime/tool_formats/` and
+`runtime/reasoning.py` (parsers).
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Prepared:
 class TemplateFacts:
     """What the engine knows of a model when it asks for its conversations. `template` "" means that it has none.
 
-    `named_templates` are the file's further ones (`tool_use`, …) by name.
+    `named_templates` are the file's further ones (`tool_use`, …) by name. `add_bos`: the model wants BOS before everything
+    (`llama_vocab_get_add_bos`); it is put before a prompt whose template leaves it out.
     """
 
     template: str
@@ -59,6 +61,7 @@ class TemplateFacts:
     bos_text: str
     eos_text: str
     vocab: VocabView
+    add_bos: bool = False
 
 
 class Conversations(Protocol):
@@ -76,7 +79,7 @@ class Conversations(Protocol):
 
 
 class LoadConversations(Protocol):
-    """`runtime.templates.load_conversations`: called once a load, on the loading thread."""
+    """`runtime.dialogue.load_conversations`: called once a load, on the loading thread."""
 
     def __call__(self, facts: TemplateFacts) -> Conversations:
         """Raises ModelLoadError when the template does not parse."""
