@@ -1,0 +1,99 @@
+"""One batch for llama_decode, its arrays kept and reused. A native assertion ends the process: everything is checked here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as L
+
+from edgeinfer.errors import DecodeError
+
+_I32 = ctypes.POINTER(ctypes.c_int32)
+
+
+class Batch:
+    """Up to `capacity` tokens of any sequences, at most `max_outputs` of them with logits. One thread."""
+
+    def __init__(self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int) -> None:
+        self.capacity, self.max_outputs = capacity, max_outputs
+        self._n_vocab, self._n_seq_max, self._n_cells = n_vocab, n_seq_max, n_cells
+        self._token = np.zeros(capacity, np.int32)
+        self._pos = np.zeros(capacity, np.int32)
+        self._seq = np.zeros(capacity, np.int32)
+        self._output = np.zeros(capacity, np.int8)
+        self._one = np.ones(capacity, np.int32)
+        base = self._seq.ctypes.data
+        self._seq_pointers = (_I32 * (capacity + 1))(*(ctypes.cast(base + 4 * i, _I32) for i in range(capacity)), _I32())
+        self._native = L.llama_batch(
+            n_tokens=0,
+            token=self._token.ctypes.data_as(_I32),
+            embd=None,
+            pos=self._pos.ctypes.data_as(_I32),
+            n_seq_id=self._one.ctypes.data_as(_I32),
+            seq_id=self._seq_pointers,
+            logits=self._output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+        self.n_tokens = 0
+        self.n_outputs = 0
+
+    def clear(self) -> None:
+        """Begin another batch."""
+        self.n_tokens = self.n_outputs = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self.capacity - self.n_tokens
+
+    def add(self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int) -> int:
+        """Append `tokens` of `seq_id` from position `pos`; the last `outputs` of them get logits. The first one's row.
+
+        Raises DecodeError for anything llama.cpp would assert on or refuse.
+        """
+        start, end = self.n_tokens, self.n_tokens + len(tokens)
+        self._check(tokens, pos, seq_id, outputs)
+        self._token[start:end] = tokens
+        self._pos[start:end] = range(pos, pos + len(tokens)) if len(tokens) < 8 else np.arange(pos, pos + len(tokens))
+        self._seq[start:end] = seq_id
+        self._output[start : end - outputs] = 0
+        self._output[end - outputs : end] = 1
+        self.n_tokens = end
+        self.n_outputs += outputs
+        return start
+
+    def _check(self, tokens: Sequence[int], pos: int, seq_id: int, outputs: int) -> None:
+        if not tokens or len(tokens) > self.room:
+            raise DecodeError(f"{len(tokens)} tokens do not fit in a batch with room for {self.room}")
+        if min(tokens) < 0 or max(tokens) >= self._n_vocab:
+            raise DecodeError("a token is outside the vocabulary")
+        if not 0 <= seq_id < self._n_seq_max:
+            raise DecodeError(f"no such sequence: {seq_id}")
+        if pos < 0 or pos + len(tokens) > self._n_cells:
+            raise DecodeError(f"position {pos + len(tokens)} is beyond the context of {self._n_cells} tokens")
+        if not 0 <= outputs <= len(tokens) or self.n_outputs + outputs > self.max_outputs:
+            raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
+
+    def decode(self, context: Any) -> int:
+        """llama_decode's return code: 0, or 1 when no KV cells were found; negative is fatal."""
+        self._native.n_tokens = self.n_tokens
+        return int(L.llama_decode(context, self._native))
+
+
+class Logits:
+    """The logits of the last batch, as arrays that are views of llama.cpp's own memory: valid until the next decode."""
+
+    def __init__(self, context: Any, n_vocab: int) -> None:
+        self._context, self._n_vocab = context, n_vocab
+        self._row_type = ctypes.c_float * n_vocab
+
+    def row(self, index: int) -> npt.NDArray[np.float32]:
+        """The logits of the batch's token `index`. Raises DecodeError when it asked for none."""
+        pointer = L.llama_get_logits_ith(self._context, index)
+        if not pointer:
+            raise DecodeError(f"token {index} of the batch has no logits")
+        row: Any = self._row_type.from_address(ctypes.addressof(pointer.contents))
+        return np.frombuffer(row, dtype=np.float32)

@@ -1,0 +1,151 @@
+"""What the engine chooses by itself, each choice with its reason: threads, sequences, context.
+
+Pure arithmetic over facts that are passed in. Memory is in bytes, context in tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgeinfer.errors import OutOfMemoryError
+from edgeinfer.runtime.options import Chosen
+
+_MIB = 1 << 20
+#: A context that fits by itself takes no more KV memory than this, unless 4,096 tokens need more.
+_AUTO_KV_BYTES = 1 << 30
+_AUTO_MIN_TOKENS = 4096
+_AUTO_MAX_TOKENS = 32_768
+#: llama.cpp pads a context to this many cells.
+_CELL_STEP = 256
+#: Cells of the shared KV cache that every sequence can count on when all are busy.
+_CELLS_PER_SEQUENCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The part of this machine that this process may use. `quota` is the control group's CPU limit in cores."""
+
+    physical_cores: int
+    logical_cpus: int
+    quota: float | None
+    available_bytes: int
+
+
+def read_machine() -> Machine:
+    """Cores within our affinity, the control group's limits, and the memory that can be had."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return Machine(_physical_cores(cpus), len(cpus), _cpu_quota(), _available_bytes())
+
+
+def _physical_cores(cpus: set[int]) -> int:
+    def core(cpu: int) -> str:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            return siblings.read_text().strip()
+        except OSError:
+            return str(cpu)
+
+    return len({core(cpu) for cpu in cpus}) or 1
+
+
+def _cgroup_value(name: str) -> str:
+    """The tightest value of a control-group file from our own group upwards; "" when there is none."""
+    try:
+        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))[3:]
+    except (OSError, StopIteration):
+        return ""
+    folder = Path("/sys/fs/cgroup" + own)
+    for place in (folder, *folder.parents):
+        try:
+            value = (place / name).read_text().strip()
+        except OSError:
+            continue
+        if value and not value.startswith("max"):
+            return value
+    return ""
+
+
+def _cpu_quota() -> float | None:
+    parts = _cgroup_value("cpu.max").split()
+    return int(parts[0]) / int(parts[1]) if len(parts) == 2 else None
+
+
+def _available_bytes() -> int:
+    available = 1 << 62
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    limit, used = _cgroup_value("memory.max"), _cgroup_value("memory.current")
+    if limit.isdigit() and used.isdigit():
+        available = min(available, max(0, int(limit) - int(used)))
+    return available
+
+
+def choose_threads(asked: int, machine: Machine) -> Chosen:
+    """Decode threads. 0 takes the physical cores within our affinity, or the control group's share of them."""
+    if asked:
+        return Chosen(asked, "as asked")
+    cores = machine.physical_cores
+    if machine.quota is not None and machine.quota < cores:
+        return Chosen(max(1, math.floor(machine.quota)), f"the control group allows {machine.quota:g} of {cores} cores")
+    noun = "core" if cores == 1 else "cores"
+    return Chosen(cores, f"{cores} physical {noun} within our affinity ({machine.logical_cpus} logical)")
+
+
+def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
+    """Sequences decoded at once. 0 takes four a thread, 4 to 16, and fewer where their KV cache would not fit."""
+    if asked:
+        return Chosen(asked, "as asked")
+    by_cores = min(16, max(4, 4 * n_threads))
+    per_sequence = max(1, kv_bytes_per_token) * _CELLS_PER_SEQUENCE
+    by_memory = max(1, int(free_bytes / 2 // per_sequence))
+    if by_memory < by_cores:
+        return Chosen(by_memory, f"{free_bytes // _MIB} MiB free hold {by_memory} sequences of {_CELLS_PER_SEQUENCE} tokens")
+    return Chosen(by_cores, f"four for each of {n_threads} threads, 4 to 16")
+
+
+def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
+    """Tokens one request may use. `free_bytes` is what is left after weights and compute buffers.
+
+    Raises OutOfMemoryError when what was asked, or the least that is useful, does not fit.
+    """
+    per_token = max(1, kv_bytes_per_token)
+    if asked:
+        if asked * per_token > free_bytes:
+            raise OutOfMemoryError(
+                f"a context of {asked} tokens needs {asked * per_token // _MIB} MiB of KV cache;"
+                f" {max(0, free_bytes) // _MIB} MiB are free"
+            )
+        return Chosen(asked, "as asked")
+    fits = free_bytes // 2 // per_token
+    if fits < _CELL_STEP:
+        raise OutOfMemoryError(f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free after the weights")
+    thrifty = max(_AUTO_MIN_TOKENS, _AUTO_KV_BYTES // per_token)
+    limits = (
+        (n_ctx_train, f"the model was trained on {n_ctx_train} tokens"),
+        (fits, f"half of the {free_bytes // _MIB} MiB free after the weights"),
+        (thrifty, f"{_AUTO_KV_BYTES // _MIB} MiB of KV cache; ask for more with --ctx"),
+        (_AUTO_MAX_TOKENS, "enough for most; ask for more with --ctx"),
+    )
+    chosen, reason = min(limits, key=lambda limit: limit[0])
+    rounded = chosen if chosen == n_ctx_train else max(_CELL_STEP, chosen // _CELL_STEP * _CELL_STEP)
+    return Chosen(rounded, reason)
+
+
+def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
+    """Cells of the KV cache that all sequences share: one request's context, or more when many run at once."""
+    wanted = n_parallel * _CELLS_PER_SEQUENCE
+    fits = free_bytes // 2 // max(1, kv_bytes_per_token)
+    if wanted <= n_ctx or fits <= n_ctx:
+        return Chosen(_padded(n_ctx), "one full context, shared by all sequences")
+    return Chosen(_padded(min(wanted, fits)), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
+
+
+def _padded(n: int) -> int:
+    return (n + _CELL_STEP - 1) // _CELL_STEP * _CELL_STEP

@@ -1,0 +1,173 @@
+"""Embeddings and reranking: a second context over the same weights, made on first use.
+
+Texts are packed into batches, one sequence id each, and pooled by llama.cpp as the model says (mean, cls, last). A model that
+names no pooling is pooled by mean. Work runs on the decode loop's thread, a batch between two steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp as L
+
+from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
+from edgeinfer.runtime.batch import Batch
+from edgeinfer.runtime.load import Loaded, context_params, make_context
+from edgeinfer.runtime.options import Chosen, LoadOptions
+
+Call = Callable[[Callable[[], Any]], Any]
+
+_MEAN, _RANK = 1, 4
+_MAX_SEQUENCES = 32
+_MIN_TOKENS, _MAX_TOKENS = 512, 2048
+#: llama.cpp computes logits for every embedded token as well; a batch is small enough that they take no more than this.
+_LOGITS_BYTES = 256 << 20
+
+
+class Embedder:
+    """Embeds and reranks with a loaded model. `call` runs work on the decode loop's thread. Any thread."""
+
+    def __init__(self, loaded: Loaded, options: LoadOptions, call: Call) -> None:
+        self._loaded, self._options, self._call = loaded, options, call
+        own = model_pooling(loaded.meta)
+        self.can_rerank = own == _RANK
+        self.can_embed = not self.can_rerank
+        self.pooling = Chosen(own, "the model's own") if own else Chosen(_MEAN, "the model names no pooling: mean")
+        by_logits = _LOGITS_BYTES // (4 * loaded.vocab.n_vocab)
+        n_ctx_train = int(L.llama_model_n_ctx_train(loaded.model))
+        self.max_tokens = min(n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
+        self._context: Any = None
+        self._batch: Batch | None = None
+
+    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        """One L2-normalised vector a text. Raises InvalidRequestError, ContextLengthError."""
+        if not self.can_embed:
+            raise InvalidRequestError("this model reranks and does not embed", param="model")
+        inputs = [self._tokens(text, i) for i, text in enumerate(texts)]
+        vectors = self._run(inputs, int(L.llama_model_n_embd_out(self._loaded.model)))
+        return [_normalised(v) for v in vectors]
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        """One score a document, higher is more relevant. Raises InvalidRequestError, ContextLengthError."""
+        if not self.can_rerank:
+            raise InvalidRequestError("this model has no reranking head", param="model")
+        inputs = [self._checked(self._pair(query, document), i, "documents") for i, document in enumerate(documents)]
+        return [float(v[0]) for v in self._run(inputs, max(1, int(L.llama_model_n_cls_out(self._loaded.model))))]
+
+    def _tokens(self, text: str | Sequence[int], index: int) -> list[int]:
+        vocab = self._loaded.vocab
+        if isinstance(text, str):
+            tokens = vocab.tokenize(text, add_special=True)
+        else:
+            tokens = list(text)
+            if any(not 0 <= t < vocab.n_vocab for t in tokens):
+                raise InvalidRequestError(f"input {index} has a token outside the vocabulary", param="input")
+        return self._checked(tokens, index, "input")
+
+    def _checked(self, tokens: list[int], index: int, param: str) -> list[int]:
+        if not tokens:
+            raise InvalidRequestError(f"{param} {index} is empty", param=param)
+        if len(tokens) > self.max_tokens:
+            raise ContextLengthError(
+                f"{param} {index} has {len(tokens)} tokens; this model embeds at most {self.max_tokens} at once", param=param
+            )
+        return tokens
+
+    def _pair(self, query: str, document: str) -> list[int]:
+        """A query and a document as the model was trained on them: its own template, or BOS query EOS SEP document EOS."""
+        vocab = self._loaded.vocab
+        template = L.llama_model_chat_template(self._loaded.model, b"rerank")
+        if template:
+            text = template.decode("utf-8", "replace").replace("{query}", query).replace("{document}", document)
+            return vocab.tokenize(text, parse_special=True)
+        bos, eos = L.llama_vocab_bos(vocab.pointer), L.llama_vocab_eos(vocab.pointer)
+        separator = L.llama_vocab_sep(vocab.pointer)
+        parts = [bos, *vocab.tokenize(query), eos, separator, *vocab.tokenize(document), eos]
+        return [t for t in parts if t >= 0]
+
+    def _run(self, inputs: list[list[int]], width: int) -> list[np.ndarray[Any, Any]]:
+        vectors: list[np.ndarray[Any, Any]] = []
+        for group in self._groups(inputs):
+            vectors += self._call(partial(self._one_batch, group, width))
+        return vectors
+
+    def _groups(self, inputs: list[list[int]]) -> Iterator[list[list[int]]]:
+        """Whole texts, as many as fit in a batch."""
+        group: list[list[int]] = []
+        for tokens in inputs:
+            if group and (len(group) == _MAX_SEQUENCES or sum(map(len, group)) + len(tokens) > self.max_tokens):
+                yield group
+                group = []
+            group.append(tokens)
+        if group:
+            yield group
+
+    def _one_batch(self, group: list[list[int]], width: int) -> list[np.ndarray[Any, Any]]:
+        if self._context is None:
+            self._open()
+        assert self._batch is not None
+        self._batch.clear()
+        for i, tokens in enumerate(group):
+            self._batch.add(tokens, 0, i, outputs=len(tokens))
+        memory = L.llama_get_memory(self._context)
+        if memory:
+            L.llama_memory_clear(memory, False)
+        code = self._batch.decode(self._context)
+        if code:
+            raise DecodeError(f"llama_decode returned {code} for {self._batch.n_tokens} tokens to embed")
+        return [self._vector(i, width) for i in range(len(group))]
+
+    def _vector(self, seq_id: int, width: int) -> np.ndarray[Any, Any]:
+        pointer = L.llama_get_embeddings_seq(self._context, seq_id)
+        if not pointer:
+            raise DecodeError("llama.cpp gave no embedding")
+        row: Any = (ctypes.c_float * width).from_address(ctypes.addressof(pointer.contents))
+        return np.frombuffer(row, dtype=np.float32).astype(np.float64)
+
+    def _open(self) -> None:
+        loaded = self._loaded
+        params = context_params(self._options, self.max_tokens, self.max_tokens, _MAX_SEQUENCES, loaded.n_threads)
+        params.embeddings = True
+        params.pooling_type = self.pooling.value
+        self._context, _ = make_context(loaded.model, params)
+        self._batch = Batch(
+            capacity=self.max_tokens,
+            max_outputs=self.max_tokens,
+            n_vocab=loaded.vocab.n_vocab,
+            n_seq_max=_MAX_SEQUENCES,
+            n_cells=self.max_tokens,
+        )
+
+    def warm_up(self) -> None:
+        """Embed or rank a word, so that the first real text pays for nothing."""
+        if self.can_rerank:
+            self.rerank("warm", ["up"])
+        else:
+            self.embed(["warm up"])
+
+    def set_threads(self, n: int) -> None:
+        """Decode threads from now on."""
+        if self._context is not None:
+            L.llama_set_n_threads(self._context, n, n)
+
+    def close(self) -> None:
+        """Free the context. Idempotent; not while work runs."""
+        if self._context is not None:
+            L.llama_free(self._context)
+            self._context = self._batch = None
+
+
+def model_pooling(meta: dict[str, str]) -> int:
+    """The file's own pooling type (llama.cpp's number), 0 when it names none."""
+    arch = meta.get("general.architecture", "")
+    value = meta.get(f"{arch}.pooling_type", "0")
+    return int(value) if value.isdigit() else 0
+
+
+def _normalised(vector: np.ndarray[Any, Any]) -> list[float]:
+    length = float(np.linalg.norm(vector))
+    return [float(x) for x in (vector / length if length > 0 else vector)]

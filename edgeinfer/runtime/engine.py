@@ -1,0 +1,255 @@
+"""A loaded model that serves many at once: `load_engine` and `LlamaEngine`, the engine of this process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime import native
+from edgeinfer.runtime.batch import Batch
+from edgeinfer.runtime.constraint_api import Compiler
+from edgeinfer.runtime.embeddings import Embedder
+from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.kvcache import KvCache, LlamaMemory
+from edgeinfer.runtime.load import MAX_DRAFT, Loaded, load_model
+from edgeinfer.runtime.loop import DecodeLoop
+from edgeinfer.runtime.lora import LoraAdapters
+from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
+from edgeinfer.runtime.parsers_api import Conversations, TemplateFacts
+from edgeinfer.runtime.prepare import Preparer
+from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, Tool
+from edgeinfer.runtime.scheduler import Scheduler
+
+#: Tokens of the warm-up prompt: enough to touch every weight in the shape a prefill has, and in the shape a decode has.
+_WARM_UP_TOKENS = 32
+
+
+def load_engine(
+    files: ModelFiles, options: LoadOptions, progress: Callable[[str, float | None], None] | None = None
+) -> LlamaEngine:
+    """Load a model into this process. Raises ModelLoadError, OutOfMemoryError."""
+    loaded = load_model(files, options, progress)
+    try:
+        return LlamaEngine(files, options, loaded)
+    except BaseException:
+        loaded.free()
+        raise
+
+
+class LlamaEngine:
+    """The `Engine` over llama.cpp. Any thread may call any method; one thread, started with the first work, decodes."""
+
+    def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._lora = LoraAdapters(loaded.model, loaded.context, files.lora)
+        self._conversations = _conversations(files, loaded)
+        self._scheduler = _scheduler(loaded, self._lora)
+        self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
+        self._embedder = Embedder(loaded, options, self._loop.call)
+        self._preparer = Preparer(
+            files=files,
+            vocab=loaded.vocab,
+            conversations=self._conversations,
+            constraints=_constraints(),
+            lora=self._lora,
+            n_ctx=loaded.n_ctx,
+            max_draft=MAX_DRAFT,
+        )
+        self._info = _info(files, loaded, self._lora, self._conversations, self._embedder)
+        self._closed = False
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def submit(self, request: GenerateRequest) -> EventStream:
+        """Validate and queue; see `Engine.submit`."""
+        if not self._loaded.can_generate:
+            raise InvalidRequestError(f"{self._info.model} only embeds; it cannot generate", param="model")
+        seq = self._preparer.sequence(request)
+        seq.progress()
+        try:
+            self._loop.submit(seq)
+        except BaseException:
+            seq.sampler.close()
+            raise
+        return seq.stream
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        return self._loaded.vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of `tokens`. Raises InvalidRequestError for a token outside the vocabulary."""
+        try:
+            return self._loaded.vocab.detokenize(tokens)
+        except IndexError as error:
+            raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        return self._conversations.render(GenerateRequest(messages=tuple(messages), tools=tuple(tools)))
+
+    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        return self._embedder.embed(texts)
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        return self._embedder.rerank(query, documents)
+
+    def metrics(self) -> EngineMetrics:
+        s = self._scheduler
+        running = len(s.running)
+        return s.counters.frozen(
+            queued=max(0, self._loop.inside - running),
+            running=running,
+            kv_used=s.kv.used_cells,
+            kv_total=s.kv.n_cells,
+        )
+
+    # parking: a snapshot is taken of a process that has no thread of ours and nobody's data
+
+    def warm_up(self) -> None:
+        """Run a short generation through everything once, so that the first real one pays for nothing."""
+        if not self._loaded.can_generate:
+            self._embedder.warm_up()
+            return
+        first = self._loaded.vocab.bos if self._loaded.vocab.bos >= 0 else 0
+        request = GenerateRequest(
+            prompt=(first,) * _WARM_UP_TOKENS, max_tokens=3, ignore_eos=True, cache_prompt=False, sampling=Sampling(seed=0)
+        )
+        for _ in self.submit(request):
+            pass
+
+    def prefill_system(self, text: str) -> int:
+        """Compute what every conversation with this system prompt begins with and keep it; how many tokens that is.
+
+        "" stands for the template's own default. Only while idle. Raises InvalidRequestError, ContextLengthError.
+        """
+        tokens = self._preparer.system_prefix(text)
+        if not tokens or len(tokens) >= self._loaded.n_ctx:
+            return 0
+        return self._loop.call(lambda: self._scheduler.pin(tokens))
+
+    def park(self) -> None:
+        """End the decode thread and forget every conversation; the system prompt stays.
+
+        The next work starts the thread again. Raises EngineError while requests are running.
+        """
+        self._loop.stop()
+        self._scheduler.kv.drop_idle()
+        self._embedder.close()
+
+    def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
+        """After a restore: decode with `n_threads` (0 keeps the count) and stir `entropy` into every seed drawn."""
+        self._preparer.seeds.entropy = entropy
+        if n_threads:
+            self._loaded.n_threads = n_threads
+            native.lib().llama_set_n_threads(self._loaded.context, n_threads, n_threads)
+            self._embedder.set_threads(n_threads)
+
+    def close(self) -> None:
+        """Cancel everything and free the model. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.close()
+        self._embedder.close()
+        self._loaded.free()
+
+
+def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
+    llama = native.lib()
+    can_cut = not (llama.llama_model_is_recurrent(loaded.model) or llama.llama_model_is_hybrid(loaded.model))
+    kv = KvCache(LlamaMemory(loaded.memory), n_cells=loaded.n_cells, n_seq_max=loaded.n_seq_max, whole_only=not can_cut)
+    batch = Batch(
+        capacity=loaded.n_batch,
+        max_outputs=loaded.n_outputs_max,
+        n_vocab=loaded.vocab.n_vocab,
+        n_seq_max=loaded.n_seq_max,
+        n_cells=loaded.n_cells,
+    )
+    return Scheduler(
+        context=loaded.context,
+        vocab=loaded.vocab,
+        kv=kv,
+        batch=batch,
+        adapters=lora,
+        n_parallel=loaded.n_parallel,
+        n_ctx=loaded.n_ctx,
+        can_cut=can_cut,
+    )
+
+
+def _conversations(files: ModelFiles, loaded: Loaded) -> Conversations:
+    vocab, meta = loaded.vocab, loaded.meta
+    named = {k.removeprefix("tokenizer.chat_template."): v for k, v in meta.items() if k.startswith("tokenizer.chat_template.")}
+    facts = TemplateFacts(
+        template=files.chat_template or _own_template(loaded),
+        named_templates=named,
+        architecture=meta.get("general.architecture", ""),
+        name=files.name,
+        bos_text=vocab.text(vocab.bos),
+        eos_text=vocab.text(vocab.eos),
+        vocab=vocab,
+        add_bos=vocab.adds_bos,
+    )
+    try:
+        load = importlib.import_module("edgeinfer.runtime.dialogue").load_conversations
+    except ModuleNotFoundError:
+        from edgeinfer.runtime.plain import PlainConversations as load
+    found: Conversations = load(facts)
+    return found
+
+
+def _own_template(loaded: Loaded) -> str:
+    text = native.lib().llama_model_chat_template(loaded.model, None)
+    return text.decode("utf-8", "replace") if text else ""
+
+
+def _constraints() -> Compiler:
+    try:
+        found: Any = importlib.import_module("edgeinfer.runtime.constraints")
+    except ModuleNotFoundError:
+        from edgeinfer.runtime.plain import NoConstraints
+
+        found = NoConstraints()
+    return found  # type: ignore[no-any-return]
+
+
+def _info(
+    files: ModelFiles, loaded: Loaded, lora: LoraAdapters, conversations: Conversations, embedder: Embedder
+) -> EngineInfo:
+    llama = native.lib()
+    meta = loaded.meta
+    return EngineInfo(
+        model=files.name,
+        sha256=files.sha256,
+        description=_description(loaded),
+        architecture=meta.get("general.architecture", ""),
+        n_params=int(llama.llama_model_n_params(loaded.model)),
+        n_vocab=loaded.vocab.n_vocab,
+        n_ctx=loaded.n_ctx,
+        n_ctx_train=int(llama.llama_model_n_ctx_train(loaded.model)),
+        n_parallel=loaded.n_parallel,
+        n_embd=int(llama.llama_model_n_embd_out(loaded.model)),
+        weights_bytes=loaded.weights_bytes,
+        kv_bytes=loaded.kv_bytes,
+        compute_bytes=loaded.compute_bytes,
+        has_chat_template=bool(files.chat_template or _own_template(loaded)),
+        can_embed=embedder.can_embed,
+        can_rerank=embedder.can_rerank,
+        tool_format=conversations.tool_format,
+        system_prompt=files.system_prompt,
+        sampling=files.sampling,
+        lora=lora.names,
+        choices={**loaded.choices, "pooling": embedder.pooling},
+        load_ms=loaded.load_ms,
+    )
+
+
+def _description(loaded: Loaded) -> str:
+    import ctypes
+
+    buffer = ctypes.create_string_buffer(256)
+    native.lib().llama_model_desc(loaded.model, buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace")

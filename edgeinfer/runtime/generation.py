@@ -1,0 +1,105 @@
+"""The consumer's side of a request: a stream of events from the decode loop, read from any thread or any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from edgeinfer.errors import EngineError, UsageError
+from edgeinfer.runtime.events import Event, Finished
+
+_Item = Event | EngineError
+
+
+class EventStream:
+    """A `Generation`: the producer calls `put` from one thread, one consumer iterates. Putting never blocks.
+
+    Leaving the iteration before its end cancels the request.
+    """
+
+    def __init__(self, on_cancel: Callable[[], None]) -> None:
+        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._on_cancel = on_cancel
+        self._wake: Callable[[], None] | None = None
+        self._taken = False
+        self._ended = False
+
+    def put(self, item: _Item) -> None:
+        """Hand over an event, or the error that ends the stream. What comes after the end is dropped."""
+        if self._ended:
+            return
+        self._ended = isinstance(item, Finished | EngineError)
+        self._items.put(item)
+        wake = self._wake
+        if wake is not None:
+            wake()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the producer has put the end."""
+        return self._ended
+
+    def cancel(self) -> None:
+        """End the request at the next step. Any thread; idempotent."""
+        self._on_cancel()
+
+    def _take(self) -> None:
+        if self._taken:
+            raise UsageError("a generation is iterated once")
+        self._taken = True
+
+    def __iter__(self) -> Iterator[Event]:
+        self._take()
+        return self._events()
+
+    def _events(self) -> Iterator[Event]:
+        try:
+            while True:
+                item = self._items.get()
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
+                if isinstance(item, Finished):
+                    return
+        finally:
+            if not self._ended:
+                self.cancel()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        self._take()
+        return self._async_events()
+
+    async def _async_events(self) -> AsyncIterator[Event]:
+        try:
+            while True:
+                item = await self._next()
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
+                if isinstance(item, Finished):
+                    return
+        finally:
+            self._wake = None
+            if not self._ended:
+                self.cancel()
+
+    async def _next(self) -> _Item:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return self._items.get_nowait()
+            except queue.Empty:
+                pass
+            ready = asyncio.Event()
+
+            def wake(ready: asyncio.Event = ready) -> None:
+                self._wake = None
+                with contextlib.suppress(RuntimeError):  # the consumer's loop was closed under it
+                    loop.call_soon_threadsafe(ready.set)
+
+            self._wake = wake
+            if self._items.empty():  # else: put between our look and our note, and nobody woke us
+                await ready.wait()
+            self._wake = None

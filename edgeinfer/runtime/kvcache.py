@@ -1,0 +1,206 @@
+"""What the KV cache holds: which tokens each sequence id has, which cells they share, and who goes when room is needed.
+
+llama.cpp's cache is unified: all sequences share its cells, and copying a prefix to another sequence id costs nothing but a
+bit per cell. This module keeps the books on our side (llama.cpp cannot be asked what is free) and tells llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+#: Adapters and scales a sequence was computed with; another set's cells are of no use.
+AdapterKey = tuple[tuple[str, float], ...]
+
+_BLOCK = 64
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
+    """Length of the longest common prefix of two lists, known to agree before `start`."""
+    n = min(len(a), len(b))
+    i = start
+    while i + _BLOCK <= n and a[i : i + _BLOCK] == b[i : i + _BLOCK]:
+        i += _BLOCK
+    while i < n and a[i] == b[i]:
+        i += 1
+    return i
+
+
+class Memory(Protocol):
+    """llama.cpp's side of the cache."""
+
+    def remove(self, seq_id: int, start: int, end: int) -> bool:
+        """Remove positions [start, end) (end -1: to the last); False when a part cannot be removed."""
+
+    def copy(self, source: int, target: int, end: int) -> None:
+        """Let `target` share positions [0, end) of `source`."""
+
+    def shift(self, seq_id: int, start: int, delta: int) -> None:
+        """Add `delta` to the positions from `start` on."""
+
+
+class LlamaMemory:
+    """`Memory` over llama.cpp's pointer."""
+
+    def __init__(self, memory: Any) -> None:
+        from llama_cpp import llama_cpp  # only this class needs it: the books are tested without
+
+        self._llama, self._memory = llama_cpp, memory
+
+    def remove(self, seq_id: int, start: int, end: int) -> bool:
+        return bool(self._llama.llama_memory_seq_rm(self._memory, seq_id, start, end))
+
+    def copy(self, source: int, target: int, end: int) -> None:
+        self._llama.llama_memory_seq_cp(self._memory, source, target, 0, end)
+
+    def shift(self, seq_id: int, start: int, delta: int) -> None:
+        self._llama.llama_memory_seq_add(self._memory, seq_id, start, -1, delta)
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """The tokens one sequence id has in the cache. `cells` names their cells, shared ones by several residents."""
+
+    seq_id: int
+    adapters: AdapterKey
+    tokens: list[int] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)
+    active: bool = True
+    pinned: bool = False
+    used_at: int = 0
+
+
+class KvCache:
+    """The books of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. One thread.
+
+    `whole_only`: the model's state cannot be cut (recurrent, hybrid), so a resident is reused whole or not at all.
+    """
+
+    def __init__(self, memory: Memory, *, n_cells: int, n_seq_max: int, whole_only: bool = False) -> None:
+        self._memory, self.n_cells, self._whole_only = memory, n_cells, whole_only
+        self._ids = list(range(n_seq_max - 1, -1, -1))
+        self._free = list(range(n_cells - 1, -1, -1))
+        self._shares = [0] * n_cells
+        self._clock = 0
+        self.residents: list[Resident] = []
+
+    @property
+    def used_cells(self) -> int:
+        return self.n_cells - len(self._free)
+
+    @property
+    def free_cells(self) -> int:
+        return len(self._free)
+
+    def match(self, tokens: Sequence[int], adapters: AdapterKey) -> tuple[Resident | None, int]:
+        """The resident that shares the longest prefix with `tokens`, and how much of it can be used.
+
+        At least one token of `tokens` is always left to compute, because its logits are wanted.
+        """
+        best, length = None, 0
+        limit = len(tokens) - 1
+        for resident in self.residents:
+            if resident.adapters != adapters:
+                continue
+            n = min(common_prefix(resident.tokens, tokens), limit)
+            if self._whole_only and n < len(resident.tokens):
+                continue
+            if n > length or (n == length and n and best is not None and best.active and not resident.active):
+                best, length = resident, n
+        return best, length
+
+    def claim(self, tokens: Sequence[int], adapters: AdapterKey, *, reuse: bool = True) -> Resident | None:
+        """A resident for a new sequence, holding the longest cached prefix of `tokens`; None when every id is active."""
+        source, n = self.match(tokens, adapters) if reuse else (None, 0)
+        if source is not None and not source.active and not source.pinned and n == len(source.tokens):
+            source.active = True  # the next turn of the same conversation: go on in place
+            return source
+        if not self._ids and not self._evict_one(keep=source):
+            if source is None or source.active or source.pinned or not self.truncate(source, n):
+                return None
+            source.active = True
+            return source
+        resident = Resident(self._ids.pop(), adapters)
+        self.residents.append(resident)
+        if source is not None and n:
+            self._share(source, resident, n)
+        return resident
+
+    def _share(self, source: Resident, target: Resident, n: int) -> None:
+        self._memory.copy(source.seq_id, target.seq_id, -1 if n == len(source.tokens) else n)
+        target.tokens = source.tokens[:n]
+        target.cells = source.cells[:n]
+        for cell in target.cells:
+            self._shares[cell] += 1
+
+    def extend(self, resident: Resident, tokens: Sequence[int]) -> None:
+        """Note that `tokens` were computed and stored behind what `resident` has."""
+        for _ in tokens:
+            cell = self._free.pop()
+            self._shares[cell] = 1
+            resident.cells.append(cell)
+        resident.tokens.extend(tokens)
+
+    def truncate(self, resident: Resident, n: int) -> bool:
+        """Keep the first `n` tokens. False, and everything dropped, when the model's state cannot be cut."""
+        if n == len(resident.tokens):
+            return True
+        cut = not (self._whole_only and n) and self._memory.remove(resident.seq_id, n, -1)
+        if not cut:
+            self._memory.remove(resident.seq_id, -1, -1)
+            n = 0
+        self._give_back(resident.cells[n:])
+        del resident.tokens[n:], resident.cells[n:]
+        return cut
+
+    def _give_back(self, cells: Iterable[int]) -> None:
+        for cell in cells:
+            self._shares[cell] -= 1
+            if not self._shares[cell]:
+                self._free.append(cell)
+
+    def shift(self, resident: Resident, keep: int, drop: int) -> bool:
+        """Drop `drop` tokens behind the first `keep` and move the rest up. False when others share the moved cells."""
+        if self._whole_only or any(self._shares[cell] > 1 for cell in resident.cells[keep:]):
+            return False
+        if not self._memory.remove(resident.seq_id, keep, keep + drop):
+            return False
+        self._memory.shift(resident.seq_id, keep + drop, -drop)
+        self._give_back(resident.cells[keep : keep + drop])
+        del resident.tokens[keep : keep + drop], resident.cells[keep : keep + drop]
+        return True
+
+    def release(self, resident: Resident, *, keep: bool) -> None:
+        """The sequence has ended; its tokens stay for the next request that begins like them, if `keep`."""
+        self._clock += 1
+        resident.active, resident.used_at = False, self._clock
+        if not keep or not resident.tokens:
+            self.drop(resident)
+
+    def drop(self, resident: Resident) -> None:
+        """Forget a resident and free what it shares with nobody."""
+        self._memory.remove(resident.seq_id, -1, -1)
+        self._give_back(resident.cells)
+        resident.tokens, resident.cells, resident.active = [], [], False
+        self.residents.remove(resident)
+        self._ids.append(resident.seq_id)
+
+    def drop_idle(self, *, pinned: bool = False) -> None:
+        """Forget everything that no sequence uses; pinned residents too, if asked."""
+        for resident in [r for r in self.residents if not r.active and (pinned or not r.pinned)]:
+            self.drop(resident)
+
+    def make_room(self, n: int) -> bool:
+        """Evict least recently used residents until `n` cells are free; pinned ones last. False when that is not enough."""
+        while len(self._free) < n:
+            if not self._evict_one():
+                return False
+        return True
+
+    def _evict_one(self, keep: Resident | None = None) -> bool:
+        idle = [r for r in self.residents if not r.active and r is not keep]
+        if not idle:
+            return False
+        self.drop(min(idle, key=lambda r: (r.pinned, r.used_at)))
+        return True

@@ -1,0 +1,175 @@
+"""llama.cpp itself: finding its CPU variants, catching what it logs, and saying how it was built.
+
+The portable wheel keeps one library per instruction set beside the package; nothing loads them by itself. Everything native
+goes through `lib()`, which does so once per process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import msgspec
+from llama_cpp import llama_cpp as _llama
+
+from edgeinfer.errors import EngineError
+
+#: llama.cpp's log levels (ggml.h); a line of level CONT goes on with the one before.
+_INFO, _WARN, _CONT = 2, 3, 5
+
+_lock = threading.Lock()
+_state: dict[str, Any] = {}
+_log: deque[str] = deque(maxlen=200)
+_listeners: list[list[str]] = []
+
+
+class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How the llama.cpp in use was built and what it found. `cpu_variant` is "" when one library serves every CPU."""
+
+    binding_version: str
+    llama_version: str
+    ggml_version: str
+    ggml_commit: str
+    cpu_variant: str
+    flags: tuple[str, ...]
+    devices: tuple[str, ...]
+    supports_gpu: bool
+    max_sequences: int
+
+
+def lib() -> Any:
+    """The low-level binding, backends loaded and logs captured. Raises EngineError when no CPU backend can be loaded."""
+    with _lock:
+        if "ggml" not in _state:
+            _capture_logs()
+            _state["ggml"] = _load_backends()
+            _llama.llama_backend_init()
+    return _llama
+
+
+def _capture_logs() -> None:
+    level = 0
+
+    def on_line(line_level: int, text: bytes, _user: object) -> None:
+        nonlocal level
+        level = level if line_level == _CONT else line_level
+        if level >= _WARN:
+            _log.append(text.decode("utf-8", "replace").rstrip("\n"))
+        if _listeners and level >= _INFO:
+            line = text.decode("utf-8", "replace").rstrip("\n")
+            for listener in _listeners:
+                listener.append(line)
+
+    callback = _llama.llama_log_callback(on_line)
+    _state["log"] = callback  # the library keeps the pointer and not the object
+    _llama.llama_log_set(callback, ctypes.c_void_p(0))
+
+
+def recent_log(lines: int = 10) -> list[str]:
+    """The last warnings and errors of llama.cpp, oldest first."""
+    return [line for line in list(_log)[-lines:] if line.strip(" .")]
+
+
+def clear_log() -> None:
+    """Forget what was logged: before a call whose own words are wanted."""
+    _log.clear()
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Collect what llama.cpp says, notes included, while the block runs. One thread at a time makes contexts."""
+    lines: list[str] = []
+    _listeners.append(lines)
+    try:
+        yield lines
+    finally:
+        _listeners.remove(lines)
+
+
+def library_dir() -> Path:
+    """Where libllama and libggml are."""
+    return Path(llama_cpp.__file__).resolve().parent / "lib"
+
+
+def variant_dirs() -> list[Path]:
+    """Folders that may hold the CPU variants: beside the package (the wheel's own place), or in a frozen program."""
+    package = Path(llama_cpp.__file__).resolve().parent
+    frozen = getattr(sys, "_MEIPASS", None)
+    places = [package.parent / "bin", package / "lib", package / "bin"]
+    return places + ([Path(frozen) / "bin", Path(frozen)] if frozen else [])
+
+
+def _load_backends() -> ctypes.CDLL:
+    # libllama is linked against the soname; the wheel holds libggml.so as a second file, with a registry of its own
+    path = library_dir() / "libggml.so.0"
+    ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
+    for name in ("ggml_backend_reg_count", "ggml_backend_dev_count"):
+        getattr(ggml, name).restype = ctypes.c_size_t
+    ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_load_all_from_path.restype = None
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    for folder in variant_dirs():
+        if ggml.ggml_backend_reg_count():
+            break
+        if any(folder.glob("libggml-cpu*.so")):
+            ggml.ggml_backend_load_all_from_path(str(folder).encode())
+    if not ggml.ggml_backend_reg_count():
+        places = ", ".join(str(p) for p in variant_dirs())
+        raise EngineError(f"llama.cpp has no CPU backend: no libggml-cpu*.so that runs here in {places}")
+    return ggml
+
+
+def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:
+    base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
+    for name in ("ggml_backend_dev_name", "ggml_backend_dev_description"):
+        getattr(base, name).argtypes = [ctypes.c_void_p]
+        getattr(base, name).restype = ctypes.c_char_p
+    devices = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    return tuple(f"{base.ggml_backend_dev_name(d).decode()}: {base.ggml_backend_dev_description(d).decode()}" for d in devices)
+
+
+def _cpu_variant() -> str:
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"libggml-cpu-([a-z0-9_]+)\.so", maps)
+    return found.group(1) if found else ""
+
+
+def _base_text(function: str) -> str:
+    base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
+    entry = getattr(base, function)
+    entry.restype = ctypes.c_char_p
+    return str(entry().decode())
+
+
+def build_info() -> BuildInfo:
+    """What `doctor` and `version` show. Raises EngineError as `lib` does."""
+    llama = lib()
+    system = llama.llama_print_system_info().decode()
+    return BuildInfo(
+        binding_version=llama_cpp.__version__,
+        llama_version=llama.llama_version().decode(),
+        ggml_version=_base_text("ggml_version"),
+        ggml_commit=_base_text("ggml_commit"),
+        cpu_variant=_cpu_variant(),
+        flags=tuple(flag.strip().removesuffix(" = 1") for flag in system.split(":", 1)[-1].split("|") if flag.strip()),
+        devices=_device_names(_state["ggml"]),
+        supports_gpu=supports_gpu(),
+        max_sequences=int(llama.llama_max_parallel_sequences()),
+    )
+
+
+def supports_gpu() -> bool:
+    """Whether this build can offload layers to a GPU that is here."""
+    return bool(lib().llama_supports_gpu_offload())

@@ -1,0 +1,80 @@
+"""Every number of a request has a range; what is outside it is refused before anything is computed."""
+
+from __future__ import annotations
+
+import math
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+
+#: field → (least, most)
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0, 1 << 20),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "repeat_penalty": (0.01, 100.0),
+    "repeat_last_n": (-1, 1 << 20),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (1.0, 100.0),
+    "dry_allowed_length": (0, 1 << 20),
+    "dry_penalty_last_n": (-1, 1 << 20),
+    "mirostat_tau": (0.0, 100.0),
+    "mirostat_eta": (0.0, 100.0),
+}
+_MAX_BIASES = 1024
+_MAX_BIAS = 1000.0
+_MAX_STOPS = 64
+_MAX_STOP_CHARS = 1024
+_MAX_LOGPROBS = 20
+
+
+def _refuse(param: str, message: str) -> None:
+    raise InvalidRequestError(f"{param}: {message}", param=param)
+
+
+def check_sampling(s: Sampling, n_vocab: int) -> None:
+    """Raises InvalidRequestError naming the field."""
+    for name, (least, most) in _RANGES.items():
+        value = getattr(s, name)
+        if not math.isfinite(value) or not least <= value <= most:
+            _refuse(name, f"{value} is not between {least} and {most}")
+    if s.mirostat not in (0, 1, 2):
+        _refuse("mirostat", "0, 1 or 2")
+    if s.seed is not None and not 0 <= s.seed < 1 << 32:
+        _refuse("seed", f"{s.seed} is not between 0 and 2**32 - 1")
+    if len(s.logit_bias) > _MAX_BIASES:
+        _refuse("logit_bias", f"more than {_MAX_BIASES} tokens")
+    for token, bias in s.logit_bias.items():
+        if not 0 <= token < n_vocab:
+            _refuse("logit_bias", f"token {token} is not in the vocabulary of {n_vocab}")
+        if math.isnan(bias) or bias == math.inf or (bias < -_MAX_BIAS and bias != -math.inf) or bias > _MAX_BIAS:
+            _refuse("logit_bias", f"{bias} is not between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
+    if len(s.dry_sequence_breakers) > _MAX_STOPS or any("\0" in b or not b for b in s.dry_sequence_breakers):
+        _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS}, none empty")
+
+
+def check_request(request: GenerateRequest, n_vocab: int) -> None:
+    """Raises InvalidRequestError naming the field; the length of the prompt is checked when it is tokenized."""
+    check_sampling(request.sampling, n_vocab)
+    if bool(request.messages) == (request.prompt is not None):
+        _refuse("messages", "give either messages or a prompt")
+    if request.tools and not request.messages:
+        _refuse("tools", "tools need messages")
+    if request.max_tokens is not None and not 1 <= request.max_tokens <= 1 << 24:
+        _refuse("max_tokens", f"{request.max_tokens} is not between 1 and {1 << 24}")
+    if request.deadline_s is not None and not (math.isfinite(request.deadline_s) and request.deadline_s > 0):
+        _refuse("deadline_s", "a positive number of seconds")
+    if request.logprobs is not None and not 0 <= request.logprobs <= _MAX_LOGPROBS:
+        _refuse("logprobs", f"{request.logprobs} is not between 0 and {_MAX_LOGPROBS}")
+    if len(request.stop) > _MAX_STOPS:
+        _refuse("stop", f"more than {_MAX_STOPS} stop strings")
+    if any(not stop or len(stop) > _MAX_STOP_CHARS for stop in request.stop):
+        _refuse("stop", f"a stop string has 1 to {_MAX_STOP_CHARS} characters")
+    if isinstance(request.prompt, tuple) and any(not 0 <= t < n_vocab for t in request.prompt):
+        _refuse("prompt", f"a token is not in the vocabulary of {n_vocab}")
+    if request.speculative not in ("auto", "off", "ngram", "draft"):
+        _refuse("speculative", '"auto", "off", "ngram" or "draft"')
