@@ -173,7 +173,8 @@ def _model(name: str, table: dict[str, Any], where: str) -> Model:
 
 def _check(model: Model) -> None:
     """What the types cannot say. Raises UsageError."""
-    model.parsed_sources()
+    if any(isinstance(part, places.Url) and part.url.startswith("http:") for parts in model.parsed_sources() for part in parts):
+        raise UsageError('key "sources": http: is not encrypted; give the https: address')
     if model.sha256:
         names.digest(model.sha256)
     if model.file_name:

@@ -1,20 +1,29 @@
-"""What a pull or a quantization says while it works: plain values for whoever shows them."""
+"""What a pull or a quantization says while it works, how fast it goes, and how it is told to stop."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-Stage = Literal["resolving", "checking", "downloading", "verifying", "quantizing", "done"]
+from edgeinfer.errors import InterruptedByUser
+
+Stage = Literal["resolving", "checking", "downloading", "copying", "verifying", "quantizing", "done"]
+
+#: Reports are at least this far apart, except the first and last of a stage.
+_INTERVAL_S = 0.1
+#: The rate is measured over the last seconds, so that it follows the line.
+_WINDOW_S = 5.0
 
 
 class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pull is. Bytes count within `file` (one of `n_files`); `total_bytes` is None while nobody knows it.
-
-    `rate_bytes_per_s` and `left_s` are of the last seconds, not of the whole; None at the beginning. While quantizing,
-    "bytes" are tensors.
+    """Where a pull is. Bytes count within `file`, the `index`-th (from 0) of `n_files`; `total_bytes` is None while nobody
+    knows it. `rate_bytes_per_s` and `left_s` follow the last seconds; None at the beginning. While quantizing, `done_bytes`
+    counts the tensors' bytes done.
     """
 
     stage: Stage
@@ -28,5 +37,66 @@ class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-#: Called from the thread that pulls, often: be quick.
+#: Called from the thread that pulls, at most ten times a second: be quick.
 OnProgress = Callable[[PullProgress], None]
+
+
+class Job:
+    """One pull's ears and mouth: reports progress, and raises InterruptedByUser at the next step once `cancel` is set."""
+
+    def __init__(self, on_progress: OnProgress | None = None, cancel: threading.Event | None = None) -> None:
+        self._on_progress = on_progress or (lambda _: None)
+        self._cancel = cancel or threading.Event()
+        self._now = PullProgress(stage="resolving")
+        self._marks: deque[tuple[float, int]] = deque()
+        self._reported_at = 0.0
+
+    def begin(
+        self, stage: Stage, file: str = "", *, done: int = 0, total: int | None = None, index: int = 0, n_files: int = 1
+    ) -> None:
+        """A new stage, reported at once."""
+        self.check()
+        self._now = PullProgress(stage=stage, file=file, done_bytes=done, total_bytes=total, index=index, n_files=n_files)
+        self._marks.clear()
+        self._marks.append((time.monotonic(), done))
+        self._report()
+
+    def at(self, done: int, total: int | None = None) -> None:
+        """`done` bytes of the stage are done; also the place where a cancellation takes effect."""
+        self.check()
+        now = time.monotonic()
+        whole = self._now.total_bytes if total is None else total
+        if now - self._reported_at < _INTERVAL_S and done != whole:
+            return
+        self._marks.append((now, done))
+        while now - self._marks[0][0] > _WINDOW_S and len(self._marks) > 2:
+            self._marks.popleft()
+        rate = self._rate()
+        left = (whole - done) / rate if rate and whole is not None else None
+        self._now = msgspec.structs.replace(
+            self._now, done_bytes=done, total_bytes=whole, rate_bytes_per_s=rate, left_s=left, note=""
+        )
+        self._report()
+
+    def note(self, text: str) -> None:
+        """Something a person should know, reported at once: a retry and its reason, the next source."""
+        self._now = msgspec.structs.replace(self._now, note=text)
+        self._report()
+
+    def check(self) -> None:
+        """Raise InterruptedByUser when somebody asked to stop."""
+        if self._cancel.is_set():
+            raise InterruptedByUser("stopped; what was fetched is kept", hint="type the same command again to go on")
+
+    def wait(self, seconds: float) -> None:
+        """Wait, unless somebody asks to stop meanwhile."""
+        self._cancel.wait(seconds)
+        self.check()
+
+    def _rate(self) -> float | None:
+        (began, first), (now, last) = self._marks[0], self._marks[-1]
+        return (last - first) / (now - began) if now > began and last > first else None
+
+    def _report(self) -> None:
+        self._reported_at = time.monotonic()
+        self._on_progress(self._now)

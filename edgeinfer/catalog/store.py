@@ -28,9 +28,7 @@ from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
 RECORD = "model.json"
-PINS_SUFFIX = ".lock.json"
 PARTIAL = ".partial"
-LOCKS = ".locks"
 
 
 class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +61,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> Path:
-        return names.folder(self.reference)
+        return folder_of(self.reference)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -87,6 +85,11 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
         import hashlib  # 3 ms, only for split models
 
         return hashlib.sha256("".join(file.sha256 for file in self.files).encode()).hexdigest()
+
+
+def folder_of(ref: Reference) -> Path:
+    """The folder of a model; it need not exist."""
+    return names.folder(ref)
 
 
 def read_record(folder: Path) -> PulledModel | None:
@@ -126,10 +129,10 @@ def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None
         wanted = str(sources.parse(text))
         return next((model for model in list_pulled() if model.source == wanted), None)
     ref = names.reference(text)
-    exact = read_record(names.folder(ref))
+    exact = read_record(folder_of(ref))
     if exact is not None or not ref.quant:
         return exact
-    plain = read_record(names.folder(Reference(ref.name)))
+    plain = read_record(folder_of(Reference(ref.name)))
     return plain if plain is not None and plain.quantization == ref.quant else None
 
 
@@ -207,3 +210,24 @@ def split_names(file_name: str) -> list[str]:
     if not 1 <= int(index) <= int(count) <= 999:
         return []
     return [f"{prefix}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
+
+
+def size_or_zero(path: Path) -> int:
+    """The file's size, 0 when there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def total_params(files: list[Path]) -> int:
+    """Parameters of a model over all its files."""
+    return sum(gguf.read_header(path).n_params for path in files)
+
+
+def remove_strangers(folder: Path, record: PulledModel) -> None:
+    """Remove files an earlier pull under this name left in the model's own folder."""
+    ours = {RECORD, *(file.path for file in record.files)}
+    for child in folder.iterdir():
+        if child.is_file() and child.name not in ours:
+            child.unlink()

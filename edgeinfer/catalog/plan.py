@@ -1,0 +1,89 @@
+"""What a person's word means to `pull`: which model it will be, where its files may come from, and what they must be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.catalog import names, sources
+from edgeinfer.catalog.models import Catalog, Model, nearest
+from edgeinfer.catalog.names import Reference
+from edgeinfer.errors import UnknownModelError, UsageError
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """`candidates` are tried in order; each is one source, or the parts of one file. "" and 0 mean unknown or unwanted."""
+
+    ref: Reference
+    candidates: tuple[tuple[sources.Source, ...], ...]
+    quantize: str = ""
+    file_name: str = ""
+    size_bytes: int = 0
+    sha256: str = ""
+
+
+def plan(text: str, catalog: Catalog, name: str | None = None) -> Plan:
+    """The plan for `text`: a path, a source, or a catalogue name with an optional quantization.
+
+    Raises UsageError, UnknownModelError.
+    """
+    wanted = names.reference(name) if name else None
+    if names.is_path(text):
+        path = Path(text).expanduser().absolute()
+        return Plan(ref=wanted or _named_after(path.stem, catalog), candidates=((sources.LocalFile(str(path)),),))
+    if sources.looks_like_source(text):
+        source = sources.parse(text)
+        return Plan(ref=wanted or _named_after(_stem(source), catalog), candidates=((source,),))
+    ref = names.reference(text)
+    entry = catalog.get(ref.name)
+    if entry is None:
+        raise UnknownModelError(f"no model is called {text!r}", hint=nearest(ref.name, catalog.models))
+    return _of_entry(entry, ref, wanted)
+
+
+def _of_entry(entry: Model, ref: Reference, wanted: Reference | None) -> Plan:
+    if ref.quant and ref.quant != entry.final_quantization:
+        return Plan(ref=wanted or ref, candidates=_in_quant(entry, ref))
+    return Plan(
+        ref=wanted or Reference(ref.name),
+        candidates=tuple(entry.parsed_sources()),
+        quantize=entry.quantize.upper(),
+        file_name=entry.file_name,
+        size_bytes=entry.size_bytes,
+        sha256=entry.sha256 and names.digest(entry.sha256),
+    )
+
+
+def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...], ...]:
+    """The same repositories in another quantization; only Hugging Face sources can be asked for one."""
+    repos = [part for parts in entry.parsed_sources() for part in parts if isinstance(part, sources.HubFile | sources.HubQuant)]
+    if not repos:
+        raise UsageError(
+            f"the sources of {ref.name} have no other quantization than {entry.quantization or 'their own'}",
+            hint=f"make it here: `edgeinfer pull {ref.name}`, then `edgeinfer quantize {ref.name} {ref.quant}`",
+        )
+    return tuple((sources.HubQuant(repo.repo, ref.quant, repo.revision),) for repo in repos)
+
+
+def _stem(source: sources.Source) -> str:
+    match source:
+        case sources.HubQuant(repo, quant):
+            return f"{repo.replace('/', '.')}-{quant}"
+        case sources.HubFile(repo, path):
+            return f"{repo.replace('/', '.')}-{Path(path).stem}"
+        case sources.Url(url):
+            return Path(url.partition("?")[0]).stem
+        case sources.LocalFile(path) | sources.WheelFile(_, _, path):
+            return Path(path).stem
+
+
+def _named_after(stem: str, catalog: Catalog) -> Reference:
+    """A name made from a file's or a repository's, when that gives a good and free one. Raises UsageError."""
+    plain = re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower()
+    made = re.sub(r"[-._]{2,}", "-", re.sub(r"[^a-z0-9._-]+", "-", plain)).strip("-._")[:96].strip("-._")
+    if not made or made in catalog.models:
+        taken = f"the catalogue has a model called {made!r}" if made else f"no name can be made from {stem!r}"
+        raise UsageError(taken, hint="give it a name: `--name NAME`")
+    return Reference(names.model_name(made))

@@ -1,0 +1,207 @@
+"""`pull`: from a word to verified files under a model's name, or a clear error with what was fetched kept.
+
+The order is what keeps a wrong file out: lock, fetch to a partial file, hash, compare with every digest known (catalogue, hub,
+pin), check the header, quantize if wanted, rename, and only then write the record that makes the folder a model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.catalog import gguf, pins, sources, store
+from edgeinfer.catalog.disk import flush, sha256_of, write_whole
+from edgeinfer.catalog.fetching import Fetched, fetch
+from edgeinfer.catalog.lock import model_lock
+from edgeinfer.catalog.models import load_catalog
+from edgeinfer.catalog.plan import Plan, plan
+from edgeinfer.catalog.progress import Job, OnProgress
+from edgeinfer.catalog.store import PulledFile, PulledModel
+from edgeinfer.config import load_config
+from edgeinfer.config import offline as offline_in
+from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, OfflineError
+
+
+class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`name` renames; `in_place` points at a local file instead of copying it; `again` fetches even what is here.
+
+    `offline` None asks the configuration and the environment.
+    """
+
+    name: str | None = None
+    in_place: bool = False
+    again: bool = False
+    offline: bool | None = None
+
+
+def pull(
+    text: str,
+    progress: OnProgress | None = None,
+    cancel: threading.Event | None = None,
+    options: PullOptions | None = None,
+) -> PulledModel:
+    """Make the model that `text` names be here, and return its record; quick when it already is.
+
+    Raises UsageError, UnknownModelError, ModelBusyError, OfflineError before any connection, DownloadError and its kin when
+    every source failed, ChecksumError, InvalidGgufError, QuantizeError, DiskFullError, InterruptedByUser.
+    """
+    options = options or PullOptions()
+    job = Job(progress, cancel)
+    todo = plan(text, load_catalog(), options.name)
+    with model_lock(todo.ref):
+        here = None if options.again else _already_here(todo, job)
+        if here is not None:
+            return here
+        work = paths.models_dir() / store.PARTIAL / todo.ref.folder
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fetched, source = _first_that_works(todo, work, job, options)
+        return _publish(todo, fetched, source, work, job)
+
+
+def _already_here(todo: Plan, job: Job) -> PulledModel | None:
+    """The record when every file still is what it says; files that were touched are hashed again. None: fetch them."""
+    record = store.read_record(store.folder_of(todo.ref))
+    if record is None:
+        return None
+    fresh = []
+    for path, file in zip(record.paths, record.files, strict=True):
+        try:
+            info = path.stat()
+        except OSError:
+            return None
+        if info.st_size != file.size_bytes:
+            return None
+        if info.st_mtime_ns != file.mtime_ns:
+            job.begin("verifying", path.name, total=info.st_size)
+            if sha256_of(path, job) != file.sha256:
+                return None
+        fresh.append(msgspec.structs.replace(file, mtime_ns=info.st_mtime_ns))
+    if tuple(fresh) != record.files:
+        record = msgspec.structs.replace(record, files=tuple(fresh))
+        _write_record(record)
+    return record
+
+
+def _first_that_works(todo: Plan, work: Path, job: Job, options: PullOptions) -> tuple[list[Fetched], str]:
+    """The files from the first candidate that gives good ones. Raises the only error, or the last with the others' words."""
+    failures: list[CatalogError] = []
+    for parts in todo.candidates:
+        source = " + ".join(map(str, parts))
+        try:
+            _refuse_network(parts, source, options)
+            fetched = fetch(parts, todo, work, job, in_place=options.in_place)
+            for one in fetched:
+                _verify(one, todo, source, work, job)
+            return fetched, source
+        except (DownloadError, ChecksumError, InvalidGgufError) as error:
+            failures.append(error)
+            if len(failures) < len(todo.candidates):
+                job.note(f"{error.message}; trying the next source")
+    raise _summary(failures)
+
+
+def _summary(failures: list[CatalogError]) -> CatalogError:
+    if len(failures) == 1:
+        return failures[0]
+    # a checksum that does not fit must not hide behind a server that was merely down
+    worst = next((error for error in failures if isinstance(error, ChecksumError)), failures[-1])
+    return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
+
+
+def _refuse_network(parts: tuple[sources.Source, ...], source: str, options: PullOptions) -> None:
+    if all(isinstance(part, sources.LocalFile) for part in parts):
+        return
+    if offline_in(load_config()) if options.offline is None else options.offline:
+        raise OfflineError(f"{source} needs the network, and the offline switch is on")
+
+
+def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None:
+    """Hash, compare with every digest known, check the header. A file with the wrong bytes is set aside as `.bad`."""
+    size = one.path.stat().st_size
+    job.begin("verifying", one.file_name, total=size, index=one.index, n_files=one.n_files)
+    found = sha256_of(one.path, job)
+    for expected, who in (
+        (one.sha256, "its source"),
+        (todo.sha256, "the catalogue"),
+        (_pin(todo, source, one), "its first pull"),
+    ):
+        if expected and found != expected:
+            kept = _set_aside(one, work)
+            raise ChecksumError(f"{one.file_name} of {source} has SHA-256 {found}, not {expected} as {who} says; {kept}")
+    one.found_sha256 = found
+    try:
+        gguf.check(one.path)
+    except InvalidGgufError as error:
+        kept = _set_aside(one, work)
+        raise InvalidGgufError(f"{source}: {error.message}; {kept}") from error
+
+
+def _pin(todo: Plan, source: str, one: Fetched) -> str:
+    return pins.known(todo.ref, source, one.file_name) if one.pinned else ""
+
+
+def _set_aside(one: Fetched, work: Path) -> str:
+    if not one.ours:
+        return "nothing was changed"
+    bad = work / (one.file_name + ".bad")
+    one.path.replace(bad)
+    return f"it is kept as {bad}"
+
+
+def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
+    header = gguf.check(fetched[0].path)
+    original = header.quantization
+    pins.remember(todo.ref, source, fetched)
+    if todo.quantize and original != todo.quantize:
+        from edgeinfer.catalog.quantize import quantize_fetched  # only for models the catalogue wants quantized
+
+        fetched = [quantize_fetched(fetched, todo.quantize, work, job)]
+        header = gguf.check(fetched[0].path)
+    folder = store.folder_of(todo.ref)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / store.RECORD).unlink(missing_ok=True)
+    files = tuple(_placed(one, folder) for one in fetched)
+    flush(folder)
+    record = PulledModel(
+        name=str(todo.ref),
+        base=todo.ref.name,
+        files=files,
+        source=source,
+        quantization=header.quantization,
+        architecture=header.architecture,
+        n_params=store.total_params([folder / file.path for file in files]),
+        n_ctx_train=header.n_ctx_train,
+        pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        requantized_from=original if todo.quantize and original != todo.quantize else "",
+    )
+    _write_record(record)
+    store.remove_strangers(folder, record)
+    shutil.rmtree(work, ignore_errors=True)
+    job.begin("done", fetched[0].file_name, done=record.size_bytes, total=record.size_bytes)
+    return record
+
+
+def _placed(one: Fetched, folder: Path) -> PulledFile:
+    """Move a verified file to its place (or leave it, when it is somebody else's) and describe it."""
+    path = one.path
+    if one.ours:
+        flush(one.path)
+        path = folder / one.file_name
+        os.replace(one.path, path)
+    info = path.stat()
+    return PulledFile(
+        path=path.name if one.ours else str(path),
+        size_bytes=info.st_size,
+        sha256=one.found_sha256,
+        mtime_ns=info.st_mtime_ns,
+    )
+
+
+def _write_record(record: PulledModel) -> None:
+    write_whole(record.folder / store.RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))

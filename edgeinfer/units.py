@@ -1,0 +1,23 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def bytes_words(n_bytes: float) -> str:
+    """Bytes in decimal units, as disks and downloads are sold: `98.4 MB`."""
+    size = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 999.95:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def duration_words(seconds: float) -> str:
+    """`4 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
