@@ -39,7 +39,9 @@ class Embedder:
         self.pooling = Chosen(own, "the model's own") if own else Chosen(_MEAN, "the model names no pooling: mean")
         by_logits = _LOGITS_BYTES // (4 * loaded.vocab.n_vocab)
         n_ctx_train = int(L.llama_model_n_ctx_train(loaded.model))
-        self.max_tokens = min(n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
+        wanted = min(n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
+        # llama.cpp rounds its worst-case graph up to a multiple of the sequences, and asserts when pooling sees the difference
+        self.max_tokens = max(1, wanted // _MAX_SEQUENCES) * _MAX_SEQUENCES
         self._context: Any = None
         self._batch: Batch | None = None
 

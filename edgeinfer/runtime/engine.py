@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from edgeinfer.errors import InvalidRequestError
+from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import native
 from edgeinfer.runtime.batch import Batch
 from edgeinfer.runtime.constraint_api import Compiler
@@ -66,6 +66,7 @@ class LlamaEngine:
 
     def submit(self, request: GenerateRequest) -> EventStream:
         """Validate and queue; see `Engine.submit`."""
+        self._check_open()
         if not self._loaded.can_generate:
             raise InvalidRequestError(f"{self._info.model} only embeds; it cannot generate", param="model")
         seq = self._preparer.sequence(request)
@@ -78,23 +79,32 @@ class LlamaEngine:
         return seq.stream
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        self._check_open()
         return self._loaded.vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """The bytes of `tokens`. Raises InvalidRequestError for a token outside the vocabulary."""
+        self._check_open()
         try:
             return self._loaded.vocab.detokenize(tokens)
         except IndexError as error:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        self._check_open()
         return self._conversations.render(GenerateRequest(messages=tuple(messages), tools=tuple(tools)))
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        self._check_open()
         return self._embedder.embed(texts)
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        self._check_open()
         return self._embedder.rerank(query, documents)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
 
     def metrics(self) -> EngineMetrics:
         s = self._scheduler

@@ -1,0 +1,232 @@
+"""A scripted engine for the tests of the fronts: the same protocol, no model, no llama.cpp.
+
+A script is what one generation does: events, errors, `Delay` and `Gate`. The fake checks requests as the engine does, ends a
+cancelled generation where it stands, and counts.
+
+    engine = FakeEngine([["Hel", "lo"], [TextDelta("a"), Gate(event), DecodeError("broken")]])
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from edgeinfer.errors import EngineClosedError, EngineError, InvalidRequestError, QueueFullError
+from edgeinfer.runtime.events import (
+    Event,
+    Finished,
+    FinishReason,
+    Progress,
+    ReasoningDelta,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    Usage,
+)
+from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.options import EngineInfo, EngineMetrics
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
+from edgeinfer.runtime.validate import check_request
+
+_N_VOCAB = 256
+_N_EMBD = 8
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Wait so many seconds, or until cancelled."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Wait until the event is set, or until cancelled. `reached` is set when the script arrives here."""
+
+    opened: threading.Event
+    reached: threading.Event = field(default_factory=threading.Event)
+
+
+Item = str | Event | EngineError | Delay | Gate
+Script = Sequence[Item]
+
+DEFAULT_SCRIPT: Script = ("Hello", " world")
+DEFAULT_INFO = EngineInfo(
+    model="fake", architecture="fake", n_vocab=_N_VOCAB, n_ctx=4096, n_ctx_train=4096, n_parallel=4, n_embd=_N_EMBD,
+    has_chat_template=True, can_embed=True, can_rerank=True, tool_format="fake",
+)  # fmt: skip
+
+
+class FakeEngine:
+    """`scripts`: one per request in order, the last one again for all that follow; or a function of the request.
+
+    `requests` keeps what was submitted. `max_inside` requests may run at once; beyond it QueueFullError.
+    """
+
+    def __init__(
+        self,
+        scripts: Iterable[Script] | Callable[[GenerateRequest], Script] = (),
+        *,
+        info: EngineInfo = DEFAULT_INFO,
+        max_inside: int = 1000,
+    ) -> None:
+        self._choose = scripts if callable(scripts) else _in_order(scripts)
+        self._info, self._max_inside = info, max_inside
+        self._lock = threading.Lock()
+        self._players: set[_Player] = set()
+        self._closed = False
+        self._totals = {"requests_total": 0, "cancelled_total": 0, "prompt_tokens_total": 0, "completion_tokens_total": 0}
+        self.requests: list[GenerateRequest] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def submit(self, request: GenerateRequest) -> EventStream:
+        """Check, choose a script and play it in a thread of its own."""
+        check_request(request, _N_VOCAB)
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
+            if len(self._players) >= self._max_inside:
+                raise QueueFullError(f"{len(self._players)} requests are running or waiting, and no more may")
+            self.requests.append(request)
+            player = _Player(self._choose(request), request, self._prompt_tokens(request), self._ended)
+            self._players.add(player)
+            self._totals["requests_total"] += 1
+            self._totals["prompt_tokens_total"] += player.prompt_tokens
+        player.start()
+        return player.stream
+
+    def _prompt_tokens(self, request: GenerateRequest) -> int:
+        if request.messages:
+            return len(self.tokenize(self.apply_template(request.messages, request.tools)))
+        return max(1, len(self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt or ()))
+
+    def _ended(self, player: _Player) -> None:
+        with self._lock:
+            self._players.discard(player)
+            self._totals["completion_tokens_total"] += player.n_tokens
+            self._totals["cancelled_total"] += player.cancelled.is_set()
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """One token a byte."""
+        return list(text.encode())
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        if any(not 0 <= t < _N_VOCAB for t in tokens):
+            raise InvalidRequestError("a token is not in the vocabulary", param="tokens")
+        return bytes(tokens)
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        """`role: content` a line, tools by name first."""
+        head = f"tools: {', '.join(t.name for t in tools)}\n" if tools else ""
+        return head + "".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:"
+
+    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        """A unit vector from a hash of each text."""
+        return [_vector(text.encode() if isinstance(text, str) else bytes(t % 256 for t in text)) for text in texts]
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        """The share of the query's words that a document has."""
+        wanted = set(query.lower().split())
+        return [len(wanted & set(d.lower().split())) / max(1, len(wanted)) for d in documents]
+
+    def metrics(self) -> EngineMetrics:
+        with self._lock:
+            now = EngineMetrics(running=len(self._players), kv_total_tokens=self._info.n_ctx)
+            return msgspec.structs.replace(now, **self._totals)
+
+    def close(self) -> None:
+        """Cancel everything and wait for it. Idempotent."""
+        with self._lock:
+            self._closed = True
+            players = list(self._players)
+        for player in players:
+            player.stream.cancel()
+        for player in players:
+            player.join()
+
+
+class _Player(threading.Thread):
+    """Plays one script into a stream."""
+
+    def __init__(self, script: Script, request: GenerateRequest, prompt_tokens: int, on_end: Callable[[_Player], None]) -> None:
+        super().__init__(name="fake-generation", daemon=True)
+        self._script, self._request, self._on_end = list(script), request, on_end
+        self._changed = threading.Condition()
+        self._began = time.monotonic()
+        self._first_ms = 0.0
+        self.prompt_tokens, self.n_tokens = prompt_tokens, 0
+        self.cancelled = threading.Event()
+        self.stream = EventStream(self._cancel)
+
+    def _cancel(self) -> None:
+        self.cancelled.set()
+
+    def run(self) -> None:
+        end: Event | EngineError | None = None
+        self.stream.put(Progress(self.prompt_tokens, self.prompt_tokens))
+        for item in self._script:
+            end = self._ending(item)
+            if end is not None:
+                break
+            self._play(item)
+        if end is None:
+            end = self._finished("cancelled" if self.cancelled.is_set() else "stop")
+        self._on_end(self)
+        self.stream.put(end)
+
+    def _ending(self, item: Item) -> Event | EngineError | None:
+        """What ends the generation before or at `item`, if anything does."""
+        if isinstance(item, EngineError | Finished):
+            return item
+        if self.cancelled.is_set():
+            return self._finished("cancelled")
+        late = self._request.deadline_s is not None and time.monotonic() - self._began >= self._request.deadline_s
+        if late:
+            return self._finished("deadline")
+        full = self._request.max_tokens is not None and self.n_tokens >= self._request.max_tokens
+        return self._finished("length") if full else None
+
+    def _play(self, item: Item) -> None:
+        if isinstance(item, Delay):
+            self.cancelled.wait(item.seconds)
+        elif isinstance(item, Gate):
+            item.reached.set()
+            while not (item.opened.wait(0.005) or self.cancelled.is_set()):
+                pass
+        elif not isinstance(item, EngineError):
+            event = TextDelta(item) if isinstance(item, str) else item
+            self.n_tokens += isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta)
+            self._first_ms = self._first_ms or self._elapsed_ms()
+            self.stream.put(event)
+
+    def _elapsed_ms(self) -> float:
+        return (time.monotonic() - self._began) * 1000.0
+
+    def _finished(self, reason: FinishReason) -> Finished:
+        usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.n_tokens)
+        timings = Timings(ttft_ms=self._first_ms, decode_ms=max(0.0, self._elapsed_ms() - self._first_ms))
+        return Finished(reason=reason, usage=usage, timings=timings)
+
+
+def _in_order(scripts: Iterable[Script]) -> Callable[[GenerateRequest], Script]:
+    rest = list(scripts) or [DEFAULT_SCRIPT]
+
+    def choose(_request: GenerateRequest) -> Script:
+        return rest.pop(0) if len(rest) > 1 else rest[0]
+
+    return choose
+
+
+def _vector(data: bytes) -> list[float]:
+    raw = [b - 127.5 for b in hashlib.blake2b(data, digest_size=_N_EMBD).digest()]
+    length = math.sqrt(sum(x * x for x in raw))
+    return [x / length for x in raw]

@@ -1,0 +1,33 @@
+"""Engines of the real models, loaded once a session; a test that changes an engine loads its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+
+def load(path: Path, **options: object) -> LlamaEngine:
+    """A real engine; small caches unless the test says otherwise."""
+    wanted = {"n_ctx": 2048, "n_parallel": 8, **options}
+    return load_engine(ModelFiles(name=path.stem, paths=(str(path),)), LoadOptions(**wanted))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def smol(smollm2: Path) -> Iterator[LlamaEngine]:
+    """SmolLM2 in 2,048 tokens of shared cache."""
+    engine = load(smollm2)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def gemma(gemma3: Path) -> Iterator[LlamaEngine]:
+    """Gemma 3 in 2,048 tokens of shared cache."""
+    engine = load(gemma3)
+    yield engine
+    engine.close()
