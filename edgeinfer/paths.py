@@ -1,4 +1,4 @@
-"""Where things live. Standard library only on Linux, because the launcher asks before anything else is imported.
+"""Where things live. The launcher asks `edgeinfer.places` for the same as strings, before anything is imported.
 
 Linux follows the XDG base directory specification (what platformdirs gives; a test compares the two). `EDGEINFER_HOME`
 puts everything under one directory. Nothing here makes a directory: whoever writes does, with `private_dir`.
@@ -11,25 +11,13 @@ import stat
 import sys
 from pathlib import Path
 
+from edgeinfer import places
 from edgeinfer.errors import SnapshotUnsafeError
-
-_XDG = {
-    "config": ("XDG_CONFIG_HOME", ".config"),
-    "data": ("XDG_DATA_HOME", ".local/share"),
-    "cache": ("XDG_CACHE_HOME", ".cache"),
-    "state": ("XDG_STATE_HOME", ".local/state"),
-}
 
 
 def _base(kind: str) -> Path:
-    home = os.environ.get("EDGEINFER_HOME")
-    if home:
-        return Path(home).absolute() / kind
-    if sys.platform == "linux":
-        variable, default = _XDG[kind]
-        value = os.environ.get(variable, "")
-        root = Path(value) if value.startswith("/") else Path(os.path.expanduser("~")) / default
-        return root / "edgeinfer"
+    if os.environ.get("EDGEINFER_HOME") or sys.platform == "linux":
+        return Path(places.base(kind))
     import platformdirs  # 6 ms; never on the Linux launch path
 
     return Path(getattr(platformdirs, f"user_{kind}_path")("edgeinfer", appauthor=False))
@@ -67,13 +55,7 @@ def snapshots_dir() -> Path:
 
 def runtime_dir() -> Path:
     """Sockets and records of running processes: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this user under /tmp."""
-    home = os.environ.get("EDGEINFER_HOME")
-    if home:
-        return Path(home).absolute() / "run"
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime.startswith("/") and os.path.isdir(runtime):
-        return Path(runtime) / "edgeinfer"
-    return Path(os.environ.get("TMPDIR", "/tmp")) / f"edgeinfer-{os.getuid()}"  # noqa: S108  checked by private_dir
+    return Path(places.runtime())
 
 
 def private_dir(path: Path) -> Path:
