@@ -12,6 +12,8 @@ from edgeinfer.result import Result
 def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register this family's verbs."""
     _add_run(verbs)
+    _add_serve(verbs)
+    _add_batch(verbs)
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -65,3 +67,88 @@ def _cmd_run(options: argparse.Namespace, host: Host) -> Result:
     from edgeinfer.commands.run import run  # commands are imported when typed
 
     return run(options, host, stream_to=None if options.json else sys.stdout, talk=sys.stderr)
+
+
+def _add_serve(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser("serve", help="answer OpenAI, Anthropic and plain HTTP clients")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the model when a request names none; left out: the default")
+    add_endpoint_options(parser)
+    add_load_options(parser)
+    add_launch_options(parser)
+    parser.set_defaults(command=_cmd_serve)
+
+
+def _cmd_serve(options: argparse.Namespace, host: Host) -> Result:
+    from edgeinfer.commands.serve import serve  # 250 ms: starlette and uvicorn
+
+    return serve(options, host)
+
+
+def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the HTTP endpoint: launch time, all of them. None means: the configuration decides, or the default."""
+    where = parser.add_argument_group("endpoint options")
+    where.add_argument("--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key")
+    where.add_argument("--port", type=port_number, metavar="N", help="port to bind; 0 takes a free one")
+    where.add_argument("--api-key-file", metavar="FILE", help="API keys, one a line; also EDGEINFER_API_KEY")
+    where.add_argument("--allow-host", action="append", metavar="NAME", help="a Host name to accept besides loopback's")
+    where.add_argument("--allow-origin", action="append", metavar="ORIGIN", help="a web page's origin that may call")
+    where.add_argument("--tls-cert", metavar="FILE", help="certificate chain in PEM; with --tls-key")
+    where.add_argument("--tls-key", metavar="FILE", help="private key in PEM")
+    where.add_argument("--keep-alive", type=keep_alive_s, metavar="S", help="seconds an idle model stays; 0 not, -1 for ever")
+    where.add_argument("--idle-exit", type=positive_s, metavar="S", help="leave after so many seconds without a request")
+    where.add_argument("--drain", type=positive_s, metavar="S", help="seconds that running requests have after SIGTERM")
+    where.add_argument("--max-queue", type=count, metavar="N", help="requests that may wait; beyond it the answer is 503")
+    where.add_argument("--max-requests", type=count, metavar="N", help="requests at once, over all models")
+    where.add_argument("--max-per-key", type=count, metavar="N", help="requests at once of one API key")
+    where.add_argument("--max-body-mib", type=count, metavar="N", help="largest request body")
+    where.add_argument("--log", choices=("json", "text", "off"), help="log lines on stderr; left out: text on a terminal")
+    where.add_argument("--payload-log", metavar="FILE", help="write requests and answers to FILE (rotated, 0600)")
+    where.add_argument("--redact", action="store_true", help="with --payload-log: lengths instead of texts")
+
+
+def _add_batch(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser("batch", help="answer a file of requests in OpenAI's batch format")
+    parser.add_argument("input", metavar="IN.jsonl", help="requests, one a line: custom_id, method, url, body")
+    parser.add_argument("output", metavar="OUT.jsonl", help="answers, one a line; what is there already is not done again")
+    parser.add_argument("--model", metavar="MODEL", help="the model of requests that name none; left out: the default")
+    parser.add_argument("--concurrency", type=count, metavar="N", help="requests in the engine at once; left out: decided")
+    parser.add_argument("--json", action="store_true", help="the outcome as one JSON object")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    add_load_options(parser)
+    add_launch_options(parser)
+    parser.set_defaults(command=_cmd_batch)
+
+
+def _cmd_batch(options: argparse.Namespace, host: Host) -> Result:
+    from edgeinfer.commands.batch import batch  # commands are imported when typed
+
+    return batch(options, host)
+
+
+def port_number(text: str) -> int:
+    """0 to 65535. Raises ValueError."""
+    number = int(text)
+    if not 0 <= number <= 65_535:
+        raise ValueError
+    return number
+
+
+def count(text: str) -> int:
+    """1 to a million. Raises ValueError."""
+    number = int(text)
+    if not 1 <= number <= 1_000_000:
+        raise ValueError
+    return number
+
+
+def positive_s(text: str) -> float:
+    """More than 0 and at most a year, in seconds. Raises ValueError."""
+    seconds = float(text)
+    if not 0 < seconds <= 31_536_000:
+        raise ValueError
+    return seconds
+
+
+def keep_alive_s(text: str) -> float:
+    """0, -1, or up to a year, in seconds. Raises ValueError."""
+    return -1.0 if float(text) == -1 else 0.0 if float(text) == 0 else positive_s(text)

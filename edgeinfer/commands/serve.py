@@ -1,0 +1,161 @@
+"""`edgeinfer serve`: the HTTP endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+import msgspec
+
+from edgeinfer import requesting
+from edgeinfer.errors import ServeError, UsageError
+from edgeinfer.host import Host, LoadProgress
+from edgeinfer.result import Result
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.server import keys, sockets
+from edgeinfer.server.endpoint import Endpoint
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
+from edgeinfer.server.models import Loaded, Models, Pulled, Sources
+from edgeinfer.server.payload_log import PayloadLog
+from edgeinfer.server.security import LOOPBACK_HOSTS, Gate
+from edgeinfer.server.server import Ended, RunOptions, run
+from edgeinfer.server.tracing import tracer_from_environment
+
+T = TypeVar("T")
+
+
+class ServeResult(Result, frozen=True, kw_only=True):
+    """How serving ended: by a signal or by idleness; `cut_short` when the drain's limit ended requests."""
+
+    kind: ClassVar[str] = "serve"
+
+    reason: Literal["signal", "idle"]
+    cut_short: bool = False
+
+
+def serve(options: argparse.Namespace, host: Host) -> ServeResult:
+    """Serve until a signal or idleness.
+
+    Raises ServeError when the address cannot be bound or a key file is not safe, and what naming the model raises.
+    """
+    name = host.files(options.model or host.config.default_model).name
+    listeners = list(host.listeners) or sockets.activated() or _bind(options, host)
+    gate = make_gate(options, host, listeners)
+    ended: Ended = asyncio.run(_serve(options, host, name, listeners, gate))
+    return ServeResult(reason="idle" if ended.reason == "idle" else "signal", cut_short=ended.cut_short)
+
+
+async def _serve(options: argparse.Namespace, host: Host, name: str, listeners: list[socket.socket], gate: Gate) -> Ended:
+    load_options = msgspec.structs.replace(
+        requesting.load_options(options, host.config.load), max_queue=_pick(options.max_queue, host.config.serve.max_queue)
+    )
+    models: Models
+    endpoint: Endpoint
+
+    def loaded(model: str, how: Loaded, seconds: float) -> None:
+        endpoint.metrics.model_loaded(model, how.how, seconds, how.stages_ms)
+        endpoint.log.info("model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3))
+
+    sources = Sources(load=Loader(options.model, name, host, load_options), pulled=pulled_models, loaded_hook=loaded)
+    models = Models(sources, default=name, keep_alive_s=_pick(options.keep_alive, host.config.serve.keep_alive_s))
+    payloads = PayloadLog(Path(options.payload_log), redact=options.redact) if options.payload_log else None
+    log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
+    endpoint = Endpoint(models, gate, limits(options), log, tracer_from_environment(), payloads, host.start)
+    run_options = RunOptions(idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key)
+    return await run(endpoint, listeners, run_options)
+
+
+class Loader:
+    """Brings models into memory: the default one into this process the first time, every other into a worker of its own."""
+
+    def __init__(self, typed: str | None, name: str, host: Host, options: LoadOptions) -> None:
+        self._typed = typed or host.config.default_model
+        self._name = name
+        self._host = host
+        self._options = options
+        self._own = True
+
+    def __call__(self, name: str, progress: LoadProgress) -> Loaded:
+        """Runs in a thread. Raises what loading raises."""
+        worker: Callable[[str, LoadOptions, LoadProgress], Engine] | None = getattr(self._host, "worker", None)
+        if name == self._name and self._own:
+            self._own = False
+            engine = self._host.engine(self._typed, self._options, progress)
+            return Loaded(engine=engine, where="process", how=self._host.start.how, stages_ms=self._host.start.stages_ms)
+        target = self._typed if name == self._name else name
+        if worker is None:
+            return Loaded(engine=self._host.engine(target, self._options, progress))
+        engine = worker(target, self._options, progress)
+        start = getattr(engine, "start", None)
+        return Loaded(
+            engine=engine,
+            where="worker",
+            how=getattr(start, "how", "cold"),
+            stages_ms=getattr(start, "stages_ms", {}),
+        )
+
+
+def pulled_models() -> Sequence[Pulled]:
+    """Every pulled model, as the endpoint lists them."""
+    from edgeinfer.catalog.store import list_pulled  # the catalogue is not needed until a second model is named
+
+    return [Pulled(name=m.name, size_bytes=m.size_bytes, sha256=m.sha256, created=_unix(m.pulled_at)) for m in list_pulled()]
+
+
+def _unix(stamp: str) -> int:
+    try:
+        return int(datetime.fromisoformat(stamp).timestamp())
+    except ValueError:
+        return 0
+
+
+def _bind(options: argparse.Namespace, host: Host) -> list[socket.socket]:
+    return sockets.bind(_pick(options.host, host.config.serve.host), _pick(options.port, host.config.serve.port))
+
+
+def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
+    """Who may ask. A bind that others can reach gets a key, made and stored on first use. Raises ServeError."""
+    given = keys.given_keys(options.api_key_file)
+    if not given and not sockets.is_loopback(listeners):
+        given, made = keys.stored_keys()
+        if made:
+            sys.stderr.write(f"made an API key for this endpoint: {keys.key_path()}\n")
+    config = host.config.serve
+    hosts = set(LOOPBACK_HOSTS) | sockets.own_names(listeners)
+    hosts |= {name.lower() for name in (*config.allowed_hosts, *(options.allow_host or ()))}
+    if not sockets.is_loopback(listeners):
+        hosts.add(socket.gethostname().lower())
+    origins = {*config.allowed_origins, *(options.allow_origin or ())}
+    if "*" in origins:
+        raise ServeError("'*' is no origin: name the web pages that may call", hint="--allow-origin https://example.org")
+    return Gate(keys=given, hosts=frozenset(hosts), origins=frozenset(origins), any_address=not sockets.is_loopback(listeners))
+
+
+def limits(options: argparse.Namespace) -> Limits:
+    """The limits that were typed, over the defaults. Raises UsageError, ServeError."""
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise UsageError("--tls-cert and --tls-key go together")
+    for file in (options.tls_cert, options.tls_key):
+        if file is not None and not os.access(file, os.R_OK):
+            raise ServeError(f"{file} cannot be read")
+    base = Limits()
+    return msgspec.structs.replace(
+        base,
+        max_body_bytes=base.max_body_bytes if options.max_body_mib is None else options.max_body_mib << 20,
+        max_requests=_pick(options.max_requests, base.max_requests),
+        max_per_key=_pick(options.max_per_key, base.max_per_key),
+        drain_s=_pick(options.drain, base.drain_s),
+    )
+
+
+def _pick(typed: T | None, default: T) -> T:
+    return default if typed is None else typed

@@ -1,0 +1,96 @@
+"""API keys: where they come from, how they are kept (0600), and how they are compared (in constant time).
+
+Order: `EDGEINFER_API_KEY`, then `EDGEINFER_API_KEY_FILE` or `--api-key-file`, then the file in the configuration directory,
+which is made on the first bind that is not loopback. Never argv, never a log, never a snapshot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from edgeinfer import paths
+from edgeinfer.errors import ServeError
+
+_MIN_LENGTH = 16
+
+
+class Keys:
+    """A set of keys that knows only their digests. `name` of a key is 8 hex digits of its digest, safe in logs and metrics."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def name(self, offered: str) -> str | None:
+        """The matching key's name, or None. Every key is compared, each in constant time."""
+        digest = hashlib.sha256(offered.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for known in self._digests:
+            if hmac.compare_digest(known, digest):
+                found = known
+        return None if found is None else found.hex()[:8]
+
+
+def key_path() -> Path:
+    """Where a made key is kept."""
+    return paths.config_dir() / "api-key"
+
+
+def given_keys(file: str | None = None) -> Keys:
+    """Keys from the environment or a named file; empty when neither is set. Raises ServeError."""
+    typed = os.environ.get("EDGEINFER_API_KEY", "")
+    if typed:
+        return Keys([_checked(typed, "EDGEINFER_API_KEY")])
+    named = file or os.environ.get("EDGEINFER_API_KEY_FILE", "")
+    return Keys(read_keys(Path(named))) if named else Keys([])
+
+
+def stored_keys() -> tuple[Keys, bool]:
+    """The stored keys and whether one was made just now. Raises ServeError when the file is readable by others."""
+    path = key_path()
+    try:
+        return Keys(read_keys(path)), False
+    except FileNotFoundError:
+        pass
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = f"ei-{secrets.token_urlsafe(32)}"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:  # another serve made it in between
+        return Keys(read_keys(path)), False
+    with os.fdopen(descriptor, "w") as file:
+        file.write(key + "\n")
+    return Keys([key]), True
+
+
+def read_keys(path: Path) -> list[str]:
+    """The keys of a file, one a line, `#` begins a comment. Raises FileNotFoundError, and ServeError when it is not safe."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ServeError(f"{path}: {error.strerror}") from error
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        info = os.fstat(file.fileno())
+        if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o077:
+            raise ServeError(f"{path} holds keys and must be readable by you alone", hint=f"chmod 600 {path}")
+        lines = [line.strip() for line in file]
+    keys = [_checked(line, str(path)) for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ServeError(f"{path} holds no key", hint=f"remove it: the next `edgeinfer serve` makes one ({path})")
+    return keys
+
+
+def _checked(key: str, where: str) -> str:
+    if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        raise ServeError(f"the key in {where} must be {_MIN_LENGTH} or more printable ASCII characters without spaces")
+    return key

@@ -1,0 +1,29 @@
+"""Every limit of the endpoint in one value. Durations in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """`max_waiting` counts requests beyond what the models decode at once, over all models; `max_per_key` all of one key.
+
+    `header_s` and `body_s` are for a whole header block and a whole body: a client that trickles does not reset them.
+    `write_s` is how long a reader may leave its socket full. `comment_s` is the pause between keep-alive comments.
+    `patience_s` is how long a streaming client waits for an HTTP status while its model loads, before the stream is begun.
+    """
+
+    max_body_bytes: int = 32 << 20
+    max_header_bytes: int = 32 << 10
+    max_headers: int = 100
+    max_url_bytes: int = 16 << 10
+    max_connections: int = 1024
+    max_requests: int = 256
+    max_per_key: int = 64
+    header_s: float = 20.0
+    body_s: float = 60.0
+    write_s: float = 30.0
+    idle_s: float = 75.0
+    comment_s: float = 5.0
+    patience_s: float = 2.0
+    drain_s: float = 30.0

@@ -1,0 +1,79 @@
+"""One JSON object a line on stderr: what happened, to which request, for how long. No prompt, no answer, no key.
+
+`text` is for a terminal. uvicorn's own messages go the same way. Nothing is kept open but stderr, so a process that logs can
+be parked.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+Style = Literal["json", "text", "off"]
+_LOGGER = "edgeinfer.server"
+
+
+class Log:
+    """Structured log lines. `fields` are JSON values."""
+
+    def __init__(self, style: Style, stream: TextIO | None = None) -> None:
+        self._style = style
+        self._stream = stream
+
+    def info(self, event: str, **fields: Any) -> None:
+        self.write("info", event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self.write("warning", event, fields)
+
+    def error(self, event: str, error: BaseException | None = None, **fields: Any) -> None:
+        if error is not None:
+            fields["error"] = f"{type(error).__name__}: {error}"
+            fields["traceback"] = "".join(traceback.format_exception(error))
+        self.write("error", event, fields)
+
+    def write(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        if self._style == "off":
+            return
+        stream = self._stream or sys.stderr
+        now = time.time()
+        if self._style == "json":
+            line = msgspec.json.encode({"ts": round(now, 3), "level": level, "event": event, **fields}).decode()
+        else:
+            trace = fields.pop("traceback", "")
+            said = " ".join(f"{key}={value}" for key, value in fields.items() if value not in ("", None))
+            clock = time.strftime("%H:%M:%S", time.localtime(now))
+            line = f"{clock} {event} {said}".rstrip() + (f"\n{trace.rstrip()}" if trace else "")
+        try:
+            stream.write(line + "\n")
+            stream.flush()
+        except (OSError, ValueError):  # stderr is gone or closed: serving goes on
+            self._style = "off"
+
+
+class UvicornHandler(logging.Handler):
+    """uvicorn's warnings and errors as our lines."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields: dict[str, Any] = {"message": record.getMessage()}
+        if record.exc_info and record.exc_info[1] is not None:
+            fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+        self._log.write(record.levelname.lower(), "http-server", fields)
+
+
+def capture_uvicorn(log: Log) -> None:
+    """Route uvicorn's logger to `log`; called once a process, before the server starts."""
+    logger = logging.getLogger("uvicorn")
+    logger.handlers = [UvicornHandler(log)]
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    logging.getLogger("uvicorn.access").disabled = True

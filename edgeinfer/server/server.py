@@ -1,0 +1,167 @@
+"""Running the endpoint: uvicorn on given sockets, readiness, draining, leaving when idle.
+
+uvicorn's own signal handling is replaced: SIGTERM and SIGINT begin a drain (no new requests, running ones finish within
+`drain_s`, then are told that the endpoint shuts down); a second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import uvicorn
+
+from edgeinfer.server import sockets
+from edgeinfer.server.app import build_app
+from edgeinfer.server.endpoint import Endpoint
+from edgeinfer.server.logs import capture_uvicorn
+from edgeinfer.server.protocol import guarded
+
+#: After generations were cancelled at the drain's limit, this long for their last words to reach the clients.
+_LAST_WORDS_S = 2.0
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`idle_exit_s` None never exits by itself; certificates are files in PEM. `preload` loads the default model at once."""
+
+    idle_exit_s: float | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    preload: bool = True
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How serving ended: "signal" or "idle"; whether a drain had to be cut short."""
+
+    reason: str
+    cut_short: bool = False
+
+
+async def run(endpoint: Endpoint, listeners: Sequence[socket.socket], options: RunOptions) -> Ended:
+    """Serve until a signal or idleness. The endpoint's models are closed at the end."""
+    capture_uvicorn(endpoint.log)
+    config = uvicorn.Config(
+        build_app(endpoint),
+        http=guarded(endpoint.limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=int(endpoint.limits.idle_s),
+        timeout_graceful_shutdown=int(endpoint.limits.drain_s + _LAST_WORDS_S) + 1,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+    )
+    server = _Server(config, endpoint)
+    endpoint.drain = server.drain
+    with server.signals():
+        serving = asyncio.create_task(server._serve(list(listeners)))
+        tending = asyncio.create_task(_tend(server, endpoint, listeners, options))
+        try:
+            await serving
+        finally:
+            tending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await tending
+            sockets.notify("STOPPING=1")
+            await endpoint.models.close()
+            endpoint.threads.shutdown(wait=False, cancel_futures=True)
+            endpoint.tracer.close()
+    return Ended(server.reason, server.cut_short)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server with our way of ending."""
+
+    def __init__(self, config: uvicorn.Config, endpoint: Endpoint) -> None:
+        super().__init__(config)
+        self._endpoint = endpoint
+        self.reason = "signal"
+        self.cut_short = False
+        self._guillotine: asyncio.TimerHandle | None = None
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT drain, on the main thread; elsewhere whoever runs us calls `drain`."""
+        loop = asyncio.get_running_loop()
+        handled = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.add_signal_handler(number, self.drain, signal.Signals(number).name)
+                handled.append(number)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def drain(self, why: str) -> None:
+        """Stop taking requests and end when the running ones have. A second call ends at once."""
+        if self.should_exit:
+            self._endpoint.cancel_all()
+            self.force_exit = True
+            return
+        self.reason = "idle" if why == "idle" else "signal"
+        self._endpoint.draining = True
+        self._endpoint.log.info("draining", why=why, running=self._endpoint.in_flight)
+        sockets.notify("STOPPING=1", f"STATUS=finishing {self._endpoint.in_flight} requests")
+        self._guillotine = asyncio.get_running_loop().call_later(self._endpoint.limits.drain_s, self._cut)
+        self.should_exit = True
+
+    def _cut(self) -> None:
+        if self._endpoint.running:
+            self.cut_short = True
+            self._endpoint.log.warning("drain-limit", running=len(self._endpoint.running))
+        self._endpoint.cancel_all()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self._guillotine is not None:
+            self._guillotine.cancel()
+
+
+async def _tend(server: _Server, endpoint: Endpoint, listeners: Sequence[socket.socket], options: RunOptions) -> None:
+    """Load the default model, say when ready, watch for idleness."""
+    while not server.started:
+        await asyncio.sleep(0.005)
+    where = [sockets.url(listener, tls=options.tls_cert is not None) for listener in listeners]
+    endpoint.log.info("listening", url=" ".join(where), model=endpoint.models.default)
+    if options.preload:
+        await _preload(endpoint)
+    sockets.notify("READY=1", f"STATUS=serving {endpoint.models.default} at {where[0]}")
+    if options.idle_exit_s is None:
+        return
+    endpoint.last_activity = time.monotonic()
+    while True:
+        idle_s = 0.0 if endpoint.in_flight else time.monotonic() - endpoint.last_activity
+        if idle_s >= options.idle_exit_s:
+            server.drain("idle")
+            return
+        await asyncio.sleep(min(1.0, max(0.05, options.idle_exit_s - idle_s)))
+
+
+async def _preload(endpoint: Endpoint) -> None:
+    """A default model that does not load is not the end: other models may, and /health says why."""
+    models = endpoint.models
+    begun = time.perf_counter()
+    try:
+        lease = await models.acquire(models.default)
+    except Exception as error:  # noqa: BLE001  the endpoint stays up and says what is wrong
+        endpoint.log.error("model-failed", error, model=models.default)
+        return
+    lease.release()
+    endpoint.ready_said = True
+    endpoint.log.info(
+        "ready",
+        model=models.default,
+        seconds=round(time.perf_counter() - begun, 3),
+        start=endpoint.start.how,
+        reason=endpoint.start.reason,
+    )

@@ -1,0 +1,98 @@
+"""Where the endpoint listens: sockets from the launcher, from systemd, or bound here. And telling systemd how it goes.
+
+Sources: sd_listen_fds(3), sd_notify(3).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+
+from edgeinfer.errors import ServeError
+
+_FIRST_ACTIVATED = 3
+
+
+def activated() -> list[socket.socket]:
+    """Listening sockets that systemd passed to this process; the variables are removed so that no child believes them."""
+    count, pid = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
+    os.environ.pop("LISTEN_FDNAMES", None)
+    if not count.isdigit() or pid != str(os.getpid()):
+        return []
+    found = []
+    for descriptor in range(_FIRST_ACTIVATED, _FIRST_ACTIVATED + int(count)):
+        os.set_inheritable(descriptor, False)
+        found.append(socket.socket(fileno=descriptor))
+    return found
+
+
+def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
+    """Listening TCP sockets on every address of `host`. Raises ServeError."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ServeError(f"{host} is not an address of this machine: {error.strerror or error}") from error
+    found: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(addresses):
+        if found and port == 0:
+            break  # one free port, not one for each family
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(backlog)
+        except OSError as error:
+            listener.close()
+            for other in found:
+                other.close()
+            raise ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        found.append(listener)
+    return found
+
+
+def is_loopback(listeners: Sequence[socket.socket]) -> bool:
+    """Whether only this machine can reach all of them. A unix socket is the file system's business, so it counts as local."""
+    return all(_local(listener) for listener in listeners)
+
+
+def _local(listener: socket.socket) -> bool:
+    if listener.family == socket.AF_UNIX:
+        return True
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def url(listener: socket.socket, *, tls: bool) -> str:
+    """`http://127.0.0.1:8080`, as a client would type it."""
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
+    return f"{'https' if tls else 'http'}://{host}:{name[1]}"
+
+
+def own_names(listeners: Sequence[socket.socket]) -> set[str]:
+    """Host names under which these addresses may be asked, beside loopback's."""
+    names: set[str] = set()
+    for listener in listeners:
+        if listener.family != socket.AF_UNIX:
+            host = listener.getsockname()[0].partition("%")[0]
+            names.add(f"[{host}]" if ":" in host else host)
+    return names
+
+
+def notify(*lines: str) -> bool:
+    """Tell the service manager, if there is one. Whether it was told; a failure is not worth stopping for."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return False
+    target = "\0" + address[1:] if address.startswith("@") else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.sendto("\n".join(lines).encode(), target)
+    except OSError:
+        return False
+    return True

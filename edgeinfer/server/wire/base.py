@@ -1,0 +1,94 @@
+"""What every wire type shares: strictness, and the ranges of numbers that several APIs spell the same way.
+
+Unknown fields are errors. A number without a range does not exist here: CVE-2026-21869 was a negative count.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
+    """A request body or a part of one: an unknown field is refused by name."""
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A response body or a part of one. Clients read it leniently, so it may grow."""
+
+
+#: Most tokens a request may ask for; the engine limits it further to its context.
+MAX_TOKENS = 1 << 24
+_INT32 = 1 << 31
+
+ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="A pulled model's name.")]
+TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
+Text = Annotated[str, Meta(max_length=1 << 26)]
+ShortText = Annotated[str, Meta(max_length=1024)]
+ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+StopList = Annotated[list[StopString], Meta(max_length=16)]
+JsonObject = dict[str, Any]
+KeepAlive = Annotated[
+    float,
+    Meta(ge=-1, le=31_536_000, description="Seconds the model stays loaded after this request; 0 unloads it, -1 keeps it."),
+]
+Deadline = Annotated[float, Meta(gt=0, le=86_400, description="Seconds after which the answer is cut short.")]
+
+
+class SamplingFields(Wire, frozen=True, kw_only=True):
+    """llama.cpp's sampling options, accepted on every generating route under llama.cpp's names."""
+
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    typical_p: Probability | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=10)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=10)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    dry_sequence_breakers: Annotated[list[StopString], Meta(max_length=32)] | None = None
+    mirostat: Literal[0, 1, 2] | None = None
+    mirostat_tau: Annotated[float, Meta(gt=0, le=100)] | None = None
+    mirostat_eta: Annotated[float, Meta(gt=0, le=1)] | None = None
+    ignore_eos: bool = False
+    cache_prompt: bool = True
+    overflow: Literal["refuse", "shift"] = "refuse"
+    speculative: Literal["auto", "off", "ngram", "draft"] = "auto"
+    deadline_s: Deadline | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class LoraChoice(Wire, frozen=True, kw_only=True):
+    """An adapter of the model with its scale."""
+
+    name: ModelName
+    scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+
+
+class WireTimings(Reply, frozen=True, kw_only=True):
+    """Durations in milliseconds and rates in tokens per second, in llama.cpp's names."""
+
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    cache_n: int = 0
+    prompt_n: int = 0
+    prompt_ms: float = 0.0
+    prompt_per_token_ms: float = 0.0
+    prompt_per_second: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    predicted_per_token_ms: float = 0.0
+    predicted_per_second: float = 0.0
+    constraint_ms: float = 0.0
+    draft_n: int = 0
+    draft_n_accepted: int = 0

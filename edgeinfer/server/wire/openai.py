@@ -1,0 +1,457 @@
+"""OpenAI's chat completions, completions, embeddings and models, as far as a local text model can honour them.
+
+Source: OpenAI's published OpenAPI document. Fields of it that are absent here (`audio`, `store: true`, `prediction`,
+`web_search_options`, …) cannot be honoured and are refused as unknown. Fields beyond it (`top_k`, `grammar`, `keep_alive`, …)
+keep the names that llama.cpp's and vLLM's servers gave them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from edgeinfer.server.wire.base import (
+    JsonObject,
+    KeepAlive,
+    LoraChoice,
+    ModelName,
+    Penalty,
+    Probability,
+    Reply,
+    SamplingFields,
+    Seed,
+    ShortText,
+    StopList,
+    StopString,
+    Temperature,
+    Text,
+    TokenCount,
+    TokenId,
+    ToolName,
+    Wire,
+    WireTimings,
+)
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class TextPart(Wire, frozen=True, tag="text", tag_field="type"):
+    """A text part of a message."""
+
+    text: Text
+
+
+Content = str | Annotated[list[TextPart], Meta(max_length=4096)]
+
+
+class FunctionCall(Wire, frozen=True, kw_only=True):
+    """A function's name with its arguments as JSON text."""
+
+    name: ToolName
+    arguments: Text
+
+
+class ToolCallParam(Wire, frozen=True, kw_only=True):
+    """A call the assistant made in an earlier turn."""
+
+    id: ShortText
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class SystemMessage(Wire, frozen=True, tag="system", tag_field="role"):
+    """Instructions."""
+
+    content: Content
+    name: ShortText | None = None
+
+
+class DeveloperMessage(Wire, frozen=True, tag="developer", tag_field="role"):
+    """Instructions, in the newer spelling."""
+
+    content: Content
+    name: ShortText | None = None
+
+
+class UserMessage(Wire, frozen=True, tag="user", tag_field="role"):
+    """What the user said."""
+
+    content: Content
+    name: ShortText | None = None
+
+
+class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
+    """An earlier answer, as our own responses spell it."""
+
+    content: Content | None = None
+    reasoning_content: Text | None = None
+    tool_calls: Annotated[list[ToolCallParam], Meta(max_length=128)] | None = None
+    name: ShortText | None = None
+    refusal: None = None
+    annotations: Annotated[list[JsonObject], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(Wire, frozen=True, tag="tool", tag_field="role"):
+    """A tool's answer."""
+
+    content: Content
+    tool_call_id: ShortText
+
+
+ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=16_384)]
+
+
+class FunctionTool(Wire, frozen=True, kw_only=True):
+    """A function the model may call; `parameters` is a JSON schema."""
+
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ToolParam(Wire, frozen=True, kw_only=True):
+    """A tool; only functions exist here."""
+
+    function: FunctionTool
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(Wire, frozen=True, kw_only=True):
+    """The one function to call."""
+
+    name: ToolName
+
+
+class NamedToolChoice(Wire, frozen=True, kw_only=True):
+    """Forces a call of one function."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+Tools = Annotated[list[ToolParam], Meta(max_length=256)]
+
+
+class TextFormat(Wire, frozen=True, tag="text", tag_field="type"):
+    """No constraint."""
+
+
+class JsonObjectFormat(Wire, frozen=True, tag="json_object", tag_field="type"):
+    """Any JSON object."""
+
+
+class JsonSchemaSpec(Wire, frozen=True, kw_only=True):
+    """A named JSON schema. Output always follows it: `strict` changes nothing."""
+
+    name: ToolName
+    schema: JsonObject = msgspec.field(default_factory=dict)
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Wire, frozen=True, tag="json_schema", tag_field="type"):
+    """JSON that follows a schema."""
+
+    json_schema: JsonSchemaSpec
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(Wire, frozen=True, kw_only=True):
+    """vLLM's spelling of constraints: exactly one of the four."""
+
+    json: JsonObject | None = None
+    regex: Annotated[str, Meta(min_length=1, max_length=65_536)] | None = None
+    choice: Annotated[list[StopString], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: Annotated[str, Meta(min_length=1, max_length=262_144)] | None = None
+
+
+class StreamOptions(Wire, frozen=True, kw_only=True):
+    """`include_usage` adds a last chunk with the usage of the whole request."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+LogitBias = Annotated[
+    dict[Annotated[str, Meta(pattern=r"^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)
+]
+
+
+class GenerationFields(SamplingFields, frozen=True, kw_only=True):
+    """What chat and plain completions share."""
+
+    model: ModelName | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
+    stop: StopString | StopList | None = None
+    n: Annotated[int, Meta(ge=1, le=32)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: TokenCount | None = None
+    grammar: Annotated[str, Meta(min_length=1, max_length=262_144)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    lora: Annotated[list[LoraChoice], Meta(max_length=16)] | None = None
+    user: ShortText | None = None
+
+
+class ChatRequest(GenerationFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: TokenCount | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    continue_final_message: bool = False
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
+
+
+TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 22)]
+#: A text, several, a list of token ids, or several. A list holds one kind; `translate` checks it.
+Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=1 << 22)]
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    response_format: ResponseFormat | None = None
+
+
+class EmbeddingRequest(Wire, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    input: Prompt
+    model: ModelName | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    user: ShortText | None = None
+    keep_alive: KeepAlive | None = None
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+class ErrorBody(Reply, frozen=True, kw_only=True):
+    """`type`, `param` and `code` are OpenAI's; `code` is ours where OpenAI has none."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(Reply, frozen=True, kw_only=True):
+    """OpenAI's error envelope."""
+
+    error: ErrorBody
+
+
+class PromptTokensDetails(Reply, frozen=True, kw_only=True):
+    cached_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(Reply, frozen=True, kw_only=True):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class WireUsage(Reply, frozen=True, kw_only=True):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+
+
+class TopLogprob(Reply, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(Reply, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] = msgspec.field(default_factory=list)
+
+
+class ChoiceLogprobs(Reply, frozen=True, kw_only=True):
+    content: list[TokenLogprob] | None = None
+    refusal: None = None
+
+
+class WireFunction(Reply, frozen=True, kw_only=True):
+    name: str
+    arguments: str
+
+
+class WireToolCall(Reply, frozen=True, kw_only=True):
+    id: str
+    function: WireFunction
+    type: Literal["function"] = "function"
+
+
+class ReplyMessage(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    role: Literal["assistant"] = msgspec.field(default_factory=lambda: "assistant")
+    content: str | None = msgspec.field(default_factory=lambda: None)
+    refusal: None = msgspec.field(default_factory=lambda: None)
+    reasoning_content: str | None = None
+    tool_calls: list[WireToolCall] | None = None
+
+
+WireFinish = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+class ChatChoice(Reply, frozen=True, kw_only=True):
+    index: int
+    message: ReplyMessage
+    finish_reason: WireFinish
+    logprobs: ChoiceLogprobs | None = None
+
+
+class ChatCompletion(Reply, frozen=True, kw_only=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: WireUsage
+    timings: WireTimings
+    service_tier: str = "default"
+    system_fingerprint: str = ""
+
+
+class DeltaFunction(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class DeltaToolCall(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: DeltaFunction | None = None
+
+
+class ChunkDelta(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
+
+
+class ChunkChoice(Reply, frozen=True, kw_only=True):
+    index: int
+    delta: ChunkDelta
+    finish_reason: WireFinish | None = None
+    logprobs: ChoiceLogprobs | None = None
+
+
+class ChatChunk(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    """One SSE chunk of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = msgspec.field(default_factory=lambda: "chat.completion.chunk")
+    created: int
+    model: str
+    system_fingerprint: str = ""
+    choices: list[ChunkChoice]
+    usage: WireUsage | None = None
+    timings: WireTimings | None = None
+
+
+class CompletionLogprobs(Reply, frozen=True, kw_only=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Reply, frozen=True, kw_only=True):
+    index: int
+    text: str
+    finish_reason: WireFinish | None = None
+    logprobs: CompletionLogprobs | None = None
+
+
+class Completion(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer of /v1/completions, and each of its SSE chunks."""
+
+    id: str
+    object: Literal["text_completion"] = msgspec.field(default_factory=lambda: "text_completion")
+    created: int
+    model: str
+    system_fingerprint: str = ""
+    choices: list[CompletionChoice]
+    usage: WireUsage | None = None
+    timings: WireTimings | None = None
+
+
+class Embedding(Reply, frozen=True, kw_only=True):
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Reply, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingReply(Reply, frozen=True, kw_only=True):
+    """The answer of /v1/embeddings."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+class ModelCard(Reply, frozen=True, kw_only=True):
+    """A pulled model. `state` is one of cold, loading, loaded; `size_bytes` is its files' size."""
+
+    id: str
+    created: int
+    owned_by: str = "local"
+    object: Literal["model"] = "model"
+    state: str = "cold"
+    size_bytes: int = 0
+    n_ctx: int = 0
+    sha256: str = ""
+
+
+class ModelList(Reply, frozen=True, kw_only=True):
+    """The answer of /v1/models."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"

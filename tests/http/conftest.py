@@ -1,0 +1,161 @@
+"""A served endpoint on a real socket, in a thread of the test's process, around a scripted or a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from edgeinfer.host import Start
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.server import sockets
+from edgeinfer.server.endpoint import Endpoint
+from edgeinfer.server.keys import Keys
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
+from edgeinfer.server.models import Loaded, Models, Progress, Pulled, Sources
+from edgeinfer.server.payload_log import PayloadLog
+from edgeinfer.server.security import Gate
+from edgeinfer.server.server import Ended, RunOptions, run
+from edgeinfer.server.tracing import NoTracer, Tracer
+
+
+@dataclass
+class Setup:
+    """How to serve. `load` makes the engine of a name; `engine` is the default model's, unless `load` is given."""
+
+    engine: Engine | None = None
+    load: Callable[[str, Progress], Loaded] | None = None
+    names: Sequence[str] = ("fake",)
+    gate: Gate = field(default_factory=lambda: Gate(keys=Keys([])))
+    limits: Limits = field(default_factory=Limits)
+    keep_alive_s: float = 300.0
+    room_s: float = 60.0
+    available_bytes: Callable[[], int] = lambda: 1 << 50
+    options: RunOptions = field(default_factory=RunOptions)
+    payloads: PayloadLog | None = None
+    tracer: Tracer = field(default_factory=NoTracer)
+    host: str = "127.0.0.1"
+    wait_ready: bool = True
+
+
+@dataclass
+class Served:
+    """A running endpoint."""
+
+    url: str
+    port: int
+    endpoint: Endpoint
+    loop: asyncio.AbstractEventLoop
+    log: io.StringIO
+    thread: threading.Thread
+    ended: list[Ended | BaseException]
+    client: httpx2.Client
+
+    def drain(self, why: str = "SIGTERM") -> None:
+        self.loop.call_soon_threadsafe(self.endpoint.drain, why)
+
+    def wait_ended(self) -> Ended:
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "the endpoint did not end"
+        (ended,) = self.ended
+        assert isinstance(ended, Ended), ended
+        return ended
+
+    def chat(self, **body: Any) -> httpx2.Response:
+        return self.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]} | body)
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+    """Wait for `condition`, looking often; fails with `what`."""
+    turns = threading.Event()
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        turns.wait(0.005)
+    pytest.fail(f"waited {seconds} s for {what}")
+
+
+@contextlib.contextmanager
+def served(setup: Setup) -> Iterator[Served]:
+    """Serve until the block ends."""
+    engine = setup.engine or FakeEngine()
+    names = list(setup.names)
+    load = setup.load or (lambda name, progress: Loaded(engine=engine))
+    log = io.StringIO()
+    (listener,) = sockets.bind(setup.host, 0)[:1]
+    started = threading.Event()
+    box: dict[str, Any] = {}
+    ended: list[Ended | BaseException] = []
+
+    async def main() -> Ended:
+        sources = Sources(
+            load=load,
+            pulled=lambda: [Pulled(name=n, size_bytes=1) for n in names],
+            available_bytes=setup.available_bytes,
+        )
+        models = Models(sources, default=names[0], keep_alive_s=setup.keep_alive_s, room_s=setup.room_s)
+        endpoint = Endpoint(models, setup.gate, setup.limits, Log("json", log), setup.tracer, setup.payloads, Start())
+        box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
+        started.set()
+        return await run(endpoint, [listener], setup.options)
+
+    def body() -> None:
+        try:
+            ended.append(asyncio.run(main()))
+        except BaseException as error:  # kept for the test to see
+            ended.append(error)
+            started.set()
+
+    port = listener.getsockname()[1]
+    scheme = "https" if setup.options.tls_cert else "http"
+    thread = threading.Thread(target=body, name="served")
+    thread.start()
+    assert started.wait(20)
+    assert not ended, ended
+    url = f"{scheme}://127.0.0.1:{port}"
+    with httpx2.Client(base_url=url, timeout=30, verify=scheme == "http") as client:
+        here = Served(url, port, box["endpoint"], box["loop"], log, thread, ended, client)
+        try:
+            if setup.wait_ready and setup.options.preload:
+                wait_until(lambda: '"ready"' in log.getvalue() or ended, "the endpoint to be ready")
+            yield here
+        finally:
+            if thread.is_alive():
+                here.drain()
+                here.drain()
+            thread.join(30)
+            assert not thread.is_alive(), "the endpoint did not end"
+            assert all(isinstance(e, Ended) for e in ended), ended
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """`serve(engine, ...)`: an endpoint for this test, with `Setup`'s fields as keywords."""
+    with contextlib.ExitStack() as stack:
+
+        def start(engine: Engine | None = None, **fields: Any) -> Served:
+            return stack.enter_context(served(Setup(engine=engine, **fields)))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def real(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The real small model, served once for all tests that only ask it things."""
+    from edgeinfer.runtime.engine import load_engine
+    from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+    files = ModelFiles(name="smollm2", paths=(str(smollm2),), sha256="ab" * 32)
+    engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=4, n_threads=2), None)
+    with served(Setup(engine=engine, names=("smollm2",))) as here:
+        yield here
