@@ -12,7 +12,7 @@ import msgspec
 
 from edgeinfer.errors import InterruptedByUser
 
-Stage = Literal["resolving", "checking", "downloading", "copying", "verifying", "quantizing", "done"]
+Stage = Literal["resolving", "checking", "downloading", "copying", "verifying", "quantizing", "scoring", "done"]
 
 #: Reports are at least this far apart, except the first and last of a stage.
 _INTERVAL_S = 0.1
@@ -22,8 +22,8 @@ _WINDOW_S = 5.0
 
 class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a pull is. Bytes count within `file`, the `index`-th (from 0) of `n_files`; `total_bytes` is None while nobody
-    knows it. `rate_bytes_per_s` and `left_s` follow the last seconds; None at the beginning. While quantizing, `done_bytes`
-    counts the tensors' bytes done.
+    knows it. `rate_bytes_per_s` and `left_s` follow the last seconds; None at the beginning. While quantizing,
+    `done_bytes` counts tensors; while scoring, tokens.
     """
 
     stage: Stage

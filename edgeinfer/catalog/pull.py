@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import gguf, pins, sources, store
-from edgeinfer.catalog.disk import flush, sha256_of, write_whole
+from edgeinfer.catalog.disk import flush, sha256_of
 from edgeinfer.catalog.fetching import Fetched, fetch
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
@@ -60,8 +61,12 @@ def pull(
             return here
         work = paths.models_dir() / store.PARTIAL / todo.ref.folder
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fetched, source = _first_that_works(todo, work, job, options)
-        return _publish(todo, fetched, source, work, job)
+        try:
+            fetched, source = _first_that_works(todo, work, job, options)
+            return _publish(todo, fetched, source, work, job)
+        finally:
+            with suppress(OSError):
+                work.rmdir()  # only when nothing was fetched
 
 
 def _already_here(todo: Plan, job: Job) -> PulledModel | None:
@@ -84,7 +89,7 @@ def _already_here(todo: Plan, job: Job) -> PulledModel | None:
         fresh.append(msgspec.structs.replace(file, mtime_ns=info.st_mtime_ns))
     if tuple(fresh) != record.files:
         record = msgspec.structs.replace(record, files=tuple(fresh))
-        _write_record(record)
+        store.write_record(record)
     return record
 
 
@@ -180,7 +185,7 @@ def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: J
         pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
         requantized_from=original if todo.quantize and original != todo.quantize else "",
     )
-    _write_record(record)
+    store.write_record(record)
     store.remove_strangers(folder, record)
     shutil.rmtree(work, ignore_errors=True)
     job.begin("done", fetched[0].file_name, done=record.size_bytes, total=record.size_bytes)
@@ -201,7 +206,3 @@ def _placed(one: Fetched, folder: Path) -> PulledFile:
         sha256=one.found_sha256,
         mtime_ns=info.st_mtime_ns,
     )
-
-
-def _write_record(record: PulledModel) -> None:
-    write_whole(record.folder / store.RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))

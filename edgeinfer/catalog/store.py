@@ -21,6 +21,7 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import gguf, names, sources
+from edgeinfer.catalog.disk import write_whole
 from edgeinfer.catalog.models import Catalog, Model, load_catalog, nearest
 from edgeinfer.catalog.names import Reference
 from edgeinfer.errors import CatalogError, InvalidGgufError, ModelNotPulledError, UnknownModelError
@@ -100,6 +101,11 @@ def read_record(folder: Path) -> PulledModel | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise CatalogError(f"{folder / RECORD} cannot be read: {error}", hint=f"`edgeinfer rm {folder.name}`") from error
+
+
+def write_record(record: PulledModel) -> None:
+    """Make the folder a model: its files are in place and verified."""
+    write_whole(record.folder / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))
 
 
 def _folders() -> Iterator[Path]:

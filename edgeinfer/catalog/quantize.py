@@ -1,0 +1,217 @@
+"""Quantizing: the parent's side of `runtime.quantizer` and `runtime.perplexity`, and the store's.
+
+A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat template, stop strings
+and sampling defaults.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.catalog import children, gguf, names, store
+from edgeinfer.catalog.disk import flush, sha256_of
+from edgeinfer.catalog.fetching import Fetched
+from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
+from edgeinfer.catalog.lock import model_lock
+from edgeinfer.catalog.names import Reference
+from edgeinfer.catalog.progress import Job, OnProgress
+from edgeinfer.catalog.store import PulledFile, PulledModel
+from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError, UsageError
+
+#: Types llama.cpp refuses without an importance matrix, which is made with a calibration text elsewhere.
+NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S", "IQ3_XXS"})
+#: What counts as unquantized: quantizing from anything else loses quality twice.
+FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
+
+
+class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`name` instead of `NAME:TYPE`; `pure` gives every tensor the same type; `keep_output` leaves the output tensor."""
+
+    name: str | None = None
+    pure: bool = False
+    keep_output: bool = False
+    threads: int = 0
+    perplexity: bool = True
+
+
+class Quantized(msgspec.Struct, frozen=True, kw_only=True):
+    """Before and after. Perplexities are of the text we ship, None when they were not asked for."""
+
+    model: PulledModel
+    before_bytes: int
+    before_type: str
+    before_perplexity: float | None = None
+    after_perplexity: float | None = None
+    n_scored_tokens: int = 0
+    twice: bool = False
+
+
+def quantize(
+    text: str,
+    type_name: str,
+    progress: OnProgress | None = None,
+    cancel: threading.Event | None = None,
+    options: QuantizeOptions | None = None,
+) -> Quantized:
+    """Quantize the pulled model (or GGUF file) `text` to `type_name` and store the result.
+
+    Raises what `model_files` raises, UsageError, ModelBusyError, QuantizeError, DiskFullError, InterruptedByUser.
+    """
+    options = options or QuantizeOptions()
+    kind = _kind(type_name)
+    source = store.model_files(text)
+    origin = None if names.is_path(text) else store.find_pulled(text)
+    ref = _reference(text, FILE_TYPES[kind], origin, options)
+    job = Job(progress, cancel)
+    with model_lock(ref):
+        work = paths.models_dir() / store.PARTIAL / ref.folder
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        before = gguf.check(source.paths[0])
+        target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
+        run_quantizer(Path(source.paths[0]), target, kind, job, options)
+        job.begin("verifying", target.name, total=target.stat().st_size)
+        record = _publish(target, ref, origin, before, job, source.name)
+        shutil.rmtree(work, ignore_errors=True)
+    before_bytes = sum(Path(path).stat().st_size for path in source.paths)
+    result = Quantized(
+        model=record,
+        before_bytes=before_bytes,
+        before_type=before.quantization,
+        twice=before.quantization not in FULL_PRECISION,
+    )
+    return _with_perplexity(result, source.paths[0], job) if options.perplexity else result
+
+
+def _kind(type_name: str) -> int:
+    kind = file_type(type_name)
+    if kind is None:
+        raise UsageError(f"{type_name!r} is no type of llama.cpp", hint=f"one of {', '.join(FILE_TYPES.values())}")
+    return kind
+
+
+def _reference(text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions) -> Reference:
+    if options.name:
+        ref = names.reference(options.name)
+    elif origin is not None:
+        ref = Reference(origin.reference.name, type_name)
+    else:
+        raise UsageError("a quantized file needs a name in the store", hint="give it one: `--name NAME`")
+    if origin is not None and ref == origin.reference:
+        raise UsageError(f"{text} would be quantized over itself", hint="give the result a name: `--name NAME`")
+    return ref
+
+
+def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: QuantizeOptions) -> None:
+    """Make `target` from the checked GGUF at `source`. On failure nothing is left at `target`.
+
+    Raises QuantizeError, DiskFullError, InterruptedByUser.
+    """
+    wish = {
+        "source": str(source),
+        "target": str(target),
+        "ftype": kind,
+        "pure": options.pure,
+        "keep_output": options.keep_output,
+        "threads": options.threads,
+    }
+    job.begin("quantizing", f"{source.name} → {FILE_TYPES[kind]}")
+    said: dict[str, object] = {}
+    try:
+        for said in children.events("edgeinfer.runtime.quantizer", msgspec.json.encode(wish).decode(), job=job):
+            if said["event"] == "tensor":
+                job.at(int(str(said["done"])), int(str(said["total"])))
+        if said["event"] == "error":
+            raise _error(said, target, kind)
+        gguf.check(target)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | DiskFullError:
+    message = str(said["message"])
+    free = shutil.disk_usage(target.parent).free
+    if said["kind"] == "no-room" or (free < 1 << 24 and "imatrix" not in message):
+        return DiskFullError(f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file: {message}")
+    if "imatrix" in message or "importance matrix" in message:
+        return QuantizeError(
+            f"{FILE_TYPES[kind]} needs an importance matrix, which this program does not make",
+            hint="take a type that does without: Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q5_K_M, Q6_K or Q8_0",
+        )
+    return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
+
+
+def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> Fetched:
+    """The quantized file of a verified download, for a catalogue entry that asks for it. Raises what `quantize` does."""
+    kind = _kind(type_name)
+    first = fetched[0]
+    # llama.cpp finds the other parts of a split by their names
+    for one in fetched:
+        one.path = one.path.rename(one.path.with_name(one.file_name)) if one.ours else one.path
+    name = f"{names.file_name(first.file_name).removesuffix('.gguf')}-{FILE_TYPES[kind]}.gguf"
+    target = work / (name + ".part")
+    try:
+        run_quantizer(first.path, target, kind, job, QuantizeOptions())
+    finally:
+        for one in fetched:  # what was fetched is kept under the name the next pull looks for
+            if one.ours and one.path.suffix != ".part":
+                one.path = one.path.rename(one.path.with_name(one.file_name + ".part"))
+    job.begin("verifying", name, total=target.stat().st_size)
+    return Fetched(path=target, file_name=name, pinned=False, found_sha256=sha256_of(target, job))
+
+
+def _publish(
+    target: Path, ref: Reference, origin: PulledModel | None, before: gguf.GgufHeader, job: Job, source_name: str
+) -> PulledModel:
+    digest = sha256_of(target, job)
+    header = gguf.check(target)
+    folder = store.folder_of(ref)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / store.RECORD).unlink(missing_ok=True)
+    flush(target)
+    place = target.replace(folder / target.name.removesuffix(".part"))
+    info = place.stat()
+    record = PulledModel(
+        name=str(ref),
+        base=origin.base if origin else ref.name,
+        files=(PulledFile(path=place.name, size_bytes=info.st_size, sha256=digest, mtime_ns=info.st_mtime_ns),),
+        source=f"quantized from {source_name}",
+        quantization=header.quantization,
+        architecture=header.architecture,
+        n_params=header.n_params,
+        n_ctx_train=header.n_ctx_train,
+        pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        requantized_from=before.quantization,
+    )
+    store.write_record(record)
+    store.remove_strangers(folder, record)
+    return record
+
+
+def _with_perplexity(result: Quantized, before: str, job: Job) -> Quantized:
+    first, _ = perplexity(before, job)
+    second, n_tokens = perplexity(str(result.model.paths[0]), job)
+    return msgspec.structs.replace(result, before_perplexity=first, after_perplexity=second, n_scored_tokens=n_tokens)
+
+
+def perplexity_text() -> Path:
+    """The text we ship for it: some nine hundred tokens of prose written for this."""
+    return Path(__file__).parent.parent / "data" / "perplexity.txt"
+
+
+def perplexity(model: str, job: Job) -> tuple[float, int]:
+    """(perplexity on the shipped text, tokens scored) of the GGUF at `model`. Raises QuantizeError, InterruptedByUser."""
+    job.begin("scoring", Path(model).name)
+    said: dict[str, object] = {}
+    for said in children.events("edgeinfer.runtime.perplexity", model, str(perplexity_text()), job=job):
+        if said["event"] == "progress":
+            job.at(int(str(said["done"])), int(str(said["total"])))
+    if said["event"] == "error":
+        raise QuantizeError(f"the perplexity of {Path(model).name} cannot be measured: {said['message']}")
+    return float(str(said["perplexity"])), int(str(said["n_tokens"]))

@@ -1,0 +1,71 @@
+"""Removing a model: its record first, so that it is gone for everybody before its files are."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.catalog import names, pins, sources, store
+from edgeinfer.catalog.lock import model_lock
+from edgeinfer.catalog.models import load_catalog
+from edgeinfer.catalog.names import Reference
+from edgeinfer.errors import CatalogError
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True):
+    """One removed model; files that were used in place stay."""
+
+    name: str
+    freed_bytes: int
+    left_in_place: tuple[str, ...] = ()
+    forgot_pins: bool = False
+
+
+def remove(text: str, *, forget: bool = False) -> Removed:
+    """Remove the model `text`, and whatever an unfinished pull of it left.
+
+    Raises UnknownModelError, ModelNotPulledError, ModelBusyError.
+    """
+    ref = _reference(text)
+    with model_lock(ref):
+        folder, partial = store.folder_of(ref), paths.models_dir() / store.PARTIAL / ref.folder
+        pinned = forget and pins.place(ref).exists()
+        if not (folder.exists() or partial.exists() or pinned):
+            raise store.missing(text, load_catalog())
+        left = _files_in_place(folder)
+        freed = _bytes_under(folder) + _bytes_under(partial)
+        (folder / store.RECORD).unlink(missing_ok=True)
+        for place in (folder, partial):
+            shutil.rmtree(place, ignore_errors=True)
+        if forget:
+            pins.forget(ref)
+    return Removed(name=str(ref), freed_bytes=freed, left_in_place=left, forgot_pins=pinned)
+
+
+def _reference(text: str) -> Reference:
+    """The reference `text` means; a name with the quantization the plain model has means the plain one."""
+    if sources.looks_like_source(text):
+        found = store.find_pulled(text)
+        if found is None:
+            raise store.missing(text, load_catalog())
+        return found.reference
+    try:
+        found = store.find_pulled(text)
+    except CatalogError:  # an unreadable record is removed like any other
+        found = None
+    return found.reference if found else names.reference(text)
+
+
+def _files_in_place(folder: Path) -> tuple[str, ...]:
+    try:
+        record = store.read_record(folder)
+    except CatalogError:
+        return ()
+    return tuple(file.path for file in record.files if file.path.startswith("/")) if record else ()
+
+
+def _bytes_under(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0

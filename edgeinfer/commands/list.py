@@ -1,0 +1,114 @@
+"""`edgeinfer list`: models that are here, and models that can be pulled."""
+
+from __future__ import annotations
+
+import argparse
+from typing import ClassVar
+
+import msgspec
+
+from edgeinfer.catalog.models import Catalog, Model, load_catalog
+from edgeinfer.catalog.store import PulledModel, list_pulled
+from edgeinfer.commands.table import table
+from edgeinfer.result import Result
+from edgeinfer.units import bytes_words
+
+
+class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One line. `size_bytes` is 0 when the model is not here and its size is not known. `snapshots` counts warmed ones."""
+
+    name: str
+    title: str
+    purpose: str
+    parameters: str
+    quantization: str
+    licence: str
+    context_length: int
+    pulled: bool
+    in_place: bool = False
+    size_bytes: int = 0
+    snapshots: int = 0
+
+
+class ListResult(Result, frozen=True, kw_only=True):
+    """Pulled models first, then the rest of the catalogue, each by name."""
+
+    kind: ClassVar[str] = "list"
+
+    models: tuple[ListedModel, ...]
+
+    def human(self) -> str:
+        if not self.models:
+            return "no model matches"
+        head = ("NAME", "HERE", "SIZE", "PARAMETERS", "QUANT", "CONTEXT", "SNAPSHOTS", "LICENCE", "FOR")
+        return table([head, *map(_row, self.models)], right=frozenset({2, 3, 5, 6}))
+
+
+def _row(model: ListedModel) -> tuple[str, ...]:
+    return (
+        model.name,
+        "in place" if model.in_place else "yes" if model.pulled else "-",
+        bytes_words(model.size_bytes) if model.size_bytes else "?",
+        model.parameters or "?",
+        model.quantization or "?",
+        str(model.context_length) if model.context_length else "?",
+        str(model.snapshots) if model.snapshots else "-",
+        model.licence or "?",
+        model.purpose,
+    )
+
+
+def list_models(options: argparse.Namespace) -> ListResult:
+    """Raises ConfigError when models.toml is wrong."""
+    catalog = load_catalog()
+    counts = _snapshot_counts()
+    here = [_pulled(model, catalog, counts) for model in list_pulled()]
+    names = {model.name for model in here}
+    rest = [] if options.pulled else [_available(m) for m in catalog.models.values() if m.name not in names]
+    wanted = [word.lower() for word in options.words]
+    return ListResult(models=tuple(m for m in (*here, *rest) if _matches(m, wanted)))
+
+
+def _matches(model: ListedModel, wanted: list[str]) -> bool:
+    text = f"{model.name} {model.title} {model.purpose} {model.quantization}".lower()
+    return all(word in text for word in wanted)
+
+
+def _pulled(model: PulledModel, catalog: Catalog, counts: dict[str, int]) -> ListedModel:
+    entry = catalog.get(model.base)
+    return ListedModel(
+        name=model.name,
+        title=entry.title if entry else model.name,
+        purpose=entry.purpose if entry else "chat",
+        parameters=entry.parameters if entry and entry.parameters else parameters_words(model.n_params),
+        quantization=model.quantization,
+        licence=entry.licence if entry else "",
+        context_length=model.n_ctx_train,
+        pulled=True,
+        in_place=model.in_place,
+        size_bytes=model.size_bytes,
+        snapshots=counts.get(model.name, 0),
+    )
+
+
+def _available(entry: Model) -> ListedModel:
+    return ListedModel(
+        name=entry.name,
+        title=entry.title,
+        purpose=entry.purpose,
+        parameters=entry.parameters,
+        quantization=entry.final_quantization,
+        licence=entry.licence,
+        context_length=entry.context_length,
+        pulled=False,
+        size_bytes=0 if entry.quantize else entry.size_bytes,
+    )
+
+
+def parameters_words(n_params: int) -> str:
+    """`134_515_008` → "135M"."""
+    return f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.0f}M"
+
+
+def _snapshot_counts() -> dict[str, int]:
+    return {}

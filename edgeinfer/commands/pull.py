@@ -1,0 +1,76 @@
+"""`edgeinfer pull`: fetch, verify and store a model."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import ClassVar
+
+from edgeinfer.catalog import pull as catalog_pull
+from edgeinfer.catalog.models import load_catalog
+from edgeinfer.catalog.progress import PullProgress
+from edgeinfer.catalog.pull import PullOptions
+from edgeinfer.commands.progress import progress_on
+from edgeinfer.config import offline
+from edgeinfer.errors import InterruptedByUser
+from edgeinfer.host import Host
+from edgeinfer.result import Result
+from edgeinfer.units import bytes_words
+
+
+class PullResult(Result, frozen=True, kw_only=True):
+    """A model that is here now. `sha256` of a split model is that of its files' digests."""
+
+    kind: ClassVar[str] = "pull"
+
+    name: str
+    title: str
+    files: tuple[str, ...]
+    size_bytes: int
+    sha256: str
+    quantization: str
+    licence: str
+    source: str
+    was_here: bool
+    wall_s: float
+
+    def human(self) -> str:
+        state = "was already here" if self.was_here else "is here"
+        licence = f"; licence {self.licence}" if self.licence else ""
+        return (
+            f"{self.name} {state}: {bytes_words(self.size_bytes)}, {self.quantization}, sha256 {self.sha256[:12]}…{licence}\n"
+            f'try it: edgeinfer run {self.name} "Name three colours."'
+        )
+
+
+def pull(options: argparse.Namespace, host: Host) -> PullResult:
+    """Raises what `catalog.pull.pull` raises; Ctrl-C becomes InterruptedByUser with what was fetched kept."""
+    began = time.monotonic()
+    wish = PullOptions(name=options.name, in_place=options.in_place, again=options.again, offline=offline(host.config))
+    fetched = False
+
+    def heard(now: PullProgress) -> None:
+        nonlocal fetched
+        fetched |= now.stage == "done"
+        report(now)
+
+    with progress_on(quiet=options.quiet) as report:
+        try:
+            record = catalog_pull.pull(options.model or host.config.default_model, heard, options=wish)
+        except KeyboardInterrupt as error:
+            raise InterruptedByUser(
+                "stopped; what was fetched is kept", hint="type the same command again: it goes on where it stopped"
+            ) from error
+    entry = load_catalog().get(record.base)
+    return PullResult(
+        name=record.name,
+        title=entry.title if entry else record.name,
+        files=tuple(map(str, record.paths)),
+        size_bytes=record.size_bytes,
+        sha256=record.sha256,
+        quantization=record.quantization,
+        licence=entry.licence if entry else "",
+        source=record.source,
+        was_here=not fetched,
+        wall_s=round(time.monotonic() - began, 3),
+    )

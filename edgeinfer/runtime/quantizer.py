@@ -1,0 +1,97 @@
+"""llama.cpp's quantizer in a process of its own: `python -m edgeinfer.runtime.quantizer JOB`, JOB being JSON.
+
+It writes one JSON object a line to stdout: `{"event": "planned", "bytes"}`, `{"event": "tensor", "done", "total", "name"}`,
+and at the end `{"event": "done"}` or `{"event": "error", "kind", "message"}`. A model file that makes llama.cpp abort takes
+this process along and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import sys
+from typing import Any
+
+import llama_cpp
+import msgspec
+
+from edgeinfer.runtime import native
+from edgeinfer.runtime.child import die_with_parent, say
+
+_TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
+_SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")
+_FAILED = re.compile(r"failed to quantize: (.*)")
+#: Metadata beside the tensors: generous, and small against any model.
+_HEADER_BYTES = 64 << 20
+
+
+class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do. `ftype` is a llama_ftype; `pure` gives every tensor the same type; 0 threads means all we may use."""
+
+    source: str
+    target: str
+    ftype: int
+    pure: bool = False
+    keep_output: bool = False
+    threads: int = 0
+
+
+def main(argv: list[str]) -> int:
+    """Quantize as `argv[0]` says; 0 when the target is whole."""
+    die_with_parent()
+    job = msgspec.json.decode(argv[0], type=QuantizeJob)
+    native.lib()  # the backends; then the log is taken over
+    heard: list[str] = []
+    callback = llama_cpp.llama_log_callback(lambda _level, text, _data: _hear(text.decode("utf-8", "replace"), heard))
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    planned = _planned_bytes(job, heard)
+    free = shutil.disk_usage(os.path.dirname(job.target)).free
+    if planned + min(_HEADER_BYTES, os.path.getsize(job.source)) > free:
+        return say(1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free")
+    say(event="planned", bytes=planned)
+    heard.append("live")
+    if _run(job, _params(job)) != 0:
+        return say(1, event="error", kind="refused", message=_reason(heard))
+    return say(0, event="done")
+
+
+def _hear(text: str, heard: list[str]) -> None:
+    """Keep what may explain a failure, and pass on progress once the real run began."""
+    heard.append(text)
+    match = _TENSOR.search(text)
+    if match and "live" in heard:
+        say(event="tensor", done=int(match[1]), total=int(match[2]), name=match[3])
+
+
+def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = job.ftype
+    params.nthread = job.threads or len(os.sched_getaffinity(0))
+    params.allow_requantize = True
+    params.quantize_output_tensor = not job.keep_output
+    params.pure = job.pure
+    params.dry_run = dry
+    return params
+
+
+def _run(job: QuantizeJob, params: Any) -> int:
+    return int(llama_cpp.llama_model_quantize(job.source.encode(), job.target.encode(), ctypes.byref(params)))
+
+
+def _planned_bytes(job: QuantizeJob, heard: list[str]) -> int:
+    """The size llama.cpp expects, from a run without computing; 0 when it does not say."""
+    if _run(job, _params(job, dry=True)) != 0:
+        return 0
+    match = _SIZE.search("".join(heard))
+    return int(float(match[1]) * (1 << 20)) if match else 0
+
+
+def _reason(heard: list[str]) -> str:
+    match = _FAILED.search("".join(heard))
+    return match[1].strip() if match else "llama.cpp gave no reason"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
