@@ -5,7 +5,7 @@ MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup run test check docs clean distclean bench
+.PHONY: help setup run test check docs clean distclean bench binary
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -34,6 +34,9 @@ docs: setup      ## write the generated parts of the docs again
 
 bench: setup     ## load, prefill and decode rates beside a bare llama_decode loop
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+binary: setup    ## dist/edgeinfer, one file (MODEL=NAME puts a model inside; ARGS=--without-criu leaves CRIU out)
+	$(BIN)/python build/release.py $(if $(filter command line environment,$(origin MODEL)),--model $(MODEL)) $(ARGS)
 
 clean:           ## what tools leave behind
 	rm -rf work dist bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,15 @@
+"""Entry point of `edgeinfer-app`, the application in the shipped file: a module named by the launcher, or the command line."""
+
+import runpy
+import sys
+
+from edgeinfer.process import MODULE_SWITCH
+
+if sys.argv[1:2] == [MODULE_SWITCH]:
+    del sys.argv[1]
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    from edgeinfer.cli import main
+
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""Entry point of the small Python inside the shipped file: unpacks the application the first time."""
+
+import sys
+
+from edgeinfer.unpack import main
+
+sys.exit(main())

@@ -1,0 +1,70 @@
+"""The launcher and every module it may import, as one uncompressed zip of byte code.
+
+The launcher's Python has no standard library beside it: what is not in this zip, built into libpython or in the
+application's `lib-dynload` cannot be imported. PyInstaller's module graph finds the modules, deferred imports included.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import marshal
+import sys
+import zipfile
+from pathlib import Path
+from types import CodeType
+
+from PyInstaller.lib.modulegraph import modulegraph
+
+ROOT = Path(__file__).parents[1]
+#: Modules the launcher starts from; Python itself needs the codecs before anything is imported.
+CODECS = ["encodings.utf_8", "encodings.ascii", "encodings.latin_1", "encodings.aliases"]
+ROOTS = ["edgeinfer.shipped", "edgeinfer.launcher", *CODECS]
+#: Never reached by the launcher, though something in the graph names them.
+EXCLUDES = [
+    "edgeinfer.cli", "edgeinfer.commands", "edgeinfer.arguments", "edgeinfer.runtime", "edgeinfer.server", "edgeinfer.tui",
+    "edgeinfer.chat", "edgeinfer.catalog", "edgeinfer.config", "platformdirs", "msgspec", "rich", "tkinter", "pydoc",
+    "unittest", "doctest", "test", "ssl", "http", "email", "xml", "asyncio", "multiprocessing", "pdb", "sqlite3", "distutils",
+    "ntpath", "nturl2path", "_winapi", "msvcrt", "winreg", "urllib.request", "ctypes.macholib", "ctypes.wintypes",
+]  # fmt: skip
+
+
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """Name → source of every Python module the launcher may import."""
+    path = [str(root), *(p for p in sys.path if p and p != str(root))]
+    graph = modulegraph.ModuleGraph(path, excludes=EXCLUDES)
+    for name in ROOTS:
+        graph.import_hook(name)
+    found: dict[str, Path] = {}
+    for node in graph.iter_graph():
+        if isinstance(node, (modulegraph.SourceModule, modulegraph.Package)) and str(node.filename).endswith(".py"):
+            found[node.identifier] = Path(node.filename)
+    return dict(sorted(found.items()))
+
+
+def extensions(root: Path = ROOT) -> set[str]:
+    """Names of extension modules (`.so`) the launcher may import: they must be among the application's."""
+    path = [str(root), *(p for p in sys.path if p and p != str(root))]
+    graph = modulegraph.ModuleGraph(path, excludes=EXCLUDES)
+    for name in ROOTS:
+        graph.import_hook(name)
+    return {n.identifier for n in graph.iter_graph() if type(n).__name__ == "Extension"}
+
+
+def write(out: Path, root: Path = ROOT) -> int:
+    """Write the zip; returns how many modules are in it. Equal sources give equal bytes: no paths, no times."""
+    found = modules(root)
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for name, source in found.items():
+            inside = name.replace(".", "/") + ("/__init__" if source.name == "__init__.py" else "")
+            code = compile(source.read_bytes(), f"{inside}.py", "exec", dont_inherit=True, optimize=2)
+            archive.writestr(zipfile.ZipInfo(f"{inside}.pyc", (1980, 1, 1, 0, 0, 0)), _pyc(code))
+    return len(found)
+
+
+def _pyc(code: CodeType) -> bytes:
+    """An unchecked hash-based .pyc: neither a time nor a source is looked at."""
+    return importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8) + marshal.dumps(code)
+
+
+if __name__ == "__main__":
+    print(*modules(), sep="\n")

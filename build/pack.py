@@ -1,0 +1,135 @@
+"""From a folder to a payload: blocks of files, compressed, with an index (the format: `edgeinfer.payload`).
+
+Equal folders give equal bytes: names are sorted, nothing but path, mode (0644 or 0755) and content of a file counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgeinfer import payload
+
+#: A block holds files of one kind up to this many bytes, or one larger file: enough alike to compress well, and enough
+#: blocks for two cores to share.
+BLOCK_BYTES = 24 << 20
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A payload in memory, and the folder name its index gives it."""
+
+    name: str
+    data: bytes
+    raw_bytes: int
+
+
+def pack(tree: Path, version: str, relocate: tuple[str, ...], cache: Path) -> Packed:
+    """The payload of `tree`. Executables in `relocate` are packed in their neutral form. `cache` keeps compressed blocks."""
+    files, links = _scan(tree)
+    blocks = _group(tree, files)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        packed = list(pool.map(lambda block: _block(tree, block, relocate, cache), blocks))
+    entries, places, offset = [], [], 0
+    for number, (block, (data, sizes, digests)) in enumerate(zip(blocks, packed, strict=True)):
+        for path, size, digest in zip(block, sizes, digests, strict=True):
+            entries.append([path, _mode(tree / path), size, digest, number])
+        places.append([offset, len(data), sum(sizes)])
+        offset += len(data)
+    return _join(version, entries, links, places, [data for data, _, _ in packed], relocate)
+
+
+def _scan(tree: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """Every file, and every link: those of the folder, and one for each file whose content stands earlier already."""
+    files: list[str] = []
+    links: list[tuple[str, str]] = []
+    first: dict[str, str] = {}
+    for path in sorted(p for p in tree.rglob("*") if p.is_symlink() or p.is_file()):
+        name = path.relative_to(tree).as_posix()
+        if path.is_symlink():
+            target = os.readlink(path)
+            if target.startswith("/") or not (path.parent / target).resolve().is_relative_to(tree.resolve()):
+                raise SystemExit(f"error: {name} links to {target}, which is outside the application")
+            links.append((name, target))
+            continue
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.stat().st_size > payload.PAGE else name
+        if digest in first:  # wheels hold copies where libraries have links
+            links.append((name, os.path.relpath(first[digest], os.path.dirname(name) or ".")))
+        else:
+            first[digest] = name
+            files.append(name)
+    return files, links
+
+
+def _group(tree: Path, files: list[str]) -> list[list[str]]:
+    """Blocks of neighbours: libraries with libraries, the rest with the rest."""
+    blocks: list[list[str]] = []
+    for wanted in (True, False):
+        size = BLOCK_BYTES
+        for name in files:
+            if (".so" in name or name.endswith("-app")) != wanted:
+                continue
+            length = (tree / name).stat().st_size
+            if size + length > BLOCK_BYTES:
+                blocks.append([])
+                size = 0
+            blocks[-1].append(name)
+            size += length
+    return blocks
+
+
+def _mode(path: Path) -> int:
+    return 0o755 if path.stat().st_mode & 0o100 else 0o644
+
+
+def _block(tree: Path, block: list[str], relocate: tuple[str, ...], cache: Path) -> tuple[bytes, list[int], list[str]]:
+    contents = [(tree / name).read_bytes() for name in block]
+    contents = [payload.relocated(c, "") if n in relocate else c for n, c in zip(block, contents, strict=True)]
+    data = _compressed(b"".join(contents), any(".so" in name for name in block), cache)
+    return data, [len(c) for c in contents], [hashlib.sha256(c).hexdigest() for c in contents]
+
+
+def _compressed(raw: bytes, machine_code: bool, cache: Path) -> bytes:
+    """`raw` as xz, from the cache when these bytes were compressed before: xz takes 20 s of a build otherwise."""
+    filters: list[dict[str, int]] = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": max(1 << 16, len(raw))}]
+    if machine_code:
+        filters.insert(0, {"id": lzma.FILTER_X86})
+    kept = cache / f"{hashlib.sha256(raw + repr(filters).encode()).hexdigest()}.xz"
+    if kept.exists():
+        return kept.read_bytes()
+    data = lzma.compress(raw, format=lzma.FORMAT_XZ, check=lzma.CHECK_NONE, filters=filters)  # the index has SHA-256
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = kept.with_name(f"{kept.name}.{os.getpid()}")
+    scratch.write_bytes(data)
+    os.replace(scratch, kept)
+    return data
+
+
+def _join(
+    version: str, entries: list[list[object]], links: list[tuple[str, str]], places: list[list[int]], data: list[bytes],
+    relocate: tuple[str, ...],
+) -> Packed:  # fmt: skip
+    """Index and blocks. Offsets of blocks count from the payload's start, so the index's own length has to settle first."""
+    start = 0
+    for _ in range(8):
+        document = {
+            "version": version,
+            "files": entries,
+            "links": links,
+            "blocks": [[offset + start, size, raw] for offset, size, raw in places],
+            "relocate": relocate,
+        }
+        index = json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+        if start == 16 + len(index):
+            break
+        start = 16 + len(index)
+    else:
+        raise SystemExit("error: the index does not settle")
+    whole = struct.pack("<8sQ", payload.PAYLOAD_MAGIC, len(index)) + index + b"".join(data)
+    return Packed(payload.folder_name(version, index), whole, sum(raw for _, _, raw in places))

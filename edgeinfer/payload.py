@@ -1,0 +1,214 @@
+"""The shipped file's format: what follows the bootloader in it, and how to read that. Standard library only.
+
+    bootloader                     ELF; its field EDGEINFER-APP= names the application's folder, EDGEINFER-MODEL= the model
+    payload   (page aligned)       "EDGEPAY1", u64 length of the index, the index (JSON), then the blocks it lists
+    bundle    (page aligned)       only in a file that carries a model: u64 length, JSON, then each file page aligned
+    trailer                        "EDGETRL1", u64 offset and length of the payload, u64 offset and length of the bundle
+    archive                        PyInstaller's, with its cookie as the file's last bytes
+
+Numbers are little-endian. The folder's name is `VERSION-` and the first 20 digits of the index's SHA-256; the index holds
+the SHA-256 of every file. So the name vouches for every byte that is unpacked, and equal inputs have equal names. The values
+here are NamedTuples because `dataclasses` imports `inspect`, 10 ms of a first start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from edgeinfer.errors import ChecksumError, EdgeInferError
+
+PAGE = 4096
+FIELD_BYTES = 112
+APP_FIELD = b"EDGEINFER-APP="
+MODEL_FIELD = b"EDGEINFER-MODEL="
+PAYLOAD_MAGIC = b"EDGEPAY1"
+TRAILER = struct.Struct("<8sQQQQ")
+TRAILER_MAGIC = b"EDGETRL1"
+#: PyInstaller's cookie: magic, length of its archive, table of contents, Python's version and library; big-endian.
+COOKIE = struct.Struct("!8sIIII64s")
+COOKIE_MAGIC = b"MEI\014\013\012\013\016"
+#: The bootloader's fields lie within so many first bytes of the file.
+HEAD_BYTES = 1 << 20
+#: The index may not be longer than this: a damaged length is an error, not an allocation.
+MAX_INDEX_BYTES = 8 << 20
+
+
+class Entry(NamedTuple):
+    """One file of the payload. `block` is the number of the block that holds it, after those listed before it there."""
+
+    path: str
+    mode: int
+    size: int
+    sha256: str
+    block: int
+
+
+class Block(NamedTuple):
+    """`size` compressed bytes (xz) at `offset` of the payload, which become `raw` bytes: its files, one after the other."""
+
+    offset: int
+    size: int
+    raw: int
+
+
+class Index(NamedTuple):
+    """What the payload holds. `relocate` lists executables whose ELF interpreter names the folder they are unpacked to."""
+
+    version: str
+    files: tuple[Entry, ...]
+    links: tuple[tuple[str, str], ...]
+    blocks: tuple[Block, ...]
+    relocate: tuple[str, ...]
+    name: str
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk once unpacked."""
+        return sum(entry.size for entry in self.files)
+
+
+class Shipped(NamedTuple):
+    """Where the parts of a shipped file are, bytes from its start; a length of 0 means: not there."""
+
+    path: Path
+    app: str
+    model: str
+    payload_offset: int
+    payload_length: int
+    bundle_offset: int
+    bundle_length: int
+    archive_offset: int
+
+
+def read_field(head: bytes, key: bytes) -> str:
+    """The bootloader's field `key`. Raises EdgeInferError when `head` has none."""
+    at = find_field(head, key)
+    return head[at + len(key) : at + FIELD_BYTES].split(b"\0", 1)[0].decode()
+
+
+def find_field(head: bytes, key: bytes) -> int:
+    """Where the field starts, from the start of the file."""
+    at = head.find(key)
+    if at < 0:
+        raise EdgeInferError("this is no edgeinfer binary: its bootloader has no field " + key.decode())
+    return at
+
+
+def open_shipped(path: Path) -> Shipped:
+    """Read the places of a shipped file's parts. Raises EdgeInferError when it is none, OSError when it cannot be read."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - COOKIE.size))
+        cookie = file.read(COOKIE.size)
+        if len(cookie) != COOKIE.size or not cookie.startswith(COOKIE_MAGIC):
+            raise EdgeInferError(f"{path} is no edgeinfer binary, or it was truncated", hint="fetch the file again")
+        archive = end - int(COOKIE.unpack(cookie)[1])
+        file.seek(archive - TRAILER.size)
+        trailer = file.read(TRAILER.size)
+    magic, *places = TRAILER.unpack(trailer)
+    if magic != TRAILER_MAGIC or any(place > end for place in places):
+        raise EdgeInferError(f"{path} is no edgeinfer binary, or it was damaged", hint="fetch the file again")
+    payload, payload_length, bundle, bundle_length = places
+    app, model = read_field(head, APP_FIELD), read_field(head, MODEL_FIELD)
+    return Shipped(path, app, model, payload, payload_length, bundle, bundle_length, archive)
+
+
+def read_index(file: BinaryIO, shipped: Shipped) -> Index:
+    """The payload's index, checked against the name in the bootloader. Raises ChecksumError."""
+    file.seek(shipped.payload_offset)
+    magic, length = struct.unpack("<8sQ", file.read(16))
+    if magic != PAYLOAD_MAGIC or length > min(MAX_INDEX_BYTES, shipped.payload_length):
+        raise _damaged(shipped.path, "its payload does not start with an index")
+    raw = file.read(length)
+    index = parse_index(raw)
+    if index is None or index.name != shipped.app:
+        raise _damaged(shipped.path, "its index is not the one it was built with")
+    return index
+
+
+def parse_index(raw: bytes) -> Index | None:
+    """The index in `raw`, or None when it is not one."""
+    try:
+        document: dict[str, Any] = json.loads(raw)
+        version = document["version"]
+        return Index(
+            version=version,
+            files=tuple(Entry(*entry) for entry in document["files"]),
+            links=tuple((path, target) for path, target in document["links"]),
+            blocks=tuple(Block(*block) for block in document["blocks"]),
+            relocate=tuple(document["relocate"]),
+            name=folder_name(version, raw),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def folder_name(version: str, index: bytes) -> str:
+    """`0.1.0-` and 20 digits of the index's SHA-256."""
+    return f"{version}-{hashlib.sha256(index).hexdigest()[:20]}"
+
+
+def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
+    """The raw bytes of one block of the open file `fd`; safe to call from several threads. Raises ChecksumError."""
+    import lzma  # 1 ms, only while unpacking and checking
+
+    packed = os.pread(fd, block.size, shipped.payload_offset + block.offset)
+    try:
+        raw = lzma.decompress(packed)
+    except lzma.LZMAError as error:
+        raise _damaged(shipped.path, f"a block cannot be read: {error}") from error
+    if len(raw) != block.raw:
+        raise _damaged(shipped.path, "a block has another length than its index says")
+    return raw
+
+
+def split_block(raw: bytes, entries: list[Entry], path: Path) -> Iterator[tuple[Entry, memoryview]]:
+    """The files of a block, each checked. Raises ChecksumError naming the file."""
+    at, view = 0, memoryview(raw)
+    for entry in entries:
+        part = view[at : at + entry.size]
+        at += entry.size
+        if hashlib.sha256(part).hexdigest() != entry.sha256:
+            raise _damaged(path, f"{entry.path} in it is not what it was built with")
+        yield entry, part
+
+
+def _damaged(path: Path, why: str) -> ChecksumError:
+    return ChecksumError(f"{path} is damaged: {why}", hint="fetch the file again and compare it with its SHA256SUMS")
+
+
+# --- executables that name their own folder --------------------------------------------------------------------------
+
+
+def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
+    """Offset and length, without the final zero, of the interpreter's path in a 64-bit ELF executable.
+
+    Raises EdgeInferError when it has none.
+    """
+    table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
+    for n in range(count):
+        kind, _flags, offset, _vaddr, _paddr, length = struct.unpack_from("<IIQQQQ", elf, table + n * size)
+        if kind == 3:  # PT_INTERP
+            return offset, length - 1
+    raise EdgeInferError("an executable without an interpreter cannot be relocated")
+
+
+def padded(path: str, length: int) -> bytes:
+    """`path` with so many leading slashes that it has `length` bytes. Raises EdgeInferError when it is longer."""
+    raw = os.fsencode(path)
+    if len(raw) > length:
+        raise EdgeInferError(f"{path} is too long a path for CRIU's libraries", hint="set EDGEINFER_HOME to a shorter one")
+    return b"/" * (length - len(raw)) + raw
+
+
+def relocated(elf: bytes | memoryview, interpreter: str) -> bytes:
+    """The executable with `interpreter` as its ELF interpreter; "" gives the neutral form that is hashed and shipped."""
+    at, length = interpreter_span(elf)
+    return bytes(elf[:at]) + padded(interpreter, length) + bytes(elf[at + length :])

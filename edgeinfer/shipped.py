@@ -1,0 +1,63 @@
+"""What this process knows of the shipped file: where it is, and where its application was unpacked. Standard library only.
+
+The launcher runs inside the shipped file's own process (build/handover.c), with Python from the unpacked application; the
+application proper is `APP/edgeinfer-app`, made by PyInstaller. Both are `sys.frozen`, and in both `sys.executable` is
+`APP/edgeinfer-app`, which is what `edgeinfer.process` starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # typing itself costs 3 ms, which the launcher would pay
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import NoReturn
+
+#: The shipped file that started this process or its launcher; absent in a checkout or an installation.
+FILE_VARIABLE = "EDGEINFER_FILE"
+#: The model a shipped file carries: the default model unless the configuration names one.
+MODEL_VARIABLE = "EDGEINFER_BUNDLED_MODEL"
+APP_PROGRAM = "edgeinfer-app"
+
+
+def is_shipped() -> bool:
+    """Whether this process came out of the shipped file."""
+    return bool(getattr(sys, "frozen", False))
+
+
+def app_dir() -> Path | None:
+    """The unpacked application this process runs from, or None in a checkout or an installation."""
+    from pathlib import Path  # 5 ms, and the launcher has no use for it
+
+    return Path(sys.executable).parent if is_shipped() else None
+
+
+def program_file() -> Path | None:
+    """The shipped file, if it is still where it was when this process started."""
+    from pathlib import Path
+
+    named = os.environ.get(FILE_VARIABLE, "")
+    return Path(named) if is_shipped() and named and os.path.isfile(named) else None
+
+
+def bundled_criu() -> Path | None:
+    """The CRIU unpacked with the application, or None when there is none (`--without-criu`, or no shipped file)."""
+    app = app_dir()
+    criu = app / "criu/bin/criu" if app else None
+    return criu if criu and criu.is_file() else None
+
+
+def start() -> NoReturn:
+    """The launcher's main, in the shipped file's own process. `handover.c` has put the places into `sys`."""
+    app: str = sys._edgeinfer_app  # type: ignore[attr-defined]
+    sys.frozen = True  # type: ignore[attr-defined]
+    sys.executable = f"{app}/{APP_PROGRAM}"
+    os.environ[FILE_VARIABLE] = sys._edgeinfer_file  # type: ignore[attr-defined]
+    model: str = sys._edgeinfer_model  # type: ignore[attr-defined]
+    if model:
+        os.environ[MODEL_VARIABLE] = model
+    from edgeinfer.launcher import main  # not before sys.frozen is set: the launcher asks for it
+
+    sys.exit(main())

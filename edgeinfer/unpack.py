@@ -1,0 +1,308 @@
+"""The first start of a shipped file: unpack its application under the user's data directory, once. Standard library only.
+
+    DATA/app/.lock                   flock of whoever unpacks or removes
+    DATA/app/.unpacking-XXXX/        an unpacking in progress; a dead one is removed by the next
+    DATA/app/VERSION-DIGEST/         a whole application, by one rename; `payload.json` in it is the index it was checked by
+    DATA/app/VERSION-DIGEST/.source  the shipped file it came from
+    DATA/app/MODEL-DIGEST.model      says that the model of a bundle is in the store
+
+A version is removed when no process uses it and its shipped file is gone or carries another version. Every file is checked
+against the index while it is written, and the index against the name in the bootloader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from edgeinfer import paths, payload
+from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotUnsafeError
+from edgeinfer.payload import Index, Shipped
+
+INDEX = "payload.json"
+SOURCE = ".source"
+_UNPACKING = ".unpacking-"
+_REMOVING = ".removing-"
+#: Room left free beyond the application itself, bytes.
+_MARGIN_BYTES = 16 << 20
+
+#: (bytes written, bytes in all); called from any thread.
+Progress = Callable[[int, int], None]
+
+
+def app_root() -> Path:
+    """The folder of unpacked applications."""
+    return paths.data_dir() / "app"
+
+
+def ensure_unpacked(file: Path, progress: Progress | None = None, waiting: Callable[[], None] | None = None) -> Path:
+    """The application of the shipped `file`, unpacked now unless it is there.
+
+    Raises ChecksumError, DiskFullError, and EdgeInferError when the folder cannot be written or `file` is no shipped file.
+    """
+    shipped = payload.open_shipped(file)
+    folder = app_root() / shipped.app
+    if folder.is_dir():
+        return _trusted(folder)
+    with _words_for_os_errors(folder), locked(waiting):
+        if not folder.is_dir():
+            _remove_leftovers()
+            _unpack(shipped, folder, progress or (lambda _done, _all: None))
+            remove_unused(keep=folder)
+    return _trusted(folder)
+
+
+def _trusted(folder: Path) -> Path:
+    info = os.lstat(folder)
+    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise SnapshotUnsafeError(f"{folder} does not belong to this user alone", hint=f"remove it and start again: {folder}")
+    return folder
+
+
+@contextlib.contextmanager
+def _words_for_os_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(_existing(folder)).free
+            raise DiskFullError(
+                f"the disk of {folder.parent} became full while unpacking ({free >> 20} MiB free); nothing is left behind"
+            ) from error
+        raise EdgeInferError(
+            f"cannot unpack to {folder.parent}: {error.filename or ''}: {error.strerror}",
+            hint="make it writable, or set EDGEINFER_HOME to a folder that is",
+        ) from error
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
+
+
+@contextlib.contextmanager
+def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the lock of the application folder; `waiting` is called once when somebody else has it."""
+    root = app_root()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(root / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting:
+                waiting()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
+    """Write the whole application to a folder of its own, then rename it."""
+    with shipped.path.open("rb") as file:
+        index = payload.read_index(file, shipped)
+        free = shutil.disk_usage(folder.parent).free
+        if free < index.size + _MARGIN_BYTES:
+            raise DiskFullError(
+                f"{folder.parent} has {free >> 20} MiB free, and the application needs {(index.size + _MARGIN_BYTES) >> 20}"
+            )
+        scratch = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder.parent))
+        try:
+            _Unpacking(shipped, index, scratch, folder, progress).run(file.fileno())
+            for path, target in index.links:
+                (scratch / path).symlink_to(target)
+            file.seek(shipped.payload_offset + 8)
+            raw = file.read(int.from_bytes(file.read(8), "little"))
+            (scratch / INDEX).write_bytes(raw)
+            (scratch / SOURCE).write_text(str(shipped.path), "utf-8", "surrogateescape")
+            os.sync()  # the rename below must not reach the disk before what it names
+            os.rename(scratch, folder)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+
+class _Unpacking:
+    """Blocks are independent, and xz gives up the interpreter's lock: as many threads as cores, four at most."""
+
+    def __init__(self, shipped: Shipped, index: Index, scratch: Path, folder: Path, progress: Progress) -> None:
+        self._shipped, self._index, self._scratch, self._folder = shipped, index, scratch, folder
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+        # the largest first: the last one to finish is then a small one
+        self._todo = sorted(range(len(index.blocks)), key=lambda n: index.blocks[n].raw)
+        self._failures: list[BaseException] = []
+
+    def run(self, fd: int) -> None:
+        """Unpack every block. Raises what the first failing thread raised."""
+        names = [*(entry.path for entry in self._index.files), *(path for path, _ in self._index.links)]
+        for directory in sorted({os.path.dirname(name) for name in names}):
+            (self._scratch / directory).mkdir(mode=0o755, parents=True, exist_ok=True)
+        count = min(4, len(os.sched_getaffinity(0)), len(self._todo))
+        threads = [threading.Thread(target=self._work, args=(fd,)) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _work(self, fd: int) -> None:
+        while not self._failures:
+            with self._lock:
+                if not self._todo:
+                    return
+                number = self._todo.pop()
+            try:
+                self._block(fd, number)
+            except (OSError, EdgeInferError, MemoryError) as error:
+                self._failures.append(error)
+
+    def _block(self, fd: int, number: int) -> None:
+        entries = [entry for entry in self._index.files if entry.block == number]
+        raw = payload.block_bytes(fd, self._shipped, self._index.blocks[number])
+        for entry, content in payload.split_block(raw, entries, self._shipped.path):
+            data: bytes | memoryview = content
+            if entry.path in self._index.relocate:
+                data = payload.relocated(content, interpreter(self._folder, entry.path))
+            _write(self._scratch / entry.path, data, entry.mode)
+            with self._lock:
+                self._done += entry.size
+                self._progress(self._done, self._index.size)
+
+
+def interpreter(folder: Path, path: str) -> str:
+    """The ELF interpreter of `folder/path`: the ld.so in the `lib` beside its `bin`."""
+    return str((folder / path).parent.parent / "lib/ld-linux-x86-64.so.2")
+
+
+def _write(path: Path, data: bytes | memoryview, mode: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with open(fd, "wb") as out:
+        out.write(data)
+        os.fchmod(fd, mode)  # whatever the umask made of it
+
+
+# --- versions nobody uses ---------------------------------------------------------------------------------------------
+
+
+def versions() -> list[Path]:
+    """The unpacked applications, whoever uses them."""
+    root = app_root()
+    return sorted(p for p in root.iterdir() if p.is_dir() and (p / INDEX).is_file()) if root.is_dir() else []
+
+
+def remove_unused(keep: Path | None = None) -> list[Path]:
+    """Remove versions that no process runs from and whose shipped file is gone or carries another. Hold the lock."""
+    removed = []
+    for folder in versions():
+        if folder != keep and not _wanted(folder) and not in_use(folder):
+            remove_version(folder)
+            removed.append(folder)
+    return removed
+
+
+def _wanted(folder: Path) -> bool:
+    """Whether the shipped file it was unpacked from would still start it."""
+    try:
+        source = Path((folder / SOURCE).read_text("utf-8", "surrogateescape"))
+        return payload.open_shipped(source).app == folder.name
+    except (OSError, EdgeInferError):
+        return False
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process of this user has a file of `folder` mapped. Processes of others cannot: the folder is private."""
+    needle = os.fsencode(folder) + b"/"
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        if int(pid) == os.getpid():
+            continue
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+            if needle in maps.read():
+                return True
+    return False
+
+
+def remove_version(folder: Path) -> None:
+    """Remove one unpacked application: out of the way by a rename first, so that it is whole or gone."""
+    grave = folder.with_name(_REMOVING + folder.name)
+    shutil.rmtree(grave, ignore_errors=True)
+    os.rename(folder, grave)
+    shutil.rmtree(grave)
+
+
+def _remove_leftovers() -> None:
+    for child in app_root().iterdir():
+        if child.name.startswith((_UNPACKING, _REMOVING)):
+            shutil.rmtree(child, ignore_errors=True)
+
+
+# --- the main of the first start -------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Unpack, put a bundled model into the store, and execute the shipped file again. Runs in PyInstaller's small Python."""
+    from edgeinfer import words
+
+    file = Path(os.path.realpath("/proc/self/exe"))
+    try:
+        app = ensure_unpacked(file, _Said(), lambda: _say("another first start is unpacking: waiting for it"))
+        _bring_model(file, app)
+    except EdgeInferError as error:
+        print(words.words(error), file=sys.stderr)  # noqa: T201
+        return words.exit_code(error)
+    except KeyboardInterrupt:
+        return 130
+    environment = {**_outer_environment(), "EDGEINFER_UNPACKED": app.name}
+    return os.execve(file, [sys.argv[0], *sys.argv[1:]], environment)
+
+
+def _bring_model(file: Path, app: Path) -> None:
+    shipped = payload.open_shipped(file)
+    if not shipped.model or (app.parent / f"{shipped.model}.model").exists():
+        return
+    import subprocess  # only in a bundle's first start
+
+    _say(f"putting {shipped.model.rpartition('-')[0]} into the model store, once")
+    command = [str(app / "edgeinfer-app"), "--edgeinfer-module", "edgeinfer.bundle", str(file)]
+    code = subprocess.run(command, env=_outer_environment(), check=False).returncode
+    if code:
+        raise SystemExit(code)  # it has said why
+
+
+def _outer_environment() -> dict[str, str]:
+    """The environment this start was given, without what PyInstaller's bootloader added for its own processes."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("_PYI_", "LD_LIBRARY_PATH"))}
+    if "LD_LIBRARY_PATH_ORIG" in os.environ:
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH_ORIG"]
+    environment.pop("EDGEINFER_UNPACKED", None)
+    return environment
+
+
+def _say(text: str) -> None:
+    print(f"edgeinfer: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+class _Said:
+    """Progress on a terminal as one line that is overwritten; elsewhere one line at the start."""
+
+    def __init__(self) -> None:
+        self._tty = sys.stderr.isatty()
+        self._percent = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        percent = done * 100 // max(1, total)
+        if self._percent < 0:
+            _say(f"first start: unpacking {total >> 20} MiB to {app_root()}")
+        if percent == self._percent:
+            return
+        self._percent = percent
+        if self._tty:
+            end = "\n" if percent == 100 else ""
+            print(f"\redgeinfer: unpacking {percent:3d} %", end=end, file=sys.stderr, flush=True)  # noqa: T201
