@@ -63,9 +63,13 @@ class ServeConfig(_Section):
 class ChatConfig(_Section):
     """The terminal chat."""
 
-    theme: Annotated[str, _about("A Textual theme's name.")] = "textual-dark"
+    theme: Annotated[str, _about('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = "edgeinfer-dark"
     keys: Annotated[dict[str, str], _about("Key of a binding by its id, e.g. `stop = \"ctrl+x\"`.")] = {}
     system_prompts: Annotated[dict[str, str], _about("System prompts by name, for `/system NAME`.")] = {}
+    presets: Annotated[
+        dict[str, dict[str, float | int]], _about("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`.")
+    ] = {}
+    mouse: Annotated[bool, _about("Take the mouse; off leaves it to the terminal.")] = True
 
 
 class Config(_Section):

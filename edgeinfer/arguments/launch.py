@@ -11,6 +11,7 @@ from edgeinfer.result import Result
 
 def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register this family's verbs."""
+    _add_chat(verbs)
     _add_run(verbs)
     _add_serve(verbs)
     _add_batch(verbs)
@@ -47,6 +48,25 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--dry-multiplier", type=float)
     sampling.add_argument("--mirostat", type=int, choices=(0, 1, 2))
     sampling.add_argument("--seed", type=int, help="the same seed gives the same answer")
+
+
+def _add_chat(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser("chat", help="chat in the terminal; what `edgeinfer` alone does")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a model's name; left out: the default")
+    parser.add_argument("--continue", dest="continue_last", action="store_true", help="go on with the last conversation")
+    parser.add_argument("--plain", action="store_true", help="line by line, for screen readers and dumb terminals")
+    parser.add_argument("--system", metavar="TEXT|NAME", help="system prompt, or the name of a saved one")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens an answer")
+    add_sampling_options(parser)
+    add_load_options(parser)
+    add_launch_options(parser)
+    parser.set_defaults(command=_cmd_chat)
+
+
+def _cmd_chat(options: argparse.Namespace, host: Host) -> Result:
+    from edgeinfer.commands.chat import chat  # commands are imported when typed
+
+    return chat(options, host)
 
 
 def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,1 +1,1 @@
-"""The Textual app. Knows no llama_cpp and no HTTP."""
+"""The Textual front of the chat: screens, widgets, drawing. What is said and stored belongs to `edgeinfer.chat`."""

@@ -1,0 +1,115 @@
+"""An answer while it is being written: takes the engine's events, stores before anything is shown, and ends once.
+
+The front drives it: `for event in answer.generation: answer.take(event)`, and shows what `flush()` returns, as often as it
+likes. Nothing leaves `flush` that is not in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from edgeinfer.chat.store import Store
+from edgeinfer.chat.values import Stats, Status, Turn
+from edgeinfer.errors import EdgeInferError, StoreError
+from edgeinfer.runtime.events import Event, Finished, Progress, ReasoningDelta, TextDelta
+from edgeinfer.runtime.interface import Generation
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What came since the last flush, now stored."""
+
+    text: str = ""
+    reasoning: str = ""
+
+
+class Answer:
+    """One generation into one turn. `turn` is the stored turn as it stood when this began; `done` is it, ended."""
+
+    def __init__(self, store: Store, turn: Turn, generation: Generation, n_ctx: int, ended: Callable[[Turn], None]) -> None:
+        self.turn = turn
+        self.generation = generation
+        self.progress: Progress | None = None
+        self.done: Turn | None = None
+        self.store_error: StoreError | None = None
+        self._store = store
+        self._n_ctx = n_ctx
+        self._ended = ended
+        self._text: list[str] = [turn.content]
+        self._reasoning: list[str] = [turn.reasoning]
+        self._new = Piece()
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._text)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(self._reasoning)
+
+    def take(self, event: Event) -> None:
+        """Take one event of the generation; `Finished` ends the answer."""
+        match event:
+            case TextDelta(text=text):
+                self._text.append(text)
+                self._new = Piece(self._new.text + text, self._new.reasoning)
+            case ReasoningDelta(text=text):
+                self._reasoning.append(text)
+                self._new = Piece(self._new.text, self._new.reasoning + text)
+            case Progress():
+                self.progress = event
+            case Finished():
+                self._finish(event)
+            case _:
+                pass  # a tool call: the chat offers the model no tools
+
+    def flush(self) -> Piece:
+        """Store what came since the last flush and return it. A store that fails does not stop the answer: `store_error`."""
+        piece, self._new = self._new, Piece()
+        if (piece.text or piece.reasoning) and self.done is None:
+            try:
+                self._store.append(self.turn.id, piece.text, piece.reasoning)
+            except StoreError as error:
+                self.store_error = error
+        return piece
+
+    def stop(self) -> None:
+        """Ask the engine to stop; the partial answer is kept."""
+        self.generation.cancel()
+
+    def fail(self, error: EdgeInferError) -> Turn:
+        """End it with an error, keeping what was said."""
+        return self._end("failed", error.message, self.turn.stats)
+
+    def abandon(self) -> Turn:
+        """End it because the front ends: kept as stopped."""
+        self.generation.cancel()
+        return self._end("stopped", "", self.turn.stats)
+
+    def _finish(self, end: Finished) -> None:
+        statuses: dict[str, Status] = {"length": "length", "cancelled": "stopped", "deadline": "stopped"}
+        stats = Stats(
+            prompt_tokens=end.usage.prompt_tokens,
+            cached_tokens=end.usage.cached_tokens,
+            completion_tokens=end.usage.completion_tokens,
+            reasoning_tokens=end.usage.reasoning_tokens,
+            ttft_ms=end.timings.ttft_ms,
+            tokens_per_s=end.timings.decode_tokens_per_s(end.usage.completion_tokens),
+            n_ctx=self._n_ctx,
+        )
+        self._end(statuses.get(end.reason, "complete"), "", stats)
+
+    def _end(self, status: Status, error: str, stats: Stats) -> Turn:
+        if self.done is None:
+            self.done = msgspec.structs.replace(
+                self.turn, content=self.text, reasoning=self.reasoning, status=status, error=error, stats=stats
+            )
+            try:
+                self._store.finish(self.done)
+            except StoreError as failure:
+                self.store_error = failure
+            self._ended(self.done)
+        return self.done

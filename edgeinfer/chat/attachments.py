@@ -1,0 +1,81 @@
+"""Text files that ride with a turn: finding `@path` in what was typed, reading them, and showing them to the model."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from edgeinfer.chat.values import Attachment
+from edgeinfer.errors import UsageError
+
+#: Larger than any context we run; a file beyond it is a mistake.
+MAX_BYTES = 4 << 20
+
+#: `@path` or `@"path with spaces"` at the start of a word.
+MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))')
+
+
+def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
+    """The files that `text` names with `@`, in order, once each. A mention that is no file (`@home`) is left as text."""
+    found: dict[Path, None] = {}
+    for match in MENTION.finditer(text):
+        path = (cwd or Path.cwd()) / Path(match[1] or match[2]).expanduser()
+        if path.is_file():
+            found[path] = None
+    return list(found)
+
+
+def read(path: Path) -> Attachment:
+    """The file as an attachment, uncounted. Raises UsageError when it is too large, not text, or cannot be read."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UsageError(f"{path} is larger than {MAX_BYTES >> 20} MiB", hint="attach a part of it")
+        return from_bytes(path.name, path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
+
+
+def from_bytes(name: str, data: bytes) -> Attachment:
+    """Bytes as an attachment. Raises UsageError when they are not UTF-8 text."""
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{name} is larger than {MAX_BYTES >> 20} MiB", hint="attach a part of it")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text", hint="convert it first: `iconv -t utf-8`") from error
+    if "\0" in text:
+        raise UsageError(f"{name} is a binary file", hint="only text can be attached")
+    return Attachment(name=name, text=text)
+
+
+def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
+    """What the model reads: the files first, each named and fenced, then what was typed."""
+    parts = [f"File `{a.name}`:\n{_fenced(a.text)}" for a in attachments]
+    return "\n\n".join([*parts, text] if text else parts)
+
+
+def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
+    """Completions of a path typed after `@`: names beside it that begin so, folders with a slash, hidden ones when asked."""
+    folder, _, start = typed.rpartition("/")
+    base = (cwd or Path.cwd()) / Path(f"{folder}/" if folder or typed.startswith("/") else ".").expanduser()
+    try:
+        entries = sorted(os.scandir(base), key=lambda e: (not _is_dir(e), e.name))
+    except OSError:
+        return []
+    prefix = typed[: len(typed) - len(start)]
+    names = [e.name + ("/" if _is_dir(e) else "") for e in entries if e.name.startswith(start)]
+    return [prefix + name for name in names if start.startswith(".") or not name.startswith(".")][:limit]
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _fenced(text: str) -> str:
+    fence = "`" * max(3, 1 + max((len(m) for m in re.findall(r"`{3,}", text)), default=0))
+    return f"{fence}\n{text.rstrip()}\n{fence}"

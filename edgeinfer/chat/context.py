@@ -1,0 +1,68 @@
+"""When a conversation outgrows the context: how many of its oldest turns to leave out, and the request that summarises them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgeinfer.chat import tree
+from edgeinfer.chat.attachments import with_attachments
+from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.values import Turn
+from edgeinfer.errors import ContextLengthError, UsageError
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+
+#: After a cut, the turns that are kept take at most this share of the context.
+KEEP_SHARE = 0.5
+
+_SUMMARISE = (
+    "Summarise the conversation below in at most 150 words. Keep names, numbers, decisions and open questions. "
+    "Write only the summary."
+)
+_SUMMARY_TOKENS = 300
+
+
+def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -> int:
+    """Tokens of the prompt that these turns make."""
+    return len(engine.tokenize(engine.apply_template(session.messages(turns)), parse_special=True))
+
+
+def first_kept(session: ChatSession, engine: Engine) -> Turn:
+    """The question from which turns are still sent after a cut: the earliest that leaves room to answer.
+
+    Raises UsageError when there is nothing to leave out, ContextLengthError when even the last question is too long.
+    """
+    path = session.path
+    _, kept = tree.sent(path)
+    questions = [i for i, turn in enumerate(kept) if turn.role == "user"]
+    if len(questions) < 2:
+        raise UsageError("there is nothing older to leave out", hint="begin a new conversation: `/new`")
+    room = int(engine.info.n_ctx * KEEP_SHARE)
+    for index in questions[1:]:
+        if prompt_tokens(session, engine, kept[index:]) <= room:
+            return kept[index]
+    last = kept[questions[-1]]
+    if prompt_tokens(session, engine, [last]) < engine.info.n_ctx - 16:
+        return last
+    raise ContextLengthError(
+        f"the last question alone is longer than the context of {engine.info.n_ctx} tokens",
+        param="messages",
+        hint="shorten it, or load with a larger context: `/ctx N`",
+    )
+
+
+def summary_request(session: ChatSession, engine: Engine, kept: Turn) -> GenerateRequest:
+    """Ask for a summary of all that comes before `kept`, an earlier summary included; cut from the front until it fits."""
+    path = session.path
+    summary, sent = tree.sent(path)
+    before = sent[: [t.id for t in sent].index(kept.id)]
+    lines = [f"Summary of what was before: {summary}"] if summary else []
+    lines += [f"{t.role}: {with_attachments(t.content, t.attachments)}" for t in before if t.content or t.attachments]
+    room = engine.info.n_ctx - _SUMMARY_TOKENS - 100
+    tokens = engine.tokenize("\n\n".join(lines))
+    text = engine.detokenize(tokens[-max(room, 64) :]).decode("utf-8", "ignore")
+    return GenerateRequest(
+        messages=(Message(role="system", content=_SUMMARISE), Message(role="user", content=text)),
+        sampling=Sampling(temperature=0.0),
+        max_tokens=min(_SUMMARY_TOKENS, max(32, engine.info.n_ctx // 4)),
+    )

@@ -1,0 +1,54 @@
+"""The model that answers, and changing it: the first comes from the process itself, others may live in warm workers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from edgeinfer.host import Host, LoadProgress
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import LoadOptions
+
+
+class Engines:
+    """At most one engine besides the one this process was resumed with. Blocking: call it from a thread of its own."""
+
+    def __init__(self, host: Host, options: LoadOptions) -> None:
+        self.host = host
+        self.options = options
+        self.engine: Engine | None = None
+        self._home: Engine | None = None
+        self._home_key: tuple[str, int] | None = None
+
+    def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
+        """The engine of `model`, loaded or resumed if need be; the one before is closed once this one is there.
+
+        `n_ctx` None keeps the launch's. Raises what `Host.engine` raises; then the engine before goes on.
+        """
+        options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
+        key = (model, options.n_ctx)
+        if self._home is not None and key == self._home_key:
+            new = self._home
+        elif self._home is None:
+            new = self._home = self.host.engine(model, options, progress)
+            self._home_key = key
+        else:
+            open_worker = getattr(self.host, "worker", self.host.engine)
+            new = open_worker(model, options, progress)
+        before, self.engine = self.engine, new
+        if before is not None and before is not new:
+            self._part(before)
+        return new
+
+    def _part(self, engine: Engine) -> None:
+        """A resumed engine costs no private memory and is there again at once: it is kept. Others are closed."""
+        if engine is self._home:
+            if self.host.start.how == "resumed":
+                return
+            self._home = self._home_key = None
+        engine.close()
+
+    def close(self) -> None:
+        """Close every engine. Idempotent."""
+        for engine in {id(e): e for e in (self.engine, self._home) if e is not None}.values():
+            engine.close()
+        self.engine = self._home = None

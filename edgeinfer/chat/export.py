@@ -1,0 +1,78 @@
+"""A conversation as Markdown for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edgeinfer.chat.values import Conversation, Turn
+from edgeinfer.errors import StoreError
+
+#: Version of the JSON export. A key may be added without a new version; none is renamed or removed.
+SCHEMA = "edgeinfer-conversation/1"
+
+
+def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
+    """The branch on show, reasoning folded."""
+    parts = [f"# {conversation.title or 'Conversation'}", f"*{conversation.model}, {_day(conversation.created_ms)}*"]
+    if conversation.system_prompt:
+        parts += ["## System", conversation.system_prompt]
+    for turn in turns:
+        parts.append("## You" if turn.role == "user" else f"## {turn.model or 'Model'}")
+        if turn.reasoning:
+            parts.append(f"<details><summary>Reasoning</summary>\n\n{turn.reasoning.strip()}\n\n</details>")
+        parts.append(turn.content.strip())
+        parts += [f"{_fence(a.text)}{_info(a.name)}\n{a.text.rstrip()}\n{_fence(a.text)}" for a in turn.attachments]
+        if turn.role == "assistant" and turn.status != "complete":
+            parts.append(f"*({turn.error or turn.status})*")
+    return "\n\n".join(p for p in parts if p) + "\n"
+
+
+def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
+    """Every turn given, with ids and parents, so that branches survive; indented."""
+    body: dict[str, Any] = {
+        "schema": SCHEMA,
+        "conversation": msgspec.to_builtins(conversation),
+        "turns": [msgspec.to_builtins(t) for t in turns],
+    }
+    return msgspec.json.format(msgspec.json.encode(body), indent=2).decode() + "\n"
+
+
+def write(path: Path, text: str) -> Path:
+    """Write an export beside nothing else: a new file, 0600, whole or not at all. Raises StoreError; never overwrites."""
+    target = path.expanduser()
+    try:
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError as error:
+        raise StoreError(f"{target} is there already", hint="give another name") from error
+    except OSError as error:
+        raise StoreError(f"{target}: {error.strerror}", hint="give a path that can be written") from error
+    return target
+
+
+def file_name(conversation: Conversation, suffix: str) -> str:
+    """A file name from the title: `name-three-colours.md`."""
+    slug = re.sub(r"[^\w]+", "-", conversation.title.lower(), flags=re.UNICODE).strip("-")[:48].rstrip("-")
+    return f"{slug or 'conversation'}{suffix}"
+
+
+def _day(ms: int) -> str:
+    return datetime.datetime.fromtimestamp(ms / 1000).strftime("%Y-%m-%d")
+
+
+def _fence(text: str) -> str:
+    """A fence longer than any in the text."""
+    return "`" * max(3, 1 + max((len(m) for m in re.findall(r"`{3,}", text)), default=0))
+
+
+def _info(name: str) -> str:
+    """A file's name as the fence's info string: its suffix colours it, a space would end it."""
+    return name.rpartition(".")[2] if "." in name else ""

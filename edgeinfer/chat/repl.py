@@ -1,0 +1,317 @@
+"""The plain chat: one line in, words out, no cursor movement and no colour. For screen readers, dumb terminals and pipes.
+
+It understands the same commands as the app.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+import msgspec
+
+from edgeinfer.chat import attachments, context, slash
+from edgeinfer.chat.answer import Answer, Piece
+from edgeinfer.chat.commander import Commander, sessions_text, stats_text
+from edgeinfer.chat.launch import Launch, started
+from edgeinfer.chat.settings import save
+from edgeinfer.chat.shelf import shelf, size_words
+from edgeinfer.chat.values import Attachment, Turn
+from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
+from edgeinfer.runtime.events import Progress, TextDelta
+from edgeinfer.words import hint
+
+
+class Repl:
+    """A `Front` on two text streams. `run` returns when the user leaves or the input ends."""
+
+    def __init__(self, launch: Launch, source: TextIO, out: TextIO) -> None:
+        self.launch = launch
+        self.session = launch.session()
+        self.commander = Commander(self.session, self, launch.config)
+        self._engines = launch.engines()
+        self._source = source
+        self._out = out
+        self._attachments: list[Attachment] = list(launch.attachments)
+        self._editing: int | None = None
+        self._leaving = False
+        self._unfolded = False
+
+    def run(self) -> None:
+        """Read and answer until the end."""
+        self.say(
+            f"edgeinfer, plain chat. {started(self.launch.host.start).capitalize()}. /help lists the commands, /quit leaves."
+        )
+        try:
+            self._begin()
+            while not self._leaving:
+                line = self._read()
+                if line is None:
+                    break
+                self._take(line)
+        finally:
+            if self.session.answer is not None and self.session.busy:
+                self.session.answer.abandon()
+            self._engines.close()
+
+    def _begin(self) -> None:
+        if self.launch.continue_last and self.session.open_last():
+            self.changed()
+        for attachment in self._attachments:
+            self.say(f"Attached: {attachment.name}")
+        try:
+            self.use_model(self.session.conversation.model or self.launch.model)
+        except EdgeInferError as error:
+            self._trouble(error)
+
+    def _read(self) -> str | None:
+        """One line; None at the end. A line that ends in a backslash goes on in the next."""
+        lines: list[str] = []
+        while True:
+            self._write("\n> " if not lines else "… ")
+            try:
+                line = self._line()
+            except KeyboardInterrupt:
+                self._write("\n")
+                return ""
+            if line is None:
+                return "\n".join(lines) if lines else None
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+
+    def _line(self) -> str | None:
+        if self._source is sys.stdin and self._source.isatty():
+            import readline  # noqa: F401  2 ms: line editing and history in `input`
+
+            try:
+                return input()
+            except EOFError:
+                return None
+        line = self._source.readline()
+        return line.rstrip("\n") if line else None
+
+    def _take(self, line: str) -> None:
+        try:
+            if slash.is_command(line.strip()):
+                self.commander.run(line.strip())
+            elif line.strip():
+                self._ask(line)
+        except ContextLengthError as error:
+            self._trouble(error)
+            self.say("/drop leaves the oldest turns out, /summarise sends a summary in their place.")
+        except EdgeInferError as error:
+            self._trouble(error)
+
+    def _ask(self, text: str) -> None:
+        found = [self._counted(a) for a in [*self._attachments, *map(attachments.read, attachments.mentioned(text))]]
+        editing, self._editing = self._editing, None
+        if editing is None:
+            self.session.ask(text, found)
+        else:
+            self.session.edit(editing, text)
+        self._attachments = []
+        for attachment in found:
+            self.say(f"With {attachment.name}, {attachment.tokens} tokens.")
+        self._answer()
+
+    def _answer(self) -> None:
+        if self.session.engine is None:
+            self.use_model(self.session.conversation.model or self.launch.model)
+        self.answering(self.session.begin_answer())
+
+    def _counted(self, attachment: Attachment) -> Attachment:
+        engine = self.session.engine
+        return msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text))) if engine else attachment
+
+    def _trouble(self, error: EdgeInferError) -> None:
+        self.say(f"Error: {error.message}")
+        if hint(error):
+            self.say(f"Next: {hint(error)}")
+
+    def _write(self, text: str) -> None:
+        self._out.write(_plain(text))
+        self._out.flush()
+
+    # Front
+
+    def say(self, text: str) -> None:
+        self._write(f"{text}\n")
+
+    def changed(self) -> None:
+        self._editing = None
+        title = self.session.conversation.title
+        self.say(f"Conversation: {title}" if title else "A new conversation.")
+        for turn in self.session.path:
+            self.say(f"{'You' if turn.role == 'user' else 'Answer'}: {turn.content}")
+        head = self.session.head
+        if head is not None and head.role == "assistant" and head.status == "failed" and not head.content and _was_cut(self):
+            self.answering(self.session.regenerate())
+
+    def answering(self, answer: Answer) -> None:
+        """Write the answer as it comes; Ctrl-C stops it and keeps what is there."""
+        self._write("Answer: ")
+        thinking = False
+        with _ctrl_c_stops(answer):
+            try:
+                for event in answer.generation:
+                    answer.take(event)
+                    if isinstance(event, Progress):
+                        continue
+                    piece = answer.flush()
+                    thinking = self._show(piece, thinking)
+            except EdgeInferError as error:
+                answer.fail(error)
+                self._write("\n")
+                self._trouble(error)
+                return
+        self._write("\n")
+        done = answer.done or answer.abandon()
+        if done.status in ("stopped", "length"):
+            self.say("(stopped; /continue goes on)" if done.status == "stopped" else "(cut: no room left; /continue goes on)")
+        if answer.store_error is not None:
+            self._trouble(answer.store_error)
+
+    def _show(self, piece: Piece, thinking: bool) -> bool:
+        if piece.reasoning:
+            if not thinking:
+                self._write("(thinking…) " if not self._unfolded else "(thinking) ")
+            if self._unfolded:
+                self._write(piece.reasoning)
+            thinking = True
+        if piece.text:
+            if thinking:
+                self._write("\n")
+            self._write(piece.text)
+            thinking = False
+        return thinking
+
+    def ask_edited(self, turn: Turn) -> None:
+        self._answer()
+
+    def put_back(self, text: str, editing: int | None = None) -> None:
+        self._editing = editing
+        self.say(f"It was: {text}\nType it anew.")
+
+    def attach(self, attachment: Attachment) -> None:
+        counted = self._counted(attachment)
+        self._attachments.append(counted)
+        self.say(f"Attached {counted.name}, {counted.tokens} tokens.")
+
+    def copy(self, text: str, what: str) -> None:
+        self.say(text)
+
+    def use_model(self, name: str, n_ctx: int | None = None) -> None:
+        said: list[str] = []
+
+        def progress(stage: str, fraction: float | None) -> None:
+            if stage not in said:
+                said.append(stage)
+                self.say(f"{stage}…")
+
+        try:
+            engine = self._engines.get(name, n_ctx, progress)
+        except ModelNotPulledError as error:
+            if not self._yes(f"{error.message}. Fetch it now?"):
+                raise
+            self._pull(name)
+            engine = self._engines.get(name, n_ctx, progress)
+        self.session.engine = engine
+        if self.session.conversation.model != name:
+            self.session.set(model=name)
+        self.say(f"Model: {name}, context {engine.info.n_ctx} tokens.")
+
+    def _yes(self, question: str) -> bool:
+        self._write(f"{question} (y/n) ")
+        return (self._line() or "").strip().lower() in ("y", "yes")
+
+    def _pull(self, name: str) -> None:
+        from edgeinfer.catalog.pull import pull  # 30 ms: hashing, and what the network needs
+
+        said: list[int] = []
+
+        def report(progress: object) -> None:
+            done, total = getattr(progress, "done_bytes", 0), getattr(progress, "total_bytes", None)
+            tenth = 10 * done // total if total else -1
+            if tenth >= 0 and tenth not in said:
+                said.append(tenth)
+                self.say(f"{getattr(progress, 'stage', '')} {10 * tenth} percent")
+
+        pull(name, report)
+
+    def pick_model(self) -> None:
+        for row in shelf(self.launch.host.warm_models()):
+            state = ", warm" if row.warm else ", here" if row.pulled else ""
+            size = f", {size_words(row.size_bytes)}" if row.size_bytes else ""
+            fits = ", too big for the free memory" if row.fits is False else ""
+            self.say(f"{row.name}: {row.parameters}{size}, {row.licence}{fits}{state}")
+        self.say("Take one: /model NAME")
+
+    def pick_session(self, words: str) -> None:
+        self.say(sessions_text(self.session, words))
+
+    def show_help(self, command: str) -> None:
+        found = slash.BY_NAME.get(command)
+        self.say(f"/{found.name} {found.argument}: {found.summary}" if found else slash.help_text())
+
+    def show_settings(self) -> None:
+        self.say("Settings are in config.toml: edgeinfer config. Keys belong to the full app.")
+
+    def show_stats(self) -> None:
+        self.say(stats_text(self.session, started(self.launch.host.start)))
+
+    def fold_reasoning(self) -> None:
+        self._unfolded = not self._unfolded
+        self.say("Reasoning is shown." if self._unfolded else "Reasoning is hidden.")
+
+    def use_theme(self, name: str) -> None:
+        if not name:
+            raise UsageError("the plain chat has no colours", hint="/theme NAME sets the full app's")
+        save(("chat", "theme"), name)
+        self.say("Set, for the full app.")
+
+    def edit_outside(self) -> None:
+        raise UsageError("the plain chat has no editor", hint="end a line with a backslash to go on in the next")
+
+    def summarise(self, kept: Turn) -> None:
+        if self.session.engine is None:
+            return
+        self.say("Summarising…")
+        generation = self.session.engine.submit(context.summary_request(self.session, self.session.engine, kept))
+        text = "".join(event.text for event in generation if isinstance(event, TextDelta)).strip()
+        self.session.cut(kept.id, text or "")
+        self.say(f"Summary: {text}")
+        self.changed()
+
+    def leave(self) -> None:
+        self._leaving = True
+
+
+def _was_cut(repl: Repl) -> bool:
+    return any(t.cut_summary is not None for t in repl.session.path)
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey: a model's words are data."""
+    return "".join(c for c in text if c in "\n\t" or (c.isprintable() or c == "\u200d"))
+
+
+@contextlib.contextmanager
+def _ctrl_c_stops(answer: Answer) -> Iterator[None]:
+    """The first Ctrl-C stops the answer; outside the main thread there is none to catch."""
+
+    def stop(_number: int, _frame: object) -> None:
+        answer.stop()
+
+    try:
+        before = signal.signal(signal.SIGINT, stop)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,288 @@
+"""The chat without a screen: turns, branches, and generation into the store. The Textual app and the plain REPL drive it.
+
+Order of things: a user's turn is stored, then the engine is asked, then the answer's turn is stored and grows. What fails is
+kept with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from edgeinfer.chat import library, presets, tree
+from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.attachments import with_attachments
+from edgeinfer.chat.store import Store
+from edgeinfer.chat.values import CUT, Attachment, Conversation, Turn
+from edgeinfer.errors import EdgeInferError, EngineClosedError, UsageError
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+
+_TITLE_CELLS = 60
+
+
+class ChatSession:
+    """One open conversation. `engine` may come later than the first turn; `answer` is the generation that runs, if any."""
+
+    def __init__(self, open_store: Callable[[], Store], model: str = "", engine: Engine | None = None) -> None:
+        self._open_store = open_store
+        self.engine = engine
+        self.answer: Answer | None = None
+        self.conversation = Conversation(model=model)
+        self._turns: dict[int, Turn] = {}
+
+    @cached_property
+    def store(self) -> Store:
+        """Opened on first use, so that it delays no first paint. Raises StoreError."""
+        return self._open_store()
+
+    # what is open
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns of the branch on show, first to last."""
+        return tree.path(self._turns, self.conversation.head_id)
+
+    @property
+    def head(self) -> Turn | None:
+        """The last turn on show."""
+        return self._turns.get(self.conversation.head_id or 0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is being written."""
+        return self.answer is not None and self.answer.done is None
+
+    def all_turns(self) -> list[Turn]:
+        """Every turn of every branch, by id: what a JSON export holds."""
+        return [self._turns[key] for key in sorted(self._turns)]
+
+    def turn(self, turn_id: int) -> Turn:
+        """Raises UsageError when this conversation has no such turn."""
+        try:
+            return self._turns[turn_id]
+        except KeyError:
+            raise UsageError(f"this conversation has no turn {turn_id}", hint="") from None
+
+    def new(self) -> None:
+        """Begin another conversation with the same model, system prompt and sampling; stored with its first turn."""
+        old = self.conversation
+        self._leave()
+        self.conversation = Conversation(model=old.model, system_prompt=old.system_prompt, sampling=old.sampling)
+        self._turns = {}
+
+    def open(self, conversation_id: int) -> None:
+        """Open a stored conversation. Raises StoreError."""
+        conversation = self.store.conversation(conversation_id)
+        turns = self.store.turns(conversation_id)
+        self._leave()
+        self.conversation, self._turns = conversation, turns
+
+    def open_last(self) -> bool:
+        """Open the conversation used last; False when there is none."""
+        found = library.last(self.store)
+        if found is not None:
+            self.open(found)
+        return found is not None
+
+    def set(self, **fields: Any) -> None:
+        """Change the conversation's title, model, system_prompt, sampling or draft; stored when the conversation is."""
+        self.conversation = msgspec.structs.replace(self.conversation, **fields)
+        if self.conversation.id:
+            self.store.update(self.conversation.id, **fields)
+
+    # turns
+
+    def ask(self, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
+        """Store a user's turn at the end of the branch. One that follows a failed, empty answer takes that question's place.
+
+        Raises UsageError when there is nothing in it, StoreError when it cannot be stored (then nothing has changed).
+        """
+        head = self.head
+        if head is not None and head.role == "assistant" and head.status == "failed" and not head.content:
+            head = self._turns.get(head.parent_id or 0)
+        if head is not None and head.role == "user":
+            return self._add_user(text, attachments, head.parent_id)
+        return self._add_user(text, attachments, head.id if head else None)
+
+    def edit(self, turn_id: int, text: str) -> Turn:
+        """Store `text` as an alternative of a user's turn and move to it: a fork. What followed stays in its branch."""
+        turn = self.turn(turn_id)
+        if turn.role != "user":
+            raise UsageError("only a question can be edited", hint="regenerate an answer instead: `/regen`")
+        return self._add_user(text, turn.attachments, turn.parent_id)
+
+    def begin_answer(self) -> Answer:
+        """Answer the user's turn at the end of the branch.
+
+        Raises what `Engine.submit` raises; then a failed turn with the reason is stored, and nothing is being written.
+        """
+        head = self.head
+        if head is None or head.role != "user":
+            raise UsageError("there is no question to answer", hint="type one")
+        return self._begin(head.id)
+
+    def regenerate(self) -> Answer:
+        """Answer the last question once more; the answers so far are kept as alternatives."""
+        head = self.head
+        question = head if head is None or head.role == "user" else self._turns.get(head.parent_id or 0)
+        if question is None:
+            raise UsageError("there is no answer to regenerate", hint="ask something first")
+        return self._begin(question.id)
+
+    def continue_cut(self) -> Answer:
+        """Go on with an answer that was stopped, cut by length, interrupted or failed midway; it stays one turn."""
+        head = self.head
+        if head is None or head.role != "assistant" or head.status not in CUT or not head.content:
+            raise UsageError("the last answer was not cut", hint="")
+        engine = self._idle_engine()
+        generation = engine.submit(self._request(self.path, continue_final=True))
+        self.store.reopen(head.id)
+        return self._run(engine, msgspec.structs.replace(head, status="streaming", error=""), generation)
+
+    def _begin(self, question_id: int) -> Answer:
+        engine = self._idle_engine()
+        blank = Turn(
+            conversation_id=self.conversation.id,
+            parent_id=question_id,
+            role="assistant",
+            model=self.conversation.model,
+            status="streaming",
+        )
+        try:
+            generation = engine.submit(self._request(tree.path(self._turns, question_id)))
+        except EdgeInferError as error:
+            self._take(self.store.add(msgspec.structs.replace(blank, status="failed", error=error.message)))
+            raise
+        try:
+            stored = self._take(self.store.add(blank))
+        except EdgeInferError:
+            generation.cancel()
+            raise
+        return self._run(engine, stored, generation)
+
+    def _run(self, engine: Engine, turn: Turn, generation: Any) -> Answer:
+        self._turns[turn.id] = turn
+        self.answer = Answer(self.store, turn, generation, engine.info.n_ctx, self._ended)
+        return self.answer
+
+    def _ended(self, turn: Turn) -> None:
+        if turn.conversation_id == self.conversation.id:
+            self._turns[turn.id] = turn
+
+    def _idle_engine(self) -> Engine:
+        if self.busy:
+            raise UsageError("an answer is being written", hint="stop it first: Esc")
+        if self.engine is None:
+            raise EngineClosedError("the model is not loaded", hint="wait for it, or pick another: `/model`")
+        return self.engine
+
+    def _add_user(self, text: str, attachments: Sequence[Attachment], parent_id: int | None) -> Turn:
+        if not text.strip() and not attachments:
+            raise UsageError("there is nothing to send", hint="type something")
+        if self.busy:
+            raise UsageError("an answer is being written", hint="stop it first: Esc")
+        if not self.conversation.id:
+            title = self.conversation.title or title_of(text or attachments[0].name)
+            self.conversation = self.store.create(msgspec.structs.replace(self.conversation, title=title, draft=""))
+        turn = Turn(
+            conversation_id=self.conversation.id,
+            parent_id=parent_id,
+            content=text,
+            attachments=tuple(attachments),
+        )
+        return self._take(self.store.add(turn))
+
+    def _take(self, turn: Turn) -> Turn:
+        self._turns[turn.id] = turn
+        self.conversation = msgspec.structs.replace(self.conversation, head_id=turn.id)
+        return turn
+
+    def _leave(self) -> None:
+        if self.answer is not None and self.answer.done is None:
+            self.answer.abandon()
+        self.answer = None
+
+    # branches
+
+    def alternatives(self, turn_id: int) -> tuple[int, int]:
+        """(which, of how many) a turn is among its siblings, from 1."""
+        found = [t.id for t in tree.siblings(self._turns, turn_id)]
+        return found.index(turn_id) + 1, len(found)
+
+    def page(self, turn_id: int, step: int) -> bool:
+        """Show the alternative `step` places on, with the branch last seen under it; False when there is none."""
+        found = [t.id for t in tree.siblings(self._turns, turn_id)]
+        index = found.index(turn_id) + step
+        if not 0 <= index < len(found):
+            return False
+        self._move(tree.leaf(self._turns, found[index]))
+        return True
+
+    def back_to(self, turn_id: int | None) -> None:
+        """Show the branch only up to this turn (None: nothing); the rest stays in the tree."""
+        self._move(turn_id)
+
+    def fork(self) -> None:
+        """Copy the branch on show into a conversation of its own and open it."""
+        turns = self.path
+        if not turns:
+            raise UsageError("there is nothing to fork yet", hint="")
+        self._leave()
+        title = f"{self.conversation.title} (fork)"
+        self.conversation = self.store.create(msgspec.structs.replace(self.conversation, title=title, head_id=None, draft=""))
+        self._turns = {}
+        parent: int | None = None
+        for turn in turns:
+            copy = msgspec.structs.replace(turn, conversation_id=self.conversation.id, parent_id=parent)
+            parent = self._take(self.store.add(copy)).id
+
+    def cut(self, turn_id: int, summary: str | None) -> None:
+        """No longer send what precedes this turn; `summary` stands for it. None takes it back."""
+        self.store.cut(turn_id, summary)
+        self._turns[turn_id] = msgspec.structs.replace(self.turn(turn_id), cut_summary=summary)
+
+    def _move(self, head_id: int | None) -> None:
+        self.store.update(self.conversation.id, head_id=head_id)
+        self.conversation = msgspec.structs.replace(self.conversation, head_id=head_id)
+
+    # what the engine is asked
+
+    def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
+        """The messages of a branch as the engine gets them: system prompt, the summary of what was cut, the turns."""
+        summary, kept = tree.sent(list(turns))
+        system = self.conversation.system_prompt or (self.engine.info.system_prompt if self.engine else "")
+        if summary:
+            system = "\n\n".join(p for p in (system, f"Summary of the conversation so far:\n{summary}") if p)
+        found = [Message(role="system", content=system)] if system else []
+        for turn in kept:
+            if turn.role == "user":
+                found.append(Message(role="user", content=with_attachments(turn.content, turn.attachments)))
+            elif turn.content:
+                found.append(Message(role="assistant", content=turn.content))
+        return tuple(found)
+
+    def sampling(self) -> Sampling:
+        """The model's sampling with what the user changed."""
+        base = self.engine.info.sampling if self.engine else Sampling()
+        return presets.overlay(base, self.conversation.sampling)
+
+    def _request(self, turns: Sequence[Turn], *, continue_final: bool = False) -> GenerateRequest:
+        limit = self.conversation.sampling.get("max_tokens")
+        return GenerateRequest(
+            messages=self.messages(turns),
+            sampling=self.sampling(),
+            continue_final=continue_final,
+            max_tokens=int(limit) if limit else None,
+        )
+
+
+def title_of(text: str) -> str:
+    """A conversation's first title: the first line of what was asked, cut at a word."""
+    line = " ".join(text.strip().splitlines()[0].split()) if text.strip() else ""
+    if len(line) <= _TITLE_CELLS:
+        return line
+    return line[:_TITLE_CELLS].rpartition(" ")[0].rstrip(",.;:") + "…" if " " in line[:_TITLE_CELLS] else line[:_TITLE_CELLS]

@@ -1,0 +1,103 @@
+"""The models a person can pick from: the catalogue and what is pulled, with what each needs and whether it fits here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from edgeinfer.catalog import gguf
+from edgeinfer.catalog.memory import estimate, machine_memory
+from edgeinfer.catalog.models import Model, load_catalog
+from edgeinfer.catalog.store import PulledModel, list_pulled
+from edgeinfer.errors import EdgeInferError
+
+#: Context that the memory of a model that is not here is judged with.
+_N_CTX = 4096
+
+#: Bits per weight of the types the catalogue uses, where only the parameters are known; others are taken as 5.
+_BITS = {"Q4_0": 4.6, "Q4_1": 5.1, "Q4_K_M": 4.9, "Q5_K_M": 5.7, "Q6_K": 6.6, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0}
+
+
+class Shelved(msgspec.Struct, frozen=True, kw_only=True):
+    """A model in the picker. Bytes are 0 where nobody knows; `guessed` says that they are a guess from its parameters."""
+
+    name: str
+    title: str
+    parameters: str = ""
+    licence: str = ""
+    purpose: str = "chat"
+    context_length: int = 0
+    size_bytes: int = 0
+    needs_bytes: int = 0
+    available_bytes: int = 0
+    guessed: bool = False
+    pulled: bool = False
+    warm: bool = False
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits into the memory that is free now; None when unknown."""
+        return self.needs_bytes <= self.available_bytes if self.needs_bytes and self.available_bytes else None
+
+
+def shelf(warm: Collection[str] = ()) -> list[Shelved]:
+    """Every model: pulled ones first, then the catalogue in its order. Reads headers: not for the first paint."""
+    available = machine_memory().available_bytes
+    catalog = load_catalog()
+    here = {p.name: p for p in list_pulled()}
+    rows = [_pulled(p, catalog.get(p.base), available, p.name in warm) for p in here.values()]
+    rows += [_catalogued(m, available) for m in catalog.models.values() if m.name not in here]
+    return rows
+
+
+def _pulled(pulled: PulledModel, model: Model | None, available: int, warm: bool) -> Shelved:
+    needs = 0
+    try:
+        header = gguf.read_header(pulled.paths[0])
+        needs = estimate(header, min(_N_CTX, pulled.n_ctx_train or _N_CTX), weights_bytes=pulled.size_bytes).total_bytes
+    except (EdgeInferError, OSError):
+        pass  # `edgeinfer show` says what is wrong with it
+    return Shelved(
+        name=pulled.name,
+        title=model.title if model else pulled.name,
+        parameters=model.parameters if model else f"{pulled.n_params / 1e6:.0f}M",
+        licence=model.licence if model else "",
+        purpose=model.purpose if model else "chat",
+        context_length=pulled.n_ctx_train,
+        size_bytes=pulled.size_bytes,
+        needs_bytes=needs,
+        available_bytes=available,
+        pulled=True,
+        warm=warm,
+    )
+
+
+def _catalogued(model: Model, available: int) -> Shelved:
+    size = model.size_bytes or _guess(model)
+    return Shelved(
+        name=model.name,
+        title=model.title,
+        parameters=model.parameters,
+        licence=model.licence,
+        purpose=model.purpose,
+        context_length=model.context_length,
+        size_bytes=size,
+        needs_bytes=int(size * 1.2) + (100 << 20) if size else 0,
+        available_bytes=available,
+        guessed=not model.size_bytes,
+    )
+
+
+def _guess(model: Model) -> int:
+    if not model.parameters:
+        return 0
+    count = float(model.parameters[:-1]) * {"M": 1e6, "B": 1e9}[model.parameters[-1]]
+    return int(count * _BITS.get(model.final_quantization, 5.0) / 8)
+
+
+def size_words(n_bytes: int) -> str:
+    """`92 MB`, `4.4 GB`; powers of ten, as on the models' pages."""
+    if n_bytes >= 10**9:
+        return f"{n_bytes / 1e9:.1f} GB"
+    return f"{n_bytes / 1e6:.0f} MB"

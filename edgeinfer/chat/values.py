@@ -1,0 +1,87 @@
+"""Conversations as plain values. They know no database, no terminal and no engine.
+
+A conversation is a tree of turns: editing an earlier turn or regenerating an answer adds a sibling, and nothing is ever
+overwritten. `Conversation.head_id` names the last turn of the branch on show; `tree.path` walks it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["user", "assistant"]
+
+#: How a turn ended. "streaming" in the store means its process died or is still at it; a reader shows "interrupted".
+Status = Literal["complete", "stopped", "length", "failed", "streaming", "interrupted"]
+
+#: Statuses of an answer that can be continued where it was cut.
+CUT: frozenset[Status] = frozenset({"stopped", "length", "failed", "interrupted"})
+
+
+class Attachment(msgspec.Struct, frozen=True, kw_only=True):
+    """A text file that rides with a user's turn. `tokens` is 0 while no engine has counted them."""
+
+    name: str
+    text: str
+    tokens: int = 0
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one answer cost: tokens, milliseconds to the first token, and the steady decode rate."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    ttft_ms: float = 0.0
+    tokens_per_s: float = 0.0
+    n_ctx: int = 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the context that this turn and all before it fill."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn. `cut_summary` is None unless the turns before this one are no longer sent; then it stands for them."""
+
+    id: int = 0
+    conversation_id: int = 0
+    parent_id: int | None = None
+    role: Role = "user"
+    content: str = ""
+    reasoning: str = ""
+    attachments: tuple[Attachment, ...] = ()
+    status: Status = "complete"
+    error: str = ""
+    model: str = ""
+    stats: Stats = Stats()
+    cut_summary: str | None = None
+    created_ms: int = 0
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """One conversation. `sampling` holds only what the user set; the model's own defaults fill the rest."""
+
+    id: int = 0
+    title: str = ""
+    model: str = ""
+    system_prompt: str = ""
+    sampling: dict[str, float | int | None] = {}
+    head_id: int | None = None
+    draft: str = ""
+    created_ms: int = 0
+    updated_ms: int = 0
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation as a list shows it. `snippet` is where a search found its words."""
+
+    id: int
+    title: str
+    model: str
+    turns: int
+    updated_ms: int
+    snippet: str = ""

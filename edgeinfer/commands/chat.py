@@ -1,0 +1,99 @@
+"""`edgeinfer chat`: from the command line to one of the two fronts, and from how it ended to words."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import ClassVar
+
+from edgeinfer import requesting
+from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
+from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.values import Attachment, Conversation
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.host import Host
+from edgeinfer.result import Result
+
+
+class ChatResult(Result, frozen=True, kw_only=True):
+    """The chat is over; everything is stored. Nothing is printed."""
+
+    kind: ClassVar[str] = "chat"
+
+    model: str
+    conversation: int = 0
+
+
+def chat(options: argparse.Namespace, host: Host) -> ChatResult:
+    """Run the chat on this process's terminal; a line REPL when `--plain` is given or there is no terminal to draw on.
+
+    Raises EdgeInferError when the app broke; the conversation is stored then too.
+    """
+    launch = _launch(options, host)
+    piped = _piped(plain=options.plain)
+    if piped is not None:
+        launch.attachments.append(piped)
+    if options.plain or os.environ.get("TERM") == "dumb":
+        return _plain(launch)
+    from edgeinfer.tui.driver import TerminalDriver, claim_terminal  # 0.3 s: Textual; a parked process has it
+
+    terminal = claim_terminal()
+    if terminal is None:
+        return _plain(launch)
+    TerminalDriver.out = terminal
+    TerminalDriver.suspender = getattr(host, "suspend", None)
+    from edgeinfer.tui.app import ChatApp
+
+    app = ChatApp(launch)
+    app.run(mouse=launch.config.mouse)
+    if app.crash is not None:
+        if os.environ.get("EDGEINFER_DEBUG") == "1":
+            raise app.crash
+        raise EdgeInferError(
+            f"the chat broke: {type(app.crash).__name__}: {app.crash}",
+            hint="`edgeinfer chat --continue` brings everything back; EDGEINFER_DEBUG=1 shows where it broke",
+        )
+    return ChatResult(model=app.chat.session.conversation.model, conversation=app.chat.session.conversation.id)
+
+
+def _plain(launch: Launch) -> ChatResult:
+    from edgeinfer.chat.repl import Repl
+
+    repl = Repl(launch, sys.stdin, sys.stdout)
+    repl.run()
+    return ChatResult(model=repl.session.conversation.model, conversation=repl.session.conversation.id)
+
+
+def _launch(options: argparse.Namespace, host: Host) -> Launch:
+    given = {name: getattr(options, name, None) for name in requesting.SAMPLING_OPTIONS}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    if options.max_tokens:
+        sampling["max_tokens"] = options.max_tokens
+    config = host.config
+    prompts = config.chat.system_prompts
+    return Launch(
+        host=host,
+        model=options.model or config.default_model,
+        options=requesting.load_options(options, config.load),
+        config=config.chat,
+        continue_last=options.continue_last,
+        conversation=Conversation(system_prompt=prompts.get(options.system, options.system or ""), sampling=sampling),
+    )
+
+
+def _piped(*, plain: bool) -> Attachment | None:
+    """What is piped in, as an attachment. With `--plain` and no terminal at all, stdin is what the user types instead."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    if (plain or os.environ.get("TERM") == "dumb") or not any(_terminal(fd) for fd in (1, 2)):
+        return None
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    return from_bytes("stdin", data) if data.strip() else None
+
+
+def _terminal(fd: int) -> bool:
+    try:
+        return os.isatty(fd)
+    except OSError:
+        return False

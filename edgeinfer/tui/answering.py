@@ -1,0 +1,100 @@
+"""Streams an answer into the transcript: stored first, then shown, as often as the terminal is worth it.
+
+Drawing shares the processor with the engine's threads, so it is rationed: a pause follows each drawing, so long that drawing
+takes at most `SHARE` of one core, and at least a thirtieth of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.values import Turn
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.tui.drawing.entry import AnswerEntry
+from edgeinfer.tui.widgets.transcript import Transcript
+
+#: Share of one core that drawing may take while an answer streams.
+SHARE = 0.06
+_FASTEST_S = 1 / 30
+_SLOWEST_S = 0.25
+
+
+class Pace:
+    """How long to wait after a drawing, from what drawing has cost: this thread's processor time since the last one."""
+
+    def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
+        self._cpu = cpu
+        self._last = cpu()
+        self.pause_s = _FASTEST_S
+
+    def drawn(self) -> float:
+        """Call once a drawing; the pause to make before the next, smoothed."""
+        now = self._cpu()
+        wanted = min(max((now - self._last) / SHARE, _FASTEST_S), _SLOWEST_S)
+        self._last = now
+        self.pause_s += (wanted - self.pause_s) * 0.3
+        return self.pause_s
+
+
+class Streaming:
+    """One answer on its way into its entry. `on_progress` hears how far the prompt is."""
+
+    def __init__(self, answer: Answer, entry: AnswerEntry, transcript: Transcript, pace: Pace | None = None) -> None:
+        self.answer = answer
+        self.entry = entry
+        self.transcript = transcript
+        self.tokens = 0
+        self.began = time.monotonic()
+        self._pace = pace or Pace()
+        self._due = asyncio.Event()
+
+    async def run(self) -> tuple[Turn, EdgeInferError | None]:
+        """To the end of the generation; the ended turn, and what broke it off if anything did."""
+        drawing = asyncio.create_task(self._draw_as_due())
+        error: EdgeInferError | None = None
+        try:
+            async for event in self.answer.generation:
+                self.answer.take(event)
+                self.tokens += 1
+                self._due.set()
+        except EdgeInferError as failure:
+            error = failure
+            self.answer.fail(failure)
+        finally:
+            drawing.cancel()
+        self._show()
+        return self.answer.done or self.answer.abandon(), error
+
+    async def _draw_as_due(self) -> None:
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            self._show()
+            await asyncio.sleep(self._pace.drawn())
+
+    def _show(self) -> None:
+        piece = self.answer.flush()
+        if piece.text or piece.reasoning:
+            self.entry.grow(piece.text, piece.reasoning)
+        elif not self.answer.text and self.answer.progress is not None:
+            self.entry.wait(
+                _waiting(self.answer.progress.done_tokens, self.answer.progress.total_tokens, self.answer.progress.queued)
+            )
+        else:
+            return
+        self.transcript.redrawn(self.entry)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Since it began, roughly; the exact rate comes with the end."""
+        elapsed = time.monotonic() - self.began
+        return self.tokens / elapsed if elapsed > 0.2 else 0.0
+
+
+def _waiting(done: int, total: int, queued: bool) -> str:
+    if queued:
+        return "waiting for its turn…"
+    return f"reading {done:,} of {total:,} tokens…" if total > 512 else "…"

@@ -1,0 +1,89 @@
+"""The Textual app: themes, keys, signals, and the chat as its first screen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from edgeinfer.chat import slash
+from edgeinfer.chat.launch import Launch, started
+from edgeinfer.tui.bindings import BY_ID
+from edgeinfer.tui.driver import TerminalDriver
+from edgeinfer.tui.screens.chat import ChatScreen
+from edgeinfer.tui.themes import DARK, LIGHT
+
+if TYPE_CHECKING:
+    from textual.driver import Driver
+
+
+class ChatApp(App[None]):
+    """One chat on one terminal. `crash` is what ended it, if it was not the user."""
+
+    TITLE = "edgeinfer"
+    CSS_PATH = "chat.tcss"
+    COMMAND_PALETTE_BINDING = "ctrl+p"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q", "leave", "Quit", show=False, priority=True, id="leave")]
+
+    def __init__(self, launch: Launch, driver_class: type[Driver] | None = TerminalDriver) -> None:
+        super().__init__(driver_class=driver_class)
+        self.launch = launch
+        self.started = started(launch.host.start)
+        self.crash: Exception | None = None
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        self.theme = launch.config.theme if launch.config.theme in self.available_themes else DARK.name
+        self.set_keymap({name: keys for name, keys in launch.config.keys.items() if name in BY_ID})
+        self.chat = ChatScreen(launch)
+
+    def get_default_screen(self) -> Screen[object]:
+        return self.chat  # type: ignore[return-value]
+
+    def on_mount(self) -> None:
+        if self.is_headless:
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            loop.add_signal_handler(number, self.leave)
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """The palette offers the commands that need no argument."""
+        for command in slash.COMMANDS:
+            if not command.argument or command.argument.startswith("["):
+                title = command.name.replace("-", " ").capitalize()
+                yield SystemCommand(title, command.summary, lambda name=command.name: self.chat.run_command(f"/{name}"))
+
+    def leave(self) -> None:
+        """End the app; what is on screen is in the store."""
+        self.chat.leave()
+        self.exit()
+
+    def action_leave(self) -> None:
+        self.leave()
+
+    async def action_quit(self) -> None:
+        self.leave()
+
+    def on_unmount(self) -> None:
+        with contextlib.suppress(Exception):
+            self.chat.leave()
+        self.chat.loader.close()
+
+    def _handle_exception(self, error: Exception) -> None:
+        """Remember what broke the app; the command says so in words, after the terminal is as it was."""
+        self.crash = self.crash or error
+        super()._handle_exception(error)
+
+    def _fatal_error(self) -> None:
+        """No traceback with everybody's local variables on the terminal, unless it is asked for."""
+        if os.environ.get("EDGEINFER_DEBUG") == "1":
+            super()._fatal_error()
+        else:
+            self._close_messages_no_wait()

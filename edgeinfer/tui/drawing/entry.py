@@ -1,0 +1,238 @@
+"""What the transcript shows, one entry a turn: a question, an answer, or a remark of ours. An entry draws itself when asked.
+
+Drawing is put off until an entry comes into view; until then its height is an estimate.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from edgeinfer.chat.values import CUT, Turn
+from edgeinfer.tui.drawing.body import Body
+from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, fold, prefixed, right, styled, wrap
+
+#: A pasted question longer than this is folded to its first lines.
+_FOLD_LINES = 16
+
+
+class Entry:
+    """Base: caches its lines per width. `turn_id` is 0 for a remark."""
+
+    turn_id = 0
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+        self._width = 0
+
+    def lines(self, width: int) -> list[Line]:
+        """The entry's lines, with the blank line that parts it from the next; do not change them."""
+        if width != self._width:
+            self._width = width
+            self._lines = [*self._draw(width), BLANK]
+        return self._lines
+
+    def height(self, width: int) -> int:
+        """Exact once drawn at this width, else an estimate."""
+        return len(self._lines) if width == self._width else self._estimate(width)
+
+    def drawn(self, width: int) -> bool:
+        return width == self._width
+
+    def invalidate(self) -> None:
+        """Draw anew at the next occasion."""
+        self._width = 0
+
+    def _draw(self, width: int) -> list[Line]:
+        raise NotImplementedError
+
+    def _estimate(self, width: int) -> int:
+        raise NotImplementedError
+
+
+def _rows(text: str, width: int) -> int:
+    return sum(1 + len(line) // max(width, 1) for line in text.split("\n"))
+
+
+class Question(Entry):
+    """A user's turn: its words as typed, its attachments as names. `page` is (which, of how many) alternatives."""
+
+    def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1)) -> None:
+        super().__init__()
+        self.turn = turn
+        self.turn_id = turn.id
+        self.page = page
+        self.folded = True
+
+    def toggle(self) -> None:
+        """Fold or unfold a long question."""
+        self.folded = not self.folded
+        self.invalidate()
+
+    def _draw(self, width: int) -> list[Line]:
+        rows: list[Line] = []
+        for text in clean(self.turn.content.strip("\n")).split("\n") if self.turn.content else ():
+            rows += wrap(Line(text), width - 2)
+        if self.folded and len(rows) > _FOLD_LINES + 4:
+            label = f"… {len(rows) - _FOLD_LINES} more lines"
+            rows = [*rows[:_FOLD_LINES], styled(label, "fold")]
+        for attached in self.turn.attachments:
+            tokens = f" · {attached.tokens:,} tokens" if attached.tokens else ""
+            rows += fold(styled(f"+ {clean(attached.name)}{tokens}", "attachment"), width - 2)
+        drawn = [
+            prefixed(Line(r.text, (Span(0, len(r.text), "question"), *r.spans)), "❯ " if i == 0 else "  ", "prompt")
+            for i, r in enumerate(rows)
+        ]
+        if self.page[1] > 1 and drawn:
+            drawn[0] = right(drawn[0], f"‹ {self.page[0]}/{self.page[1]} ›", "page", width)
+        cut = [] if self.turn.cut_summary is None else _cut_mark(self.turn.cut_summary, width)
+        return cut + drawn
+
+    def _estimate(self, width: int) -> int:
+        return min(_rows(self.turn.content, width - 2), _FOLD_LINES + 4) + len(self.turn.attachments) + 1
+
+
+def _cut_mark(summary: str, width: int) -> list[Line]:
+    label = " summarised above " if summary else " no longer sent above "
+    side = "─" * max(2, (width - len(label)) // 2)
+    return [styled(f"{side}{label}{side}"[:width], "rule"), BLANK]
+
+
+class AnswerEntry(Entry):
+    """A model's turn. While it is `streaming` it grows by `grow`; `settle` draws it once more, whole."""
+
+    def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1), *, streaming: bool = False) -> None:
+        super().__init__()
+        self.turn = turn
+        self.turn_id = turn.id
+        self.page = page
+        self.streaming = streaming
+        self.folded = True
+        self.waiting = ""
+        self._body: Body | None = None
+        self._thought: Body | None = None
+
+    def grow(self, text: str, reasoning: str) -> None:
+        """More of the answer, or of its reasoning."""
+        if self._body is None or self._thought is None:
+            self._body = Body(self.turn.content, max(self._width, 20) - 2)
+            self._thought = Body(self.turn.reasoning, max(self._width, 20) - 4)
+        if text:
+            self._body.append(text)
+        if reasoning:
+            self._thought.append(reasoning)
+        self.invalidate()
+
+    def settle(self, turn: Turn, page: tuple[int, int]) -> None:
+        """The answer has ended as `turn`: one full drawing."""
+        self.turn, self.page, self.streaming, self.waiting = turn, page, False, ""
+        self._body = self._thought = None
+        self.invalidate()
+
+    def wait(self, words: str) -> None:
+        """What it waits for, until the first word comes."""
+        if words != self.waiting:
+            self.waiting = words
+            self.invalidate()
+
+    def toggle(self) -> None:
+        """Fold or unfold the reasoning."""
+        self.folded = not self.folded
+        self.invalidate()
+
+    @property
+    def has_reasoning(self) -> bool:
+        return bool(self.turn.reasoning or (self._thought and self._thought.source))
+
+    def _draw(self, width: int) -> list[Line]:
+        body, thought = self._bodies(width)
+        lines: list[Line] = []
+        if thought.source:
+            lines += self._reasoning(thought, bool(body.source))
+        lines += [prefixed(line, "  ") for line in body.lines]
+        if self.streaming and not body.source and not thought.source:
+            lines.append(styled(f"  {self.waiting or '…'}", "dim"))
+        if not self.streaming:
+            lines += self._foot(width, bool(lines))
+        return lines
+
+    def _bodies(self, width: int) -> tuple[Body, Body]:
+        if self._body is None or self._thought is None:
+            self._body = Body(self.turn.content, width - 2)
+            self._thought = Body(self.turn.reasoning, width - 4)
+        if self._body.width != width - 2:
+            self._body.redraw(width - 2)
+            self._thought.redraw(width - 4)
+        return self._body, self._thought
+
+    def _reasoning(self, thought: Body, answered: bool) -> list[Line]:
+        words = len(thought.source.split())
+        verb = "Thinking" if self.streaming and not answered else "Thought"
+        head = styled(f"  {'▸' if self.folded else '▾'} {verb} · {words:,} words", "fold")
+        if self.folded:
+            return [head, BLANK]
+        dimmed = [Line(line.text, (*line.spans, Span(0, len(line.text), "dim")), "") for line in thought.lines]
+        return [head, *(prefixed(line, "  │ ", "dim") for line in dimmed), BLANK]
+
+    def _foot(self, width: int, has_text: bool) -> list[Line]:
+        lines: list[Line] = []
+        if self.turn.status == "failed":
+            lines += [prefixed(line, "  ") for line in wrap(styled(f"✗ {clean(self.turn.error)}", "error"), width - 2)]
+        elif self.turn.status in CUT:
+            word = {"length": "cut: no room left", "interrupted": "interrupted"}.get(self.turn.status, "stopped")
+            lines.append(styled(f"  ◌ {word} · /continue goes on", "dim"))
+        if self.page[1] > 1:
+            lines.append(styled(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))
+        if not has_text and not lines:
+            lines.append(styled("  (no words)", "dim"))
+        return [BLANK, *lines] if has_text and lines else lines
+
+    def _estimate(self, width: int) -> int:
+        return _rows(self.turn.content, width - 2) + (2 if self.turn.reasoning else 0) + 1
+
+
+class Remark(Entry):
+    """Words of ours among the turns: help, statistics, an error and what to do next."""
+
+    def __init__(self, text: str, kind: Literal["remark", "error"] = "remark", hint: str = "") -> None:
+        super().__init__()
+        self.text = text
+        self.kind = kind
+        self.hint = hint
+
+    def _draw(self, width: int) -> list[Line]:
+        rows: list[Line] = []
+        for text in clean(self.text).split("\n"):
+            rows += wrap(styled(text, self.kind), width - 4)
+        for text in clean(self.hint).split("\n") if self.hint else ():
+            rows += wrap(styled(text, "hint"), width - 4)
+        bar = "error-bar" if self.kind == "error" else "remark-bar"
+        return [prefixed(line, "  ▏ ", bar) for line in rows]
+
+    def _estimate(self, width: int) -> int:
+        return _rows(self.text, width - 4) + bool(self.hint) + 1
+
+
+class Welcome(Entry):
+    """What an empty conversation shows: a name, how it started, and three things to type."""
+
+    def __init__(self, model: str, started: str) -> None:
+        super().__init__()
+        self.model = model
+        self.started = started
+
+    def _draw(self, width: int) -> list[Line]:
+        rows = [
+            BLANK,
+            Line("  edgeinfer", (Span(2, 11, "h2"),)),
+            *(prefixed(line, "  ") for line in wrap(styled(clean(f"{self.model} · {self.started}"), "dim"), width - 2)),
+            BLANK,
+        ]
+        for keys, words in (("Enter", "asks"), ("Ctrl+J", "a new line"), ("/", "commands"), ("@", "files"), ("F1", "help")):
+            label = f"  {keys:<8}"
+            rows.append(
+                Line(label + words, (Span(2, 2 + len(keys), "bullet"), Span(len(label), len(label) + len(words), "dim")))
+            )
+        return rows
+
+    def _estimate(self, width: int) -> int:
+        return 10

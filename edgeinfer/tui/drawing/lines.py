@@ -1,0 +1,102 @@
+"""A line of text with named styles, and the few things one does with it: wrap, indent, pad, cut out of a selection.
+
+The names are the transcript's component classes, so a theme decides what they look like; `link:URL` is a link.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from rich._wrap import divide_line
+from rich.cells import cell_len
+
+#: Control characters that a terminal would obey. Models and files may hold them; nothing of ours draws one.
+_CONTROLS: dict[int, str] = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F)), "")
+_CONTROLS |= {0x09: "    ", 0x0A: "\n"}
+
+
+class Span(NamedTuple):
+    """Characters `start` to `end` look like `style`; later spans win."""
+
+    start: int
+    end: int
+    style: str
+
+
+class Line(NamedTuple):
+    """One row of the screen. `fill` is the style of its whole width, "" for the background."""
+
+    text: str = ""
+    spans: tuple[Span, ...] = ()
+    fill: str = ""
+
+
+BLANK = Line()
+
+
+def clean(text: str) -> str:
+    """`text` without what a terminal would obey; tabs become spaces, newlines stay."""
+    return text.translate(_CONTROLS)
+
+
+def styled(text: str, style: str, fill: str = "") -> Line:
+    """A line in one style."""
+    return Line(text, (Span(0, len(text), style),) if text else (), fill)
+
+
+def wrap(line: Line, width: int) -> list[Line]:
+    """Cut at words (in a word where it is too long) so that no piece is wider than `width` cells."""
+    text, spans, fill = line
+    if len(text) <= width and cell_len(text) <= width:
+        return [line]
+    cuts = [0, *divide_line(text, max(width, 2)), len(text)]
+    return [_slice(text, spans, fill, a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def fold(line: Line, width: int) -> list[Line]:
+    """Cut at `width` cells wherever that is: for code, whose spaces count."""
+    text, spans, fill = line
+    if len(text) <= width and cell_len(text) <= width:
+        return [line]
+    cuts, cells = [0], 0
+    for index, character in enumerate(text):
+        size = cell_len(character)
+        if cells + size > width:
+            cuts.append(index)
+            cells = 0
+        cells += size
+    cuts.append(len(text))
+    return [_slice(text, spans, fill, a, b, keep=True) for a, b in itertools.pairwise(cuts)]
+
+
+def _slice(text: str, spans: tuple[Span, ...], fill: str, start: int, end: int, *, keep: bool = False) -> Line:
+    piece = text[start:end] if keep else text[start:end].rstrip()
+    stop = start + len(piece)
+    inside = tuple(Span(max(a, start) - start, min(b, stop) - start, s) for a, b, s in spans if a < stop and b > start)
+    return Line(piece, inside, fill)
+
+
+def prefixed(line: Line, prefix: str, style: str = "", fill: str | None = None) -> Line:
+    """The line behind `prefix`."""
+    shift = len(prefix)
+    moved = tuple(Span(a + shift, b + shift, s) for a, b, s in line.spans)
+    if style:
+        moved = (Span(0, shift, style), *moved)
+    return Line(prefix + line.text, moved, line.fill if fill is None else fill)
+
+
+def hung(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
+    """Lines with `first` before the first and as many blank cells before the rest."""
+    blank = " " * cell_len(first)
+    return [prefixed(line, first if i == 0 else blank, style if i == 0 else "") for i, line in enumerate(lines)]
+
+
+def right(line: Line, label: str, style: str, width: int) -> Line:
+    """The line with `label` at its right edge, where there is room."""
+    gap = width - cell_len(line.text) - cell_len(label)
+    if gap < 1:
+        return line
+    start = len(line.text) + gap
+    return Line(f"{line.text}{' ' * gap}{label}", (*line.spans, Span(start, start + len(label), style)), line.fill)

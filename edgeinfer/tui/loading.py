@@ -1,0 +1,84 @@
+"""Getting a model into memory while the user types: in a thread, with its progress in the status line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.worker import get_current_worker
+
+from edgeinfer.chat.launch import Launch
+from edgeinfer.errors import EdgeInferError, ModelNotPulledError
+from edgeinfer.runtime.interface import Engine
+
+if TYPE_CHECKING:
+    from edgeinfer.tui.screens.chat import ChatScreen
+
+
+class Loading:
+    """At most one load at a time; a later one takes an earlier one's place. `words` is "" when nothing is loading."""
+
+    def __init__(self, screen: ChatScreen, launch: Launch) -> None:
+        self._screen = screen
+        self._engines = launch.engines()
+        self.words = ""
+        self._model = ""
+        self._serial = 0
+
+    def start(self, model: str, n_ctx: int | None = None) -> None:
+        """Load `model` unless it is being loaded."""
+        if self.words and n_ctx is None and model == self._model:
+            return
+        self._model = model
+        self._serial += 1
+        serial = self._serial
+        self.words = f"loading {model}…"
+        self._screen.refresh_status()
+        self._screen.run_worker(lambda: self._load(model, n_ctx, serial), group="load", thread=True, name=f"load {model}")
+
+    def _load(self, model: str, n_ctx: int | None, serial: int) -> None:
+        """In the thread."""
+        app = self._screen.app
+        worker = get_current_worker()
+
+        def progress(stage: str, fraction: float | None) -> None:
+            done = "" if fraction is None else f" {fraction:.0%}"
+            self.words = f"{stage}{done}" if serial == self._serial else self.words
+
+        try:
+            engine = self._engines.get(model, n_ctx, progress)
+        except EdgeInferError as error:
+            if not worker.is_cancelled:
+                app.call_from_thread(self._failed, model, error, serial)
+        else:
+            if not worker.is_cancelled:
+                app.call_from_thread(self._loaded, model, engine, serial)
+
+    def _loaded(self, model: str, engine: Engine, serial: int) -> None:
+        if serial != self._serial:
+            return
+        screen, self.words = self._screen, ""
+        session = screen.session
+        session.engine = engine
+        if session.conversation.model != model:
+            session.set(model=model)
+        screen.attaching.show()
+        screen.refresh_status()
+        if screen.unanswered:
+            screen.answer_question()
+
+    def _failed(self, model: str, error: EdgeInferError, serial: int) -> None:
+        if serial != self._serial:
+            return
+        screen, self.words = self._screen, ""
+        screen.refresh_status()
+        unsent = screen.session.head if screen.unanswered else None
+        screen.unanswered = False
+        if isinstance(error, ModelNotPulledError):
+            screen.front.offer_pull(model)
+        else:
+            screen.trouble(error, unsent.content if unsent else "")
+
+    def close(self) -> None:
+        """Free what is loaded."""
+        self._serial += 1
+        self._engines.close()

@@ -1,0 +1,42 @@
+"""A question with a few answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+
+class ChoiceScreen(ModalScreen[str | None]):
+    """`choices` are (id, label, what it means); the answer is an id, None when it was left."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Leave", show=False)]
+
+    def __init__(self, title: str, text: str, choices: Sequence[tuple[str, str, str]]) -> None:
+        super().__init__()
+        self._title, self._text, self._choices = title, text, choices
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="sheet -small") as sheet:
+            sheet.border_title = self._title
+            sheet.border_subtitle = "Enter takes · Esc leaves"
+            yield Static(self._text, classes="text", markup=False)
+            yield OptionList(
+                *(
+                    Option(Content.assemble(label, "\n", (f"  {meaning}", "dim")), id=name)
+                    for name, label, meaning in self._choices
+                ),
+                classes="choices",
+            )
+
+    @on(OptionList.OptionSelected)
+    def _chosen(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option.id)

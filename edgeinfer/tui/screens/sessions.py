@@ -1,0 +1,168 @@
+"""Conversations: newest first, searched as one types, opened, renamed, deleted and brought back, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList
+from textual.widgets.option_list import Option
+
+from edgeinfer.chat import export, library, tree
+from edgeinfer.chat.commander import Commander
+from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.values import Summary
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.tui.bindings import bindings
+from edgeinfer.tui.drawing.lines import clean
+from edgeinfer.tui.screens.ask import AskScreen
+from edgeinfer.words import hint
+
+
+class SessionScreen(ModalScreen[int | None]):
+    """The answer is the conversation to open, None when it was left."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss", "Leave", show=False),
+        Binding("down", "step(1)", "Next", show=False, priority=True),
+        Binding("up", "step(-1)", "Before", show=False, priority=True),
+        *(
+            Binding(b.key, b.action, b.description, show=False, priority=True, tooltip=b.tooltip, id=b.id)
+            for b in bindings("sessions")
+        ),
+    ]
+
+    def __init__(self, session: ChatSession, commander: Commander, words: str = "") -> None:
+        super().__init__()
+        self.session, self.commander, self._words = session, commander, words
+        self.found: list[Summary] = []
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="sheet") as sheet:
+            sheet.border_title = "Conversations"
+            sheet.border_subtitle = "Enter opens · Ctrl+R rename · Ctrl+D delete · Ctrl+U undo · Ctrl+E export · Esc"
+            field = Input(self._words, placeholder="Search", id="words")
+            field.cursor_blink = False
+            yield field
+            yield OptionList(id="found")
+
+    def on_mount(self) -> None:
+        self._search()
+        self.query_one(Input).focus()
+
+    @on(Input.Changed)
+    def _search(self) -> None:
+        words = self.query_one(Input).value
+        try:
+            self.found = library.search(self.session.store, words) if words.strip() else library.listing(self.session.store)
+        except EdgeInferError as error:
+            self._say(error)
+            return
+        listed = self.query_one(OptionList)
+        listed.clear_options()
+        room = max(20, self.app.size.width * 9 // 10 - 30)
+        listed.add_options(Option(_row(s, self.session.store.clock(), room), id=str(s.id)) for s in self.found)
+        if self.found:
+            listed.highlighted = 0
+        listed.border_title = ""
+
+    @property
+    def chosen(self) -> Summary | None:
+        at = self.query_one(OptionList).highlighted
+        return self.found[at] if at is not None and at < len(self.found) else None
+
+    def action_step(self, by: int) -> None:
+        listed = self.query_one(OptionList)
+        if self.found:
+            listed.highlighted = min(max((listed.highlighted or 0) + by, 0), len(self.found) - 1)
+
+    @on(Input.Submitted)
+    @on(OptionList.OptionSelected)
+    def _open(self) -> None:
+        if self.chosen is not None:
+            self.dismiss(self.chosen.id)
+
+    def action_rename(self) -> None:
+        chosen = self.chosen
+        if chosen is not None:
+            self.app.push_screen(AskScreen("Rename", chosen.title), lambda title: self._rename(chosen.id, title))
+
+    def _rename(self, conversation_id: int, title: str | None) -> None:
+        if title and title.strip():
+            try:
+                if conversation_id == self.session.conversation.id:
+                    self.session.set(title=title.strip())
+                else:
+                    self.session.store.update(conversation_id, title=title.strip())
+            except EdgeInferError as error:
+                self._say(error)
+            self._search()
+
+    def action_delete(self) -> None:
+        chosen = self.chosen
+        if chosen is None:
+            return
+        try:
+            self.commander.delete(chosen.id)
+        except EdgeInferError as error:
+            self._say(error)
+            return
+        self.notify(f"Deleted “{chosen.title}”. Ctrl+U brings it back.", timeout=4)
+        self._search()
+
+    def action_undelete(self) -> None:
+        try:
+            self.commander.undelete()
+        except EdgeInferError as error:
+            self._say(error)
+            return
+        self._search()
+
+    def action_export(self) -> None:
+        chosen = self.chosen
+        if chosen is None:
+            return
+        try:
+            conversation = self.session.store.conversation(chosen.id)
+            turns = tree.path(self.session.store.turns(chosen.id), conversation.head_id)
+            path = export.write(Path(export.file_name(conversation, ".md")), export.to_markdown(conversation, turns))
+        except EdgeInferError as error:
+            self._say(error)
+            return
+        self.notify(f"Written to {path}", timeout=4, markup=False)
+
+    def _say(self, error: EdgeInferError) -> None:
+        self.notify(f"{error.message}\n{hint(error)}".strip(), severity="error", markup=False)
+
+
+def _row(summary: Summary, now_ms: int, room: int) -> Content:
+    title = clean(summary.title)
+    title = title if len(title) <= room else title[: room - 1] + "…"
+    head = Content.assemble((title, "bold"), (f"   {ago(now_ms - summary.updated_ms)} · {summary.turns} turns", "dim"))
+    if not summary.snippet:
+        return head
+    return Content.assemble(head, "\n  ", _snippet(summary.snippet))
+
+
+def _snippet(text: str) -> Content:
+    parts: list[tuple[str, str]] = []
+    for index, piece in enumerate(text.split(library.MARK)):
+        found, _, rest = piece.rpartition(library.UNMARK) if index else ("", "", piece)
+        parts += [(clean(found), "$accent"), (clean(rest), "dim")]
+    return Content.assemble(*parts)
+
+
+def ago(ms: int) -> str:
+    """`now`, `5 min`, `3 h`, `12 d`: how long ago."""
+    minutes = ms // 60_000
+    if minutes < 1:
+        return "now"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h" if minutes < 48 * 60 else f"{minutes // 1440} d"

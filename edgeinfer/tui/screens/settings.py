@@ -1,0 +1,155 @@
+"""Settings: theme, sampling preset, system prompt, and every key. What is changed is written to config.toml."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+from edgeinfer.chat import presets
+from edgeinfer.chat.settings import save
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.tui.bindings import BY_ID, HEADINGS, KEYS, shown
+from edgeinfer.tui.screens.choice import ChoiceScreen
+from edgeinfer.words import hint
+
+if TYPE_CHECKING:
+    from edgeinfer.tui.screens.chat import ChatScreen
+
+
+class KeyScreen(ModalScreen[str | None]):
+    """The next key that is pressed is the answer; Esc leaves."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name_of = name
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="sheet -small") as sheet:
+            sheet.border_title = BY_ID[self._name_of].label
+            sheet.border_subtitle = "Esc leaves it as it is"
+            yield Static("Press the new key.", classes="text")
+
+    def on_key(self, event: events.Key) -> None:
+        event.stop()
+        event.prevent_default()
+        self.dismiss(None if event.key == "escape" else event.key)
+
+
+class SettingsScreen(ModalScreen[None]):
+    """One list; Enter changes what is chosen."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f4", "dismiss", "Leave", show=False)]
+
+    def __init__(self, chat: ChatScreen) -> None:
+        super().__init__()
+        self.chat = chat
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="sheet") as sheet:
+            sheet.border_title = "Settings"
+            sheet.border_subtitle = "Enter changes · Esc leaves"
+            yield OptionList(id="settings")
+            yield Static("", classes="detail", markup=False)
+
+    def on_mount(self) -> None:
+        self._show()
+        self.query_one(OptionList).focus()
+
+    def _show(self) -> None:
+        listed = self.query_one(OptionList)
+        at = listed.highlighted
+        listed.clear_options()
+        listed.add_options(self._options())
+        listed.highlighted = at if at is not None else 0
+
+    def _options(self) -> list[Option | None]:
+        conversation = self.chat.session.conversation
+        prompt = " ".join(conversation.system_prompt.split())
+        options: list[Option | None] = [
+            _option("theme", "Theme", self.app.theme),
+            _option("preset", "Sampling", presets.describe(conversation.sampling)),
+            _option("prompt", "System prompt", (prompt[:50] + "…" if len(prompt) > 50 else prompt) or "the model's own"),
+        ]
+        keymap = self.app._keymap
+        for where, heading in HEADINGS.items():
+            options += [None, Option(Content.styled(heading, "bold $primary"), disabled=True)]
+            options += [_option(f"key:{k.id}", k.label, shown(keymap.get(k.id, k.keys))) for k in KEYS if k.where == where]
+        return options
+
+    @on(OptionList.OptionHighlighted)
+    def _explain(self, event: OptionList.OptionHighlighted) -> None:
+        kind, _, name = (event.option.id or "").partition(":")
+        words = {
+            "theme": "Colours. Any of Textual's themes, and two of our own.",
+            "preset": "How freely words are chosen in this conversation. /set changes one option.",
+            "prompt": "What the model is told first. /system TEXT sets it, /save-system NAME keeps it.",
+        }.get(kind, "")
+        self.query_one(".detail", Static).update(f"{BY_ID[name].tooltip}. In config.toml: {name}" if kind == "key" else words)
+
+    @on(OptionList.OptionSelected)
+    def _change(self, event: OptionList.OptionSelected) -> None:
+        kind, _, name = (event.option.id or "").partition(":")
+        if kind == "key":
+            self.app.push_screen(KeyScreen(name), lambda key: self._bind(name, key))
+        elif kind == "theme":
+            choices = [
+                (t, t, "dark" if self.app.available_themes[t].dark else "light") for t in sorted(self.app.available_themes)
+            ]
+            choices.sort(key=lambda c: not c[0].startswith("edgeinfer"))
+            self.app.push_screen(ChoiceScreen("Theme", "", choices), self._theme)
+        elif kind == "preset":
+            found = self.chat.commander.presets
+            self.app.push_screen(
+                ChoiceScreen("Sampling", "", [(n, n, presets.describe(v)) for n, v in found.items()]), self._preset
+            )
+        elif kind == "prompt":
+            found_prompts = [(n, n, " ".join(t.split())[:50]) for n, t in self.chat.commander.prompts.items()]
+            none = ("none", "none", "the model's own")
+            self.app.push_screen(ChoiceScreen("System prompt", "", [none, *found_prompts]), self._prompt)
+
+    def _theme(self, name: str | None) -> None:
+        if name:
+            self.app.theme = name
+            self._save(("chat", "theme"), name)
+
+    def _preset(self, name: str | None) -> None:
+        if name:
+            self.chat.session.set(sampling=dict(self.chat.commander.presets[name]))
+            self._show()
+
+    def _prompt(self, name: str | None) -> None:
+        if name:
+            self.chat.session.set(system_prompt="" if name == "none" else self.chat.commander.prompts[name])
+            self._show()
+
+    def _bind(self, name: str, key: str | None) -> None:
+        if key is None:
+            return
+        taken = next((k for k in KEYS if k.id != name and k.where == BY_ID[name].where and key in self._keys_of(k.id)), None)
+        if taken is not None:
+            self.notify(f"{shown(key)} is “{taken.label}” already.", severity="warning", markup=False)
+            return
+        self.app.update_keymap({name: key})
+        self._save(("chat", "keys", name), key)
+
+    def _keys_of(self, name: str) -> list[str]:
+        return self.app._keymap.get(name, BY_ID[name].keys).split(",")
+
+    def _save(self, keys: tuple[str, ...], value: str) -> None:
+        try:
+            save(keys, value)
+        except EdgeInferError as error:
+            self.notify(f"{error.message}\n{hint(error)}".strip(), severity="warning", markup=False)
+        self._show()
+
+
+def _option(name: str, label: str, value: str) -> Option:
+    return Option(Content.assemble(f"  {label:<20}", (value, "$accent")), id=name)

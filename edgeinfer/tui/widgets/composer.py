@@ -1,0 +1,130 @@
+"""Where the user types: several lines, history with Up, completion of commands and paths."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import ClassVar
+
+from textual import events
+from textual.binding import Binding
+from textual.message import Message
+from textual.reactive import reactive
+from textual.widgets import TextArea
+
+from edgeinfer.tui.bindings import bindings
+
+
+class Composer(TextArea):
+    """A text field that sends on Enter. `editing` is the turn its text will replace, if any."""
+
+    BINDINGS: ClassVar[list[Binding]] = bindings("composer")  # type: ignore[assignment]
+
+    editing: reactive[int | None] = reactive(None, init=False)
+
+    class Sent(Message):
+        """The user pressed Enter on this text."""
+
+        def __init__(self, text: str, editing: int | None) -> None:
+            super().__init__()
+            self.text, self.editing = text, editing
+
+    class Choosing(Message):
+        """Up (-1), down (1) or take (0) while completions are shown."""
+
+        def __init__(self, step: int) -> None:
+            super().__init__()
+            self.step = step
+
+    class Left(Message):
+        """Ctrl-D in an empty field."""
+
+    def __init__(self, placeholder: str, id: str | None = None) -> None:
+        super().__init__(
+            "",
+            id=id,
+            soft_wrap=True,
+            tab_behavior="focus",
+            show_line_numbers=False,
+            highlight_cursor_line=False,
+            placeholder=placeholder,
+        )
+        self.completing = False
+        self.can_take = False
+        self._past: list[str] = []
+        self._at = 0
+        self._unsent = ""
+
+    # what was typed before
+
+    def set_past(self, typed: list[str]) -> None:
+        """What Up brings back, newest first."""
+        self._past, self._at = list(typed), 0
+
+    def remember(self, text: str) -> None:
+        """`text` was sent: Up brings it back first."""
+        if text.strip() and (not self._past or self._past[0] != text):
+            self._past.insert(0, text)
+        self._at = 0
+
+    def fill(self, text: str) -> None:
+        """Replace what is typed and go to its end."""
+        self.text = text
+        self.move_cursor(self.document.end)
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        if self.completing and not select:
+            self.post_message(self.Choosing(-1))
+        elif not select and self._at < len(self._past) and self._at_edge(-1):
+            if self._at == 0:
+                self._unsent = self.text
+            self._at += 1
+            self.fill(self._past[self._at - 1])
+            self.move_cursor((0, 0))
+        else:
+            super().action_cursor_up(select)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        if self.completing and not select:
+            self.post_message(self.Choosing(1))
+        elif not select and self._at > 0 and self._at_edge(1):
+            self._at -= 1
+            self.fill(self._past[self._at - 1] if self._at else self._unsent)
+        else:
+            super().action_cursor_down(select)
+
+    def _at_edge(self, step: int) -> bool:
+        """Whether up or down would leave the text."""
+        here = self.cursor_location
+        there = self.get_cursor_up_location() if step < 0 else self.get_cursor_down_location()
+        return there[0] == here[0] and (here[0] == (0 if step < 0 else self.document.line_count - 1))
+
+    # sending
+
+    def action_send(self) -> None:
+        if self.completing and self.can_take:
+            self.post_message(self.Choosing(0))
+            return
+        text, editing = self.text, self.editing
+        if text.strip():
+            self._at = 0
+            self.post_message(self.Sent(text, editing))
+
+    def action_newline(self) -> None:
+        with contextlib.suppress(ValueError):
+            self.insert("\n")
+
+    def action_complete(self) -> None:
+        if self.completing:
+            self.post_message(self.Choosing(0))
+
+    def action_delete_right(self) -> None:
+        if self.text:
+            super().action_delete_right()
+        else:
+            self.post_message(self.Left())
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key == "enter":  # a binding sends; TextArea would insert a line
+            event.prevent_default()
+            return
+        await super()._on_key(event)

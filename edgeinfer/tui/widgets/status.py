@@ -1,0 +1,47 @@
+"""The one status line: model, how this launch started, context, speed. What does not fit is left out, least important first."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from textual.app import RenderResult
+from textual.content import Content
+from textual.widget import Widget
+
+
+class Part(NamedTuple):
+    """A piece of the line. Higher `weight` stays longer when room is short."""
+
+    text: str
+    weight: int
+    style: str = ""
+
+
+class Status(Widget):
+    """Shows parts from left to right, and a hint at the right edge."""
+
+    def __init__(self, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._parts: tuple[Part, ...] = ()
+        self._hint = ""
+
+    def show(self, parts: tuple[Part, ...], hint: str = "") -> None:
+        """Show these; nothing is drawn when nothing changed."""
+        if (parts, hint) != (self._parts, self._hint):
+            self._parts, self._hint = parts, hint
+            self.refresh()
+
+    def render(self) -> RenderResult:
+        width = self.size.width
+        kept = [p for p in self._parts if p.text]
+        while len(kept) > 1 and _length(kept) + len(self._hint) + 2 > width:
+            kept.remove(min(kept, key=lambda p: p.weight))
+        line = Content(" · ").join([Content.styled(p.text, p.style) if p.style else Content(p.text) for p in kept])
+        gap = width - line.cell_length - len(self._hint)
+        if self._hint and gap >= 2:
+            line = Content.assemble(line, " " * gap, (self._hint, "dim"))
+        return line.truncate(width, ellipsis=True)
+
+
+def _length(parts: list[Part]) -> int:
+    return sum(len(p.text) for p in parts) + 3 * (len(parts) - 1)

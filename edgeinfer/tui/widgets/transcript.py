@@ -1,0 +1,315 @@
+"""The conversation: one widget that draws the lines in view, whatever its length (see docs/decisions/060).
+
+It follows the tail only when it is already there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.geometry import Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
+
+from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question
+from edgeinfer.tui.drawing.lines import Line
+
+#: Text wider than this is hard to read, however wide the terminal is.
+MAX_WIDTH = 100
+
+_NAMES = (
+    "question",
+    "prompt",
+    "attachment",
+    "page",
+    "fold",
+    "dim",
+    "error",
+    "error-bar",
+    "hint",
+    "remark",
+    "remark-bar",
+    "rule",
+    "cursor",
+    "h1",
+    "h2",
+    "h3",
+    "em",
+    "strong",
+    "strike",
+    "link",
+    "bullet",
+    "quote",
+    "quote-bar",
+    "table-header",
+    "table-line",
+    "copy",
+    "code",
+    "code-inline",
+    "code-label",
+    "code-comment",
+    "code-keyword",
+    "code-builtin",
+    "code-function",
+    "code-string",
+    "code-number",
+    "code-deleted",
+)
+
+
+class Transcript(ScrollView, can_focus=True):
+    """Entries, top to bottom. `cursor` is the index of the chosen entry while the user walks among turns, else None."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"transcript--{name}" for name in _NAMES}
+
+    class Clicked(Message):
+        """A mark in an entry was clicked: `what` is "copy:N", "fold" or "page"."""
+
+        def __init__(self, entry: Entry, what: str, x: int) -> None:
+            super().__init__()
+            self.entry, self.what, self.x = entry, what, x
+
+    def __init__(self, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.entries: list[Entry] = []
+        self.cursor: int | None = None
+        self.following = True
+        self._bottoms: list[int] = []
+        self._styles: dict[str, Style] = {}
+        self._strips: dict[tuple[Line, bool], Strip] = {}
+
+    @property
+    def allow_select(self) -> bool:
+        return True
+
+    @property
+    def text_width(self) -> int:
+        """Cells a line of text may take."""
+        return max(20, min(self.scrollable_content_region.width - 3, MAX_WIDTH))
+
+    # entries
+
+    def show(self, entries: list[Entry]) -> None:
+        """Show other entries, from their end."""
+        self.entries = entries
+        self.cursor = None
+        self.following = True
+        self._relayout()
+
+    def add(self, entry: Entry) -> None:
+        """One more entry at the end; shown when the tail was in view."""
+        self.entries.append(entry)
+        self._relayout()
+
+    def redrawn(self, entry: Entry) -> None:
+        """An entry has changed. The last one, growing, is the cheap case."""
+        if self.entries and entry is self.entries[-1]:
+            self._grow_last()
+        elif entry in self.entries:
+            self._relayout()
+
+    def remove_remarks(self) -> None:
+        """Take our own words away; turns stay."""
+        self.entries = [e for e in self.entries if e.turn_id]
+        self._relayout()
+
+    def entry_of(self, turn_id: int) -> Entry | None:
+        return next((e for e in self.entries if e.turn_id == turn_id), None)
+
+    # layout
+
+    def _grow_last(self) -> None:
+        width = self.text_width
+        height = len(self.entries[-1].lines(width))
+        before = self._bottoms[-2] if len(self._bottoms) > 1 else 0
+        self._bottoms[-1] = before + height
+        self._resize_virtual()
+        self.refresh()
+
+    def _relayout(self) -> None:
+        width = self.text_width
+        self._bottoms = list(accumulate(e.height(width) for e in self.entries))
+        self._resize_virtual()
+        self._draw_in_view()
+        self.refresh()
+
+    def _resize_virtual(self) -> None:
+        self.virtual_size = Size(self.scrollable_content_region.width, self._bottoms[-1] if self._bottoms else 0)
+        if self.following:
+            self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
+
+    def _draw_in_view(self) -> None:
+        """Draw what is in view and a screen around it; where an estimate was wrong above the view, keep the view still."""
+        width, height = self.text_width, max(self.size.height, 1)
+        if not self._bottoms or not self.is_attached:
+            return
+        for _ in range(8):  # drawing may shift what is in view; it settles in one or two rounds
+            top = max(0, round(self.scroll_y) - height)
+            first = bisect_right(self._bottoms, top)
+            last = bisect_right(self._bottoms, round(self.scroll_y) + 2 * height)
+            pending = [i for i in range(first, min(last + 1, len(self.entries))) if not self.entries[i].drawn(width)]
+            if not pending:
+                return
+            shift = 0
+            for i in pending:
+                old = self.entries[i].height(width)
+                new = len(self.entries[i].lines(width))
+                if self._bottoms[i] <= self.scroll_y:
+                    shift += new - old
+            self._bottoms = list(accumulate(e.height(width) for e in self.entries))
+            self._resize_virtual()
+            if shift and not self.following:
+                self.scroll_to(y=self.scroll_y + shift, animate=False, force=True)
+
+    def on_resize(self) -> None:
+        self._strips.clear()
+        self._relayout()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if new_value < old_value and new_value < self.max_scroll_y:
+            self.following = False
+        elif new_value >= self.max_scroll_y:
+            self.following = True
+        self._draw_in_view()
+
+    # the cursor among turns
+
+    def move_cursor(self, step: int) -> bool:
+        """Choose the turn before (-1) or after (1) the chosen one; False when there is none that way."""
+        turns = [i for i, e in enumerate(self.entries) if e.turn_id]
+        if self.cursor is None:
+            wanted = turns[-1] if turns and step < 0 else None
+        else:
+            rest = [i for i in turns if (i < self.cursor if step < 0 else i > self.cursor)]
+            wanted = (rest[-1] if step < 0 else rest[0]) if rest else None
+        if wanted is None:
+            return False
+        self._choose(wanted)
+        return True
+
+    def clear_cursor(self) -> None:
+        """Choose no turn."""
+        self._choose(None)
+
+    @property
+    def chosen(self) -> Entry | None:
+        """The chosen turn's entry."""
+        return self.entries[self.cursor] if self.cursor is not None and self.cursor < len(self.entries) else None
+
+    def _choose(self, index: int | None) -> None:
+        self.cursor = index
+        if index is not None:
+            top = self._bottoms[index - 1] if index else 0
+            bottom = self._bottoms[index]
+            height = self.scrollable_content_region.height
+            if top < self.scroll_y or bottom > self.scroll_y + height:
+                self.scroll_to(y=top if bottom - top >= height else max(0, bottom - height), animate=False, force=True)
+        self.refresh()
+
+    # drawing
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._styles.clear()
+        self._strips.clear()
+
+    def render_line(self, y: int) -> Strip:
+        row = round(self.scroll_y) + y
+        width = self.scrollable_content_region.width
+        index = bisect_right(self._bottoms, row)
+        if index >= len(self.entries):
+            return Strip.blank(width, self.rich_style)
+        entry = self.entries[index]
+        lines = entry.lines(self.text_width)
+        local = row - (self._bottoms[index - 1] if index else 0)
+        if local >= len(lines):
+            return Strip.blank(width, self.rich_style)
+        key = (lines[local], index == self.cursor)  # equal lines look alike wherever they stand
+        strip = self._strips.get(key)
+        if strip is None:
+            if len(self._strips) > 4000:
+                self._strips.clear()
+            strip = self._strips[key] = self._strip(*key, width)
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(row)) is not None:
+            strip = self._selected(strip, span, len(lines[local].text) + 1)
+        return strip.apply_offsets(0, row)
+
+    def _strip(self, line: Line, chosen: bool, width: int) -> Strip:
+        base = self.rich_style
+        margin = Segment("▎", base + self._style("cursor")) if chosen else Segment(" ", base)
+        segments = [margin, *self._segments(line, base)]
+        strip = Strip(segments)
+        fill = base + self._style(line.fill) if line.fill else base
+        strip = strip.extend_cell_length(min(self.text_width + 1, width), fill) if line.fill else strip
+        return strip.adjust_cell_length(width, base)
+
+    def _selected(self, strip: Strip, span: tuple[int, int], length: int) -> Strip:
+        start, stop = span[0], length if span[1] == -1 else span[1]
+        style = self.screen.get_component_rich_style("screen--selection")
+        parts = strip.divide([max(0, start), max(start, stop), strip.cell_length])
+        return Strip.join([p.apply_style(style) if i == 1 else p for i, p in enumerate(parts)])
+
+    def _segments(self, line: Line, base: Style) -> list[Segment]:
+        text, spans, fill = line
+        if fill:
+            base = base + self._style(fill)
+        if not spans:
+            return [Segment(text, base)]
+        edges = sorted({0, len(text), *(e for s in spans for e in (s.start, s.end) if e <= len(text))})
+        segments = []
+        for start, end in pairwise(edges):
+            style = base
+            for span in spans:
+                if span.start <= start and span.end >= end:
+                    style = style + self._style(span.style)
+            segments.append(Segment(text[start:end], style))
+        return segments
+
+    def _style(self, name: str) -> Style:
+        found = self._styles.get(name)
+        if found is None:
+            kind, _, rest = name.partition(":")
+            found = self.get_component_rich_style(f"transcript--{kind}", partial=True)
+            if kind == "link":
+                found = found + Style(link=rest)
+            elif kind in ("copy", "fold", "page"):
+                found = found + Style.from_meta({"mark": name})
+            self._styles[name] = found
+        return found
+
+    # mouse and selection
+
+    def on_click(self, event: events.Click) -> None:
+        mark = event.style.meta.get("mark")
+        if not mark:
+            return
+        index = bisect_right(self._bottoms, round(self.scroll_y) + event.y)
+        if index < len(self.entries):
+            self.post_message(self.Clicked(self.entries[index], mark, event.x))
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        width = self.text_width
+        text = "\n".join(f" {line.text}" for e in self.entries for line in e.lines(width))
+        return selection.extract(text), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()
+
+    # what the mouse and the keys toggle
+
+    def toggle_fold(self, entry: Entry | None) -> bool:
+        """Fold or unfold the reasoning of an answer, or a long question."""
+        if isinstance(entry, AnswerEntry | Question):
+            entry.toggle()
+            self._relayout()
+            return True
+        return False
