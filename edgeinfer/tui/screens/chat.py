@@ -60,7 +60,7 @@ class ChatScreen(Screen[None]):
         self._interrupted = 0.0
 
     def compose(self) -> ComposeResult:
-        yield Static("edgeinfer", id="header", markup=False)
+        yield Static("", id="header", markup=False)
         yield Transcript(id="transcript")
         yield Completions(id="completions")
         yield Static("", id="attachments", markup=False)
@@ -145,7 +145,7 @@ class ChatScreen(Screen[None]):
         parts, at_right = status_parts(self)
         self.status.show(parts, at_right)
         title = self.session.conversation.title
-        self.query_one("#header", Static).update(f"edgeinfer{'  ·  ' + title if title else ''}")
+        self.query_one("#header", Static).update(title)
 
     # sending
 

@@ -278,13 +278,18 @@ class Transcript(ScrollView, can_focus=True):
         found = self._styles.get(name)
         if found is None:
             kind, _, rest = name.partition(":")
-            found = self.get_component_rich_style(f"transcript--{kind}", partial=True)
+            found = self._blended(f"transcript--{kind}")
             if kind == "link":
                 found = found + Style(link=rest)
             elif kind in ("copy", "fold", "page"):
                 found = found + Style.from_meta({"mark": name})
             self._styles[name] = found
         return found
+
+    def _blended(self, name: str) -> Style:
+        """A component's style to put on any background: translucent colours are mixed with ours, which Rich cannot do."""
+        partial = self.get_component_rich_style(name, partial=True)
+        return partial + Style(color=self.get_component_rich_style(name).color) if partial.color else partial
 
     # mouse and selection
 

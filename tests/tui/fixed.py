@@ -1,0 +1,80 @@
+"""A chat whose clock, engine and model store are fixed: what the pilot tests, the snapshots and the screenshots drive."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+
+from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.store import Store
+from edgeinfer.config import ChatConfig, Config
+from edgeinfer.host import Host, Start
+from edgeinfer.runtime.events import Finished, Progress, ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.tui.app import ChatApp
+
+MODEL = "smollm2-135m-instruct"
+NOON = 1_790_000_000_000
+
+
+def end(prompt=312, cached=280, completion=96, reason="stop", ttft=23.0, decode=2261.0):
+    """A finish with fixed figures."""
+    return Finished(
+        reason=reason,
+        usage=Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion),
+        timings=Timings(ttft_ms=ttft, decode_ms=decode),
+    )
+
+
+def words(text):
+    """A script that says `text` word by word, with fixed figures at its end."""
+    return [*(w + " " for w in text.split(" ")), end()]
+
+
+class FixedHost(Host):
+    """Resumed in 84 ms; its engines are the ones given, by model; `errors` are raised instead of loading."""
+
+    def __init__(self, engine=None, start=None, errors=(), config=None):
+        super().__init__(start or Start(how="resumed", stages_ms={"ready": 84.0}), config or Config())
+        self.fake = engine or FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=2048))
+        self.errors = list(errors)
+        self.opened = []
+
+    def engine(self, model, options, progress=None):
+        self.opened.append((model, options.n_ctx))
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.fake
+
+    def worker(self, model, options, progress=None):
+        return self.engine(model, options, progress)
+
+    def warm_models(self):
+        return frozenset({MODEL})
+
+
+def fixed_clock():
+    ticks = itertools.count(NOON, 1000)
+    return lambda: next(ticks)
+
+
+def make_launch(path, host=None, **fields):
+    host = host or FixedHost()
+    clock = fields.pop("clock", None) or fixed_clock()
+    return Launch(
+        host=host,
+        model=MODEL,
+        options=LoadOptions(),
+        config=fields.pop("config", ChatConfig()),
+        open_store=lambda: Store.open(path / "conversations.db", clock),
+        **fields,
+    )
+
+
+def make_app(path, host=None, **fields):
+    return ChatApp(make_launch(path, host, **fields), driver_class=None)
+
+
+__all__ = ["MODEL", "FixedHost", "Progress", "ReasoningDelta", "TextDelta", "end", "make_app", "make_launch", "words"]
