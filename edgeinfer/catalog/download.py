@@ -16,7 +16,7 @@ import httpx2  # 75–120 ms, which is why nothing but a pull imports this modul
 import msgspec
 
 from edgeinfer.catalog.disk import need_room, room_errors, write_whole
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress import Job, Patience
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
 from edgeinfer.units import bytes_words
 
@@ -35,15 +35,6 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str] = {}
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to believe in a server. `attempts` without a new byte end it; waits double from `pause_s` up to 30 s."""
-
-    attempts: int = 6
-    pause_s: float = 1.0
-    connect_s: float = 15.0
-    silence_s: float = 30.0
-
-
 class _Partial(msgspec.Struct, frozen=True, kw_only=True):
     """What the bytes in the partial file are of. `validator` is the server's, "" when it gave none that can be trusted."""
 
@@ -60,14 +51,14 @@ class _AgainError(Exception):
         self.wait_s = wait_s
 
 
-def fetch(remote: Remote, folder: Path, job: Job, patience: Patience | None = None) -> Path:
+def fetch(remote: Remote, folder: Path, job: Job) -> Path:
     """Download `remote` into `folder` and return the partial file, complete but not verified.
 
     Raises DownloadError and its kin, ChecksumError when the server's length is not the promised one, DiskFullError,
     InterruptedByUser. Whatever was fetched stays for the next time, except when it turns out to be of another file.
     """
     part = folder / (remote.file_name + PART)
-    patience = patience or Patience()
+    patience = job.patience
     failures = 0
     with _client(patience) as client:
         while True:

@@ -41,10 +41,25 @@ class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
 OnProgress = Callable[[PullProgress], None]
 
 
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to believe in a server. `attempts` without a new byte end it; waits double from `pause_s` up to 30 s."""
+
+    attempts: int = 6
+    pause_s: float = 1.0
+    connect_s: float = 15.0
+    silence_s: float = 30.0
+
+
 class Job:
     """One pull's ears and mouth: reports progress, and raises InterruptedByUser at the next step once `cancel` is set."""
 
-    def __init__(self, on_progress: OnProgress | None = None, cancel: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        on_progress: OnProgress | None = None,
+        cancel: threading.Event | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.patience = patience or Patience()
         self._on_progress = on_progress or (lambda _: None)
         self._cancel = cancel or threading.Event()
         self._now = PullProgress(stage="resolving")

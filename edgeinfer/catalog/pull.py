@@ -22,7 +22,7 @@ from edgeinfer.catalog.fetching import Fetched, fetch
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan
-from edgeinfer.catalog.progress import Job, OnProgress
+from edgeinfer.catalog.progress import Job, OnProgress, Patience
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.config import load_config
 from edgeinfer.config import offline as offline_in
@@ -32,13 +32,14 @@ from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, Invalid
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`name` renames; `in_place` points at a local file instead of copying it; `again` fetches even what is here.
 
-    `offline` None asks the configuration and the environment.
+    `offline` None asks the configuration and the environment; `patience` is with web servers.
     """
 
     name: str | None = None
     in_place: bool = False
     again: bool = False
     offline: bool | None = None
+    patience: Patience = Patience()
 
 
 def pull(
@@ -53,7 +54,7 @@ def pull(
     every source failed, ChecksumError, InvalidGgufError, QuantizeError, DiskFullError, InterruptedByUser.
     """
     options = options or PullOptions()
-    job = Job(progress, cancel)
+    job = Job(progress, cancel, options.patience)
     todo = plan(text, load_catalog(), options.name)
     with model_lock(todo.ref):
         here = None if options.again else _already_here(todo, job)
