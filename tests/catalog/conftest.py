@@ -318,3 +318,16 @@ def start_cli() -> Iterator[Start]:
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def user_models() -> Callable[[str], None]:
+    """Write the user's models.toml."""
+
+    def write(content: str) -> None:
+        from edgeinfer.catalog.models import user_path
+
+        user_path().parent.mkdir(parents=True, exist_ok=True)
+        user_path().write_text(content)
+
+    return write
