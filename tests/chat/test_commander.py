@@ -1,0 +1,205 @@
+"""Every command against a session, with a front that only remembers what it was asked."""
+
+import json
+
+import msgspec
+import pytest
+
+from edgeinfer.chat import slash
+from edgeinfer.chat.commander import Commander, sessions_text, stats_text
+from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.store import Store
+from edgeinfer.config import ChatConfig, load_config
+from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+
+
+class Remembering:
+    """Remembers (method, arguments); consumes answers."""
+
+    def __init__(self):
+        self.asked = []
+        self.session = None
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: self.asked.append((name, *arguments, *named.values()))
+
+    def answering(self, answer):
+        for event in answer.generation:
+            answer.take(event)
+        self.asked.append(("answering", answer.done.content))
+
+    def ask_edited(self, turn):
+        self.answering(self.session.begin_answer())
+
+    @property
+    def said(self):
+        return next(a[1] for a in reversed(self.asked) if a[0] == "say")
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store.open(tmp_path / "c.db")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def front():
+    return Remembering()
+
+
+@pytest.fixture
+def commander(store, front):
+    engine = FakeEngine([["one\n```py\ncode\n```"], ["two"], ["three"]], info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=600))
+    front.session = ChatSession(lambda: store, "fake", engine)
+    config = ChatConfig(system_prompts={"pirate": "Arr."}, presets={"mine": {"top_k": 1}})
+    return Commander(front.session, front, config)
+
+
+def ask(commander, text="q"):
+    commander.session.ask(text)
+    commander.front.answering(commander.session.begin_answer())
+
+
+def test_system_prompts(commander, front):
+    commander.run("/system pirate")
+    assert commander.session.conversation.system_prompt == "Arr."
+    commander.run("/system You are kind.")
+    commander.run("/save-system kind")
+    assert load_config().chat.system_prompts == {"kind": "You are kind."}
+    commander.run("/system none")
+    assert commander.session.conversation.system_prompt == ""
+    with pytest.raises(UsageError):
+        commander.run("/save-system x")
+    commander.run("/system kind")
+    assert front.said == "System prompt: You are kind.\nSaved: pirate, kind"
+
+
+def test_sampling(commander, front):
+    commander.run("/temp 0")
+    commander.run("/set top-p 0.9")
+    commander.run("/set seed=7")
+    assert commander.session.conversation.sampling == {"temperature": 0.0, "top_p": 0.9, "seed": 7}
+    commander.run("/set top-p default")
+    assert front.said == "Sampling: temperature 0, seed 7"
+    commander.run("/preset mine")
+    assert commander.session.conversation.sampling == {"top_k": 1}
+    commander.run("/preset")
+    assert "● mine" in front.said
+    commander.run("/set")
+    assert "min-p" in front.said
+    for wrong in ("/temp hot", "/set nothing 1", "/preset loud"):
+        with pytest.raises(UsageError):
+            commander.run(wrong)
+    assert commander.session.conversation.sampling == {"top_k": 1}
+
+
+def test_models_and_context(commander, front):
+    commander.run("/model other")
+    commander.run("/model")
+    commander.run("/ctx 2048")
+    commander.run("/ctx")
+    with pytest.raises(UsageError):
+        commander.run("/ctx many")
+    assert front.asked == [("use_model", "other"), ("pick_model",), ("use_model", "fake", 2048), ("say", "Context: 600 tokens")]
+
+
+def test_answers_and_alternatives(commander, front):
+    ask(commander)
+    commander.run("/regen")
+    commander.run("/prev")
+    assert commander.session.head.content.startswith("one")
+    commander.run("/prev")
+    assert front.said == "That is the first alternative."
+    commander.run("/next")
+    assert commander.session.head.content == "two"
+    commander.run("/edit q, please")
+    assert [t.content for t in commander.session.path] == ["q, please", "three"]
+    commander.run("/edit")
+    assert front.asked[-1] == ("put_back", "q, please", commander.session.path[0].id)
+
+
+def test_copy(commander, front):
+    with pytest.raises(UsageError, match="no answer"):
+        commander.run("/copy")
+    ask(commander)
+    commander.run("/copy")
+    commander.run("/copy code")
+    commander.run("/copy code 1")
+    commander.run("/copy all")
+    copied = [a[1] for a in front.asked if a[0] == "copy"]
+    assert copied[:3] == ["one\n```py\ncode\n```", "code", "code"]
+    assert copied[3].startswith("# q\n")
+    for wrong in ("/copy code 2", "/copy cod", "/copy code x"):
+        with pytest.raises(UsageError):
+            commander.run(wrong)
+
+
+def test_conversations(commander, front, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ask(commander)
+    first = commander.session.conversation.id
+    commander.run("/save My title")
+    commander.run("/export")
+    assert (tmp_path / "my-title.md").read_text().startswith("# My title\n")
+    commander.run("/export all.json")
+    assert len(json.loads((tmp_path / "all.json").read_text())["turns"]) == 2
+    commander.run("/fork")
+    assert commander.session.conversation.id != first
+    commander.run("/delete")
+    assert commander.session.conversation.id == 0
+    commander.run("/undo")
+    assert commander.session.conversation.title == "My title (fork)"
+    commander.run(f"/open {first}")
+    assert commander.session.conversation.title == "My title"
+    commander.run("/clear")
+    assert commander.session.path == []
+    for wrong in ("/delete", "/undo", "/open x", "/export", "/fork", "/edit", "/regen", "/continue", "/next"):
+        with pytest.raises(EdgeInferError):
+            commander.run(wrong)
+    assert "My title" in sessions_text(commander.session, "title")
+    assert "No conversation" in sessions_text(commander.session, "zebra")
+
+
+def test_room(commander, front):
+    for _ in range(3):
+        ask(commander, "x" * 150)
+    commander.run("/drop")
+    assert front.asked[-1] == ("changed",)
+    assert commander.session.path[-2].cut_summary == ""
+    ask(commander, "y")
+    commander.run("/summarise")
+    assert front.asked[-1] == ("summarise", commander.session.path[-2])
+
+
+def test_the_rest_goes_to_the_front(commander, front, tmp_path):
+    (tmp_path / "a.txt").write_text("words")
+    for line in (
+        "/help",
+        "/help model",
+        "/sessions egg",
+        "/stats",
+        "/theme nord",
+        "/settings",
+        "/editor",
+        "/reasoning",
+        "/quit",
+    ):
+        commander.run(line)
+    commander.run(f'/file "{tmp_path}/a.txt"')
+    names = [a[0] for a in front.asked]
+    assert names == ["show_help", "show_help", "pick_session", "show_stats", "use_theme", "show_settings", "edit_outside",
+                     "fold_reasoning", "leave", "attach"]  # fmt: skip
+    assert front.asked[-1][1].text == "words"
+
+
+def test_stats_tell_model_start_context_and_speed(commander):
+    ask(commander)
+    text = stats_text(commander.session, "resumed in 84 ms")
+    assert "resumed in 84 ms" in text
+    assert "of 600 tokens" in text
+
+
+def test_help_lists_every_command():
+    assert all(f"/{c.name}" in slash.help_text() for c in slash.COMMANDS)

@@ -1,0 +1,145 @@
+"""The plain chat on two text streams: the same commands, no escape sequence ever."""
+
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tui"))
+
+from fixed import FixedHost, make_launch, words  # noqa: E402
+
+from edgeinfer.chat.repl import Repl  # noqa: E402
+from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError  # noqa: E402
+from edgeinfer.runtime.events import ReasoningDelta  # noqa: E402
+from edgeinfer.runtime.fake import FakeEngine  # noqa: E402
+
+
+def talk(tmp_path, *lines, engine=None, host=None, **fields):
+    out = io.StringIO()
+    host = host or FixedHost(engine or FakeEngine([words("Hello you")]))
+    repl = Repl(make_launch(tmp_path, host, **fields), io.StringIO("".join(f"{line}\n" for line in lines)), out)
+    repl.run()
+    assert "\x1b" not in out.getvalue()
+    return out.getvalue(), repl
+
+
+def test_a_question_and_its_answer(tmp_path):
+    out, repl = talk(tmp_path, "Hi there", "/quit")
+    assert "Resumed in 84 ms" in out
+    assert "> Answer: Hello you" in out
+    assert [t.content for t in repl.session.path] == ["Hi there", "Hello you "]
+
+
+def test_a_backslash_goes_on_in_the_next_line(tmp_path):
+    _, repl = talk(tmp_path, "one\\", "two")
+    assert repl.session.path[0].content == "one\ntwo"
+
+
+def test_the_model_cannot_move_the_cursor(tmp_path):
+    out, repl = talk(tmp_path, "x", engine=FakeEngine([["\x1b[2J", "\x9b31m\x07 fine"]]))
+    assert "[2J31m fine" in out
+    assert "\x9b" not in out
+    assert "\x07" not in out
+    assert repl.session.path[-1].content.startswith("\x1b")
+
+
+def test_reasoning_is_folded_until_asked_for(tmp_path):
+    engine = FakeEngine([[ReasoningDelta("deep thought"), "42"]])
+    out, _ = talk(tmp_path, "q", "/reasoning", "q", engine=engine)
+    first, _, second = out.partition("Reasoning is shown.")
+    assert "thinking" in first
+    assert "deep thought" not in first
+    assert "deep thought" in second
+
+
+def test_commands_work_and_mistakes_are_said(tmp_path):
+    out, repl = talk(tmp_path, "q", "/regen", "/prev", "/modle", "/temp 9999", "/edit anew", "/sessions", "/stats", "/help set")
+    assert "Error: there is no command /modle" in out
+    assert "Next: did you mean /model?" in out
+    assert "temperature is a number from 0 to 10" in out
+    assert repl.session.path[0].content == "anew"
+    assert "/set [OPTION VALUE]: a sampling option" in out
+
+
+def test_editing_without_text_takes_the_next_line(tmp_path):
+    _, repl = talk(tmp_path, "q", "/edit", "better q")
+    assert [t.content for t in repl.session.path] == ["better q", "Hello you "]
+
+
+def test_errors_are_said_and_the_chat_goes_on(tmp_path):
+    out, repl = talk(tmp_path, "q", "q again", engine=FakeEngine([[DecodeError("it broke")], ["fine"]]))
+    assert "Error: it broke" in out
+    assert "Next: " in out
+    assert repl.session.path[-1].content == "fine"
+
+
+def test_no_memory_is_said_and_the_next_try_loads_again(tmp_path):
+    host = FixedHost(errors=[OutOfMemoryError("needs 9 GB")])
+    out, repl = talk(tmp_path, "q", host=host)
+    assert "Error: needs 9 GB" in out
+    assert repl.session.path[-1].role == "assistant"
+
+
+def test_a_missing_model_is_offered_and_no_is_an_answer(tmp_path):
+    host = FixedHost(errors=[ModelNotPulledError("m is not here")])
+    out, _ = talk(tmp_path, "n", host=host)
+    assert "m is not here. Fetch it now? (y/n)" in out
+    assert "Error: m is not here" in out
+
+
+def test_continue_brings_the_conversation_back(tmp_path):
+    talk(tmp_path, "first question")
+    out, repl = talk(tmp_path, "second", continue_last=True)
+    assert "You: first question" in out
+    assert len(repl.session.path) == 4
+
+
+def test_files_ride_along(tmp_path):
+    (tmp_path / "n.txt").write_text("12345")
+    engine = FakeEngine()
+    out, _ = talk(tmp_path, f"/file {tmp_path}/n.txt", f"look @{tmp_path}/n.txt", engine=engine)
+    assert "Attached n.txt, 5 tokens." in out
+    assert engine.requests[0].messages[0].content.count("12345") == 2
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):
+    class Interrupting(FakeEngine):
+        def submit(self, request):
+            os.kill(os.getpid(), signal.SIGINT)  # arrives once the handler is in place, or at once
+            return super().submit(request)
+
+    before = signal.getsignal(signal.SIGINT)
+    hit = []
+    signal.signal(signal.SIGINT, lambda *_: hit.append(1))
+    try:
+        _, repl = talk(tmp_path, "q", engine=Interrupting([["a"]]))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert hit == [1]
+    assert repl.session.path[-1].content == "a"
+
+
+def test_a_full_context_offers_the_ways_out(tmp_path):
+    from edgeinfer.errors import ContextLengthError
+
+    class Small(FakeEngine):
+        def submit(self, request):
+            if sum(len(m.content) for m in request.messages) > 2200:
+                raise ContextLengthError("prompt is too long", param="messages")
+            return super().submit(request)
+
+    engine = Small([["x" * 500]])
+    out, repl = talk(tmp_path, *(["y" * 600] * 3), "/drop", engine=engine, host=None)
+    assert "/drop leaves the oldest turns out" in out
+    assert repl.session.path[-1].content == "x" * 500
+    assert [t.cut_summary for t in repl.session.path].count("") == 1
+
+
+@pytest.mark.parametrize("line", ["/settings", "/model", "/theme nord", "/copy", "/undo"])
+def test_nothing_breaks_it(tmp_path, line):
+    out, _ = talk(tmp_path, line, "/quit")
+    assert out.endswith("> ")

@@ -1,0 +1,313 @@
+"""The session around a scripted engine: turns before answers, branches, cuts, failures."""
+
+import msgspec
+import pytest
+
+from edgeinfer.chat import context, tree
+from edgeinfer.chat.session import ChatSession, title_of
+from edgeinfer.chat.store import Store
+from edgeinfer.chat.values import Attachment
+from edgeinfer.errors import (
+    ContextLengthError,
+    DecodeError,
+    EngineClosedError,
+    QueueFullError,
+    StoreError,
+    UsageError,
+)
+from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+from edgeinfer.runtime.requests import Sampling
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store.open(tmp_path / "c.db")
+    yield store
+    store.close()
+
+
+def session_with(store, *scripts, **info):
+    engine = FakeEngine(scripts, info=msgspec.structs.replace(DEFAULT_INFO, **info))
+    session = ChatSession(lambda: store, "fake", engine)
+    return session, engine
+
+
+def consume(answer):
+    for event in answer.generation:
+        answer.take(event)
+        answer.flush()
+    return answer.done
+
+
+def ask(session, text):
+    session.ask(text)
+    return consume(session.begin_answer())
+
+
+def reread(session):
+    """What another process would see."""
+    other = ChatSession(lambda: session.store)
+    other.open(session.conversation.id)
+    return other
+
+
+def test_the_question_is_stored_before_the_engine_is_asked(store):
+    session, engine = session_with(store)
+    session.ask("Why?")
+    assert engine.requests == []
+    assert [t.content for t in reread(session).path] == ["Why?"]
+    assert session.conversation.title == "Why?"
+
+
+def test_an_answer_is_stored_with_its_figures(store):
+    session, engine = session_with(store, ["Be", "cause"], system_prompt="Be brief.")
+    done = ask(session, "Why?")
+    assert (done.content, done.status) == ("Because", "complete")
+    assert done.stats.completion_tokens == 2
+    assert done.stats.n_ctx == 4096
+    assert reread(session).path == session.path
+    assert [(m.role, m.content) for m in engine.requests[0].messages] == [("system", "Be brief."), ("user", "Why?")]
+
+
+def test_flush_gives_only_what_is_stored(store):
+    session, _ = session_with(store, ["a", ReasoningDelta("hm"), "b"])
+    session.ask("x")
+    answer = session.begin_answer()
+    shown = ""
+    for event in answer.generation:
+        answer.take(event)
+        before = reread(session).path[-1].content
+        assert before == shown
+        piece = answer.flush()
+        shown += piece.text
+        assert reread(session).path[-1].content == shown
+    assert shown == "ab"
+    assert answer.done.reasoning == "hm"
+
+
+def test_stop_keeps_the_partial_answer_and_it_can_be_continued(store):
+    session, engine = session_with(store, ["one ", "two ", "three"], ["three"])
+    session.ask("count")
+    answer = session.begin_answer()
+    for event in answer.generation:
+        answer.take(event)
+        if answer.text == "one two ":
+            answer.stop()
+    assert answer.done.status in ("stopped", "complete")
+    stopped = msgspec.structs.replace(answer.done, content="one two ", status="stopped")
+    store.finish(stopped)
+    session = reread(session)
+    session.engine = engine
+    done = consume(session.continue_cut())
+    assert done.content == "one two three"
+    assert done.id == stopped.id
+    assert engine.requests[-1].continue_final
+    assert engine.requests[-1].messages[-1].content == "one two "
+    assert len(reread(session).path) == 2
+
+
+def test_a_whole_answer_is_not_continued(store):
+    session, _ = session_with(store)
+    ask(session, "x")
+    with pytest.raises(UsageError, match="not cut"):
+        session.continue_cut()
+
+
+def test_regenerate_keeps_the_alternatives_and_pages_through_them(store):
+    session, _ = session_with(store, ["first"], ["second"], ["third"])
+    ask(session, "q")
+    for _ in range(2):
+        consume(session.regenerate())
+    head = session.head
+    assert (head.content, session.alternatives(head.id)) == ("third", (3, 3))
+    assert session.page(head.id, -1)
+    assert (session.head.content, session.alternatives(session.head.id)) == ("second", (2, 3))
+    assert not session.page(session.head.id, 2)
+    assert [t.content for t in reread(session).path] == ["q", "second"]
+
+
+def test_editing_an_earlier_question_forks_and_paging_comes_back_to_the_old_branch(store):
+    session, engine = session_with(store, ["a1"], ["a2"], ["b1"])
+    ask(session, "q1")
+    ask(session, "q2")
+    first = session.path[0]
+    session.edit(first.id, "q1 anew")
+    consume(session.begin_answer())
+    assert [t.content for t in session.path] == ["q1 anew", "b1"]
+    assert [m.content for m in engine.requests[-1].messages] == ["q1 anew"]
+    session.page(session.path[0].id, -1)
+    assert [t.content for t in session.path] == ["q1", "a1", "q2", "a2"]
+    with pytest.raises(UsageError, match="only a question"):
+        session.edit(session.path[1].id, "no")
+
+
+def test_fork_copies_the_branch_into_a_conversation_of_its_own(store):
+    session, _ = session_with(store)
+    ask(session, "q")
+    old = session.conversation.id
+    session.fork()
+    assert session.conversation.id != old
+    assert [t.content for t in reread(session).path] == ["q", "Hello world"]
+    assert session.conversation.title == "q (fork)"
+    session.open(old)
+    assert len(session.path) == 2
+
+
+def test_a_refused_request_is_kept_with_its_reason_and_asking_again_takes_its_place(store):
+    session, engine = session_with(store)
+    engine.submit = lambda request: (_ for _ in ()).throw(QueueFullError("the queue is full"))
+    session.ask("q")
+    with pytest.raises(QueueFullError):
+        session.begin_answer()
+    assert not session.busy
+    assert (session.head.status, session.head.error) == ("failed", "the queue is full")
+    del engine.submit
+    assert ask(session, "q, please").content == "Hello world"
+    assert [t.content for t in session.path] == ["q, please", "Hello world"]
+    assert session.alternatives(session.path[0].id) == (2, 2)
+
+
+def test_an_error_midway_keeps_what_was_said(store):
+    session, _ = session_with(store, ["half", DecodeError("it broke")])
+    session.ask("q")
+    answer = session.begin_answer()
+    with pytest.raises(DecodeError) as caught:
+        for event in answer.generation:
+            answer.take(event)
+    answer.fail(caught.value)
+    head = reread(session).head
+    assert (head.content, head.status, head.error) == ("half", "failed", "it broke")
+
+
+def test_no_engine_yet(store):
+    session = ChatSession(lambda: store, "m")
+    session.ask("q")
+    with pytest.raises(EngineClosedError):
+        session.begin_answer()
+    assert session.head.role == "user"
+
+
+def test_only_one_answer_at_a_time(store):
+    session, _ = session_with(store)
+    session.ask("q")
+    answer = session.begin_answer()
+    with pytest.raises(UsageError):
+        session.ask("another")
+    with pytest.raises(UsageError):
+        session.regenerate()
+    consume(answer)
+    session.ask("another")
+
+
+def test_leaving_a_conversation_keeps_what_was_said_there(store):
+    session, _ = session_with(store, ["some words"])
+    session.ask("q")
+    answer = session.begin_answer()
+    first = session.conversation.id
+    session.new()
+    assert answer.done.status == "stopped"
+    assert session.path == []
+    session.open(first)
+    assert [t.status for t in session.path] == ["complete", "stopped"]
+
+
+def test_a_store_that_fails_midway_does_not_stop_the_answer(store):
+    session, _ = session_with(store, ["a", "b"])
+    session.ask("q")
+    answer = session.begin_answer()
+    store.db.execute("PRAGMA query_only = ON")
+    done = consume(answer)
+    store.db.execute("PRAGMA query_only = OFF")
+    assert done.content == "ab"
+    assert isinstance(answer.store_error, StoreError)
+
+
+def test_settings_ride_with_the_request_and_are_stored(store):
+    session, engine = session_with(store, sampling=Sampling(temperature=0.5, top_k=7))
+    session.set(system_prompt="Pirate.", sampling={"temperature": 0.0, "max_tokens": 1})
+    done = ask(session, "q")
+    request = engine.requests[0]
+    assert request.messages[0].content == "Pirate."
+    assert (request.sampling.temperature, request.sampling.top_k, request.max_tokens) == (0.0, 7, 1)
+    assert done.status == "length"
+    assert reread(session).conversation.sampling == {"temperature": 0.0, "max_tokens": 1}
+
+
+def test_attachments_come_before_the_words_and_are_kept(store):
+    session, engine = session_with(store)
+    session.ask("Explain.", [Attachment(name="a.py", text="x = '```'\n")])
+    consume(session.begin_answer())
+    content = engine.requests[0].messages[0].content
+    assert content == "File `a.py`:\n````\nx = '```'\n````\n\nExplain."
+    assert reread(session).path[0].attachments[0].name == "a.py"
+
+
+def test_nothing_is_not_sent(store):
+    session, _ = session_with(store)
+    with pytest.raises(UsageError, match="nothing to send"):
+        session.ask("  \n ")
+    assert session.conversation.id == 0
+
+
+class TestContext:
+    def long(self, store, **info):
+        session, engine = session_with(store, ["x" * 300], n_ctx=1000, **info)
+        for n in range(4):
+            ask(session, f"question {n}")
+        return session, engine
+
+    def test_a_cut_leaves_the_oldest_out_and_keeps_them_in_the_conversation(self, store):
+        session, engine = self.long(store)
+        kept = context.first_kept(session, engine)
+        assert kept.content == "question 3"
+        session.cut(kept.id, "")
+        assert len(session.path) == 8
+        assert [m.content for m in session.messages(session.path)][0] == "question 3"
+        assert reread(session).path == session.path
+
+    def test_a_summary_stands_for_what_was_cut(self, store):
+        session, engine = self.long(store, system_prompt="Be kind.")
+        kept = context.first_kept(session, engine)
+        request = context.summary_request(session, engine, kept)
+        assert "question 2" in request.messages[1].content
+        assert len(request.messages[1].content) <= 600
+        session.cut(kept.id, "They talked.")
+        system = session.messages(session.path)[0].content
+        assert system == "Be kind.\n\nSummary of the conversation so far:\nThey talked."
+        again = context.summary_request(session, engine, session.path[-2])
+        assert "Summary of what was before: They talked." in again.messages[1].content
+
+    def test_one_question_alone_cannot_be_cut(self, store):
+        session, engine = session_with(store)
+        ask(session, "q")
+        with pytest.raises(UsageError):
+            context.first_kept(session, engine)
+
+    def test_a_question_longer_than_the_context(self, store):
+        session, engine = self.long(store)
+        session.ask("y" * 2000)
+        with pytest.raises(ContextLengthError):
+            context.first_kept(session, engine)
+
+    def test_taking_the_cut_back(self, store):
+        session, _ = self.long(store)
+        last = session.path[-2]
+        session.cut(last.id, "s")
+        session.cut(last.id, None)
+        assert tree.sent(session.path) == ("", session.path)
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("Why?", "Why?"),
+        ("  first line \nsecond", "first line"),
+        ("a " * 50, "a " * 29 + "a…"),
+        ("x" * 200, "x" * 60),
+        ("", ""),
+    ],
+)
+def test_titles(text, title):
+    assert title_of(text)[: len(title)] == title
+    assert len(title_of(text)) <= 61

@@ -1,0 +1,267 @@
+"""The store: what is committed, what a killed process leaves, what a search finds."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+
+import msgspec
+import pytest
+
+from edgeinfer.chat import library, migrate
+from edgeinfer.chat.store import STALE_MS, UNDO_MS, Store
+from edgeinfer.chat.values import Attachment, Conversation, Stats, Turn
+from edgeinfer.errors import StoreError
+
+
+@pytest.fixture
+def clock():
+    class Clock:
+        now = 1_000_000_000
+
+        def __call__(self):
+            self.now += 1
+            return self.now
+
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path, clock):
+    store = Store.open(tmp_path / "c.db", clock)
+    yield store
+    store.close()
+
+
+def talk(store, *texts, title="A title"):
+    """A conversation of alternating turns; its id."""
+    conversation = store.create(Conversation(title=title, model="m"))
+    parent = None
+    for index, text in enumerate(texts):
+        role = "assistant" if index % 2 else "user"
+        parent = store.add(Turn(conversation_id=conversation.id, parent_id=parent, role=role, content=text)).id
+    return conversation.id
+
+
+def test_a_turn_comes_back_as_it_was(store):
+    conversation = store.create(Conversation(title="t", model="m", system_prompt="s", sampling={"top_k": 3}, draft="d"))
+    turn = Turn(
+        conversation_id=conversation.id,
+        content="Grüße\n\x1b[0m",
+        reasoning="hm",
+        attachments=(Attachment(name="a.txt", text="x", tokens=1),),
+        stats=Stats(prompt_tokens=3, ttft_ms=1.5),
+        cut_summary="",
+    )
+    stored = store.add(turn)
+    assert store.turns(conversation.id) == {stored.id: stored}
+    assert msgspec.structs.replace(stored, id=0, created_ms=0) == turn
+    read = store.conversation(conversation.id)
+    assert (read.title, read.system_prompt, read.sampling, read.draft, read.head_id) == ("t", "s", {"top_k": 3}, "d", stored.id)
+
+
+def test_the_file_belongs_to_its_user_alone(store, tmp_path):
+    assert os.stat(tmp_path / "c.db").st_mode & 0o777 == 0o600
+
+
+def test_what_is_journaled_is_read_back_though_the_process_died(store):
+    conversation = talk(store, "q")
+    parent = store.conversation(conversation).head_id
+    answer = store.add(Turn(conversation_id=conversation, parent_id=parent, role="assistant", status="streaming"))
+    store.append(answer.id, "Hel", "thin")
+    store.append(answer.id, "lo", "king")
+    read = store.turns(conversation)[answer.id]
+    assert (read.content, read.reasoning, read.status) == ("Hello", "thinking", "interrupted")
+
+
+def test_kill_9_loses_nothing_that_append_returned_for(tmp_path):
+    script = textwrap.dedent("""
+        import sys
+        from pathlib import Path
+        from edgeinfer.chat.store import Store
+        from edgeinfer.chat.values import Conversation, Turn
+        store = Store.open(Path(sys.argv[1]))
+        c = store.create(Conversation(title="t"))
+        q = store.add(Turn(conversation_id=c.id, content="q"))
+        a = store.add(Turn(conversation_id=c.id, parent_id=q.id, role="assistant", status="streaming"))
+        for n in range(10_000):
+            store.append(a.id, f"{n} ")
+            print(n, flush=True)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", script, tmp_path / "c.db"], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if int(line) >= 200:
+            break
+    process.kill()
+    seen = [int(line) for line in process.stdout.read().split()]
+    process.stdout.close()
+    process.wait()
+    shown = max([200, *seen])
+    store = Store.open(tmp_path / "c.db")
+    (turn,) = (t for t in store.turns(1).values() if t.role == "assistant")
+    words = turn.content.split()
+    assert words == [str(n) for n in range(len(words))]
+    assert len(words) > shown
+    store.close()
+
+
+def test_finish_folds_the_journal_and_indexes_the_text(store):
+    conversation = talk(store, "q")
+    answer = store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
+    store.append(answer.id, "zebra")
+    assert library.search(store, "zebra") == []
+    store.finish(msgspec.structs.replace(answer, content="zebra stripes", status="complete"))
+    assert store.turns(conversation)[answer.id].content == "zebra stripes"
+    assert [s.id for s in library.search(store, "zebra")] == [conversation]
+    assert store.db.execute("SELECT count(*) FROM journal").fetchone() == (0,)
+
+
+def test_reopen_unindexes_until_it_ends_again(store):
+    conversation = talk(store, "q", "first part")
+    head = store.conversation(conversation).head_id
+    store.reopen(head)
+    store.append(head, " and second")
+    assert library.search(store, "part") == []
+    turn = store.turns(conversation)[head]
+    assert turn.content == "first part and second"
+    store.finish(msgspec.structs.replace(turn, status="complete"))
+    assert len(library.search(store, "second")) == 1
+    store.db.execute("INSERT INTO turn_search(turn_search) VALUES ('integrity-check')")
+
+
+def test_settle_folds_what_dead_processes_left_and_leaves_the_living(store, clock):
+    conversation = talk(store, "q")
+    dead = store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
+    store.append(dead.id, "said before it died")
+    clock.now += STALE_MS + 10
+    alive = store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
+    store.append(alive.id, "still at it")
+    assert store.settle() == 1
+    rows = dict(store.db.execute("SELECT id, status FROM turn WHERE role = 'assistant'").fetchall())
+    assert rows == {dead.id: "interrupted", alive.id: "streaming"}
+    assert len(library.search(store, "died")) == 1
+    store.append(alive.id, ", yes")
+    assert store.turns(conversation)[alive.id].content == "still at it, yes"
+
+
+def test_delete_hides_undelete_brings_back_and_a_day_later_it_is_gone(store, clock):
+    conversation = talk(store, "secret words", "yes")
+    store.delete(conversation)
+    assert library.listing(store) == []
+    assert library.search(store, "secret") == []
+    with pytest.raises(StoreError):
+        store.conversation(conversation)
+    store.undelete(conversation)
+    assert [s.id for s in library.listing(store)] == [conversation]
+    store.delete(conversation)
+    clock.now += UNDO_MS + 10
+    store.settle()
+    with pytest.raises(StoreError):
+        store.undelete(conversation)
+    store.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with open(store.name, "rb") as file:
+        assert b"secret words" not in file.read()
+    store.db.execute("INSERT INTO turn_search(turn_search) VALUES ('integrity-check')")
+
+
+def test_search_finds_words_prefixes_accents_and_titles(store):
+    one = talk(store, "How do I cook a soufflé?", "Whip the egg whites until stiff.", title="Cooking")
+    two = talk(store, "What is a monad?", "A monoid in the category of endofunctors.", title="Category theory")
+    assert [s.id for s in library.search(store, "souffle")] == [one]
+    assert [s.id for s in library.search(store, "endofun")] == [two]
+    assert [s.id for s in library.search(store, "egg whites")] == [one]
+    assert [s.id for s in library.search(store, "categ")] == [two]
+    assert library.search(store, "egg monad") == []
+    assert library.search(store, '"; DROP TABLE turn; --') == []
+    assert len(library.search(store, '"')) == 2
+    snippet = library.search(store, "whites")[0].snippet
+    assert f"{library.MARK}whites{library.UNMARK}" in snippet
+
+
+def test_rename_moves_the_title_in_the_index(store):
+    conversation = talk(store, "x", title="Before")
+    store.update(conversation, title="After")
+    assert library.search(store, "before") == []
+    assert [s.title for s in library.search(store, "after")] == ["After"]
+
+
+def test_list_is_newest_first_and_leaves_out_the_empty(store):
+    one, two = talk(store, "a"), talk(store, "b")
+    store.create(Conversation(title="empty"))
+    assert [s.id for s in library.listing(store)] == [two, one]
+    store.update(one, head_id=1)
+    assert library.last(store) == one
+    assert [s.turns for s in library.listing(store)] == [1, 1]
+
+
+def test_typed_is_newest_first_without_repeats(store):
+    talk(store, "a", "x", "b", "y", "a")
+    assert library.typed(store) == ["a", "b"]
+
+
+def test_two_processes_may_write(store, tmp_path, clock):
+    other = Store.open(tmp_path / "c.db", clock)
+    conversation = talk(store, "from one")
+    other.add(Turn(conversation_id=conversation, content="from the other"))
+    assert [t.content for t in store.turns(conversation).values()] == ["from one", "from the other"]
+    other.close()
+
+
+def test_a_locked_store_says_so(store, tmp_path):
+    holder = sqlite3.connect(tmp_path / "c.db", isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    store.db.execute("PRAGMA busy_timeout = 1")
+    with pytest.raises(StoreError, match="locked") as caught:
+        talk(store, "x")
+    assert "another edgeinfer" in caught.value.hint
+    holder.close()
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / "c.db").write_bytes(b"not a database at all, just some text" * 100)
+    with pytest.raises(StoreError):
+        Store.open(tmp_path / "c.db")
+
+
+def test_a_newer_schema_is_refused(tmp_path, store):
+    store.db.execute("PRAGMA user_version = 99")
+    with pytest.raises(StoreError, match="newer edgeinfer"):
+        Store.open(tmp_path / "c.db")
+
+
+def test_every_migration_step_leads_to_the_same_schema(tmp_path):
+    scripts = migrate.available()
+    whole = sqlite3.connect(":memory:", isolation_level=None)
+    migrate.migrate(whole, "whole")
+    stepped = sqlite3.connect(":memory:", isolation_level=None)
+    for count in range(1, len(scripts) + 1):
+        assert migrate.migrate(stepped, "stepped", scripts[:count]) == count
+        stepped.execute("INSERT INTO conversation (created_ms, updated_ms) VALUES (1, 1)")
+        stepped.execute("INSERT INTO turn (conversation_id, role, content, status, created_ms) VALUES (1,'user','w',"
+                        "'complete',1)")  # fmt: skip
+    schema = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
+    assert stepped.execute(schema).fetchall() == whole.execute(schema).fetchall()
+    found = stepped.execute("SELECT count(*) FROM turn_search WHERE turn_search MATCH 'w'").fetchone()[0]
+    assert found == len(scripts)
+    whole.close()
+    stepped.close()
+
+
+def test_a_migration_that_fails_changes_nothing(tmp_path):
+    good = migrate.available()[0]
+    bad = tmp_path / "0002_bad.sql"
+    bad.write_text("CREATE TABLE extra (x);\nCREATE TABLE extra (x);\n")
+    db = sqlite3.connect(tmp_path / "c.db", isolation_level=None)
+    with pytest.raises(sqlite3.OperationalError):
+        migrate.migrate(db, "c", [good, bad])
+    assert db.execute("PRAGMA user_version").fetchone() == (0,)
+    assert db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+    db.close()
+
+
+def test_a_missing_migration_is_noticed(tmp_path):
+    (tmp_path / "0001_a.sql").write_text("")
+    (tmp_path / "0003_c.sql").write_text("")
+    with pytest.raises(StoreError, match="incomplete"):
+        migrate.available(tmp_path)

@@ -1,0 +1,202 @@
+"""What is typed: commands, completions, `@paths`, options; and what is written out: exports, settings."""
+
+import json
+
+import pytest
+
+from edgeinfer.chat import attachments, export, presets, settings, slash
+from edgeinfer.chat.code import code_blocks
+from edgeinfer.chat.complete import complete
+from edgeinfer.chat.values import Attachment, Conversation, Turn
+from edgeinfer.config import load_config
+from edgeinfer.errors import ConfigError, StoreError, UsageError
+
+
+class TestSlash:
+    @pytest.mark.parametrize("line", ["/help", "/model x", "/q", "/temp 0.5", "/x"])
+    def test_is_a_command(self, line):
+        assert slash.is_command(line)
+
+    @pytest.mark.parametrize("line", ["", "/", "/ x", "//", "/usr/bin", "/etc/hosts is wrong", "hello /help", "/a\nb"])
+    def test_is_text(self, line):
+        assert not slash.is_command(line)
+
+    def test_parse(self):
+        assert slash.parse("/Model  smollm2 ") == slash.Typed("model", "smollm2")
+        assert slash.parse("/regenerate").name == "regen"
+        assert slash.parse("/?").name == "help"
+
+    @pytest.mark.parametrize(
+        ("line", "hint"), [("/modle x", "/model"), ("/fork now", "/fork"), ("/file", "PATH"), ("/zzz", "/help")]
+    )
+    def test_mistakes_name_the_way_out(self, line, hint):
+        with pytest.raises(UsageError) as caught:
+            slash.parse(line)
+        assert hint in caught.value.hint
+
+    def test_names_are_unique_and_every_one_has_a_handler(self):
+        from edgeinfer.chat.commander import Commander
+
+        names = [n for c in slash.COMMANDS for n in (c.name, *c.aliases)]
+        assert len(names) == len(set(names)) == len(slash.BY_NAME)
+        assert all(hasattr(Commander, f"_{c.name.replace('-', '_')}") for c in slash.COMMANDS)
+
+
+class TestComplete:
+    def labels(self, before, names=None, cwd=None):
+        return [c.label for c in complete(before, names or {}, cwd)]
+
+    def test_commands_by_name_alias_and_middle(self):
+        assert len(complete("/", {})) == len(slash.COMMANDS)
+        assert self.labels("/mo") == ["/model [NAME]"]
+        assert self.labels("/clea") == ["/new"]
+        assert self.labels("/retr") == ["/regen"]
+        assert "/save-system NAME" in self.labels("/sys")
+        assert self.labels("/nothing") == []
+
+    def test_a_complete_command_that_takes_nothing_offers_nothing(self):
+        assert complete("/fork", {}) == []
+
+    def test_arguments(self):
+        names = {"model": lambda: [("smollm2", "135M"), ("qwen3", "8B")]}
+        (found,) = complete("/model sm", names)
+        assert (found.text, found.length, found.summary, found.whole) == ("smollm2", 2, "135M", True)
+        assert complete("/model smollm2", names) == []
+        assert self.labels("/set temp") == ["temperature "]
+        assert self.labels("/copy ") == ["code", "all"]
+
+    def test_paths(self, tmp_path):
+        (tmp_path / "notes.txt").write_text("x")
+        (tmp_path / "nodes").mkdir()
+        (tmp_path / ".hidden").write_text("x")
+        assert self.labels("look at @no", cwd=tmp_path) == ["nodes/", "notes.txt"]
+        assert self.labels("@.h", cwd=tmp_path) == [".hidden"]
+        assert self.labels("/file not", cwd=tmp_path) == ["notes.txt"]
+        assert self.labels("me@no", cwd=tmp_path) == []
+        assert self.labels(f"@{tmp_path}/no") == [f"{tmp_path}/nodes/", f"{tmp_path}/notes.txt"]
+        assert self.labels("@missing/x", cwd=tmp_path) == []
+
+
+class TestAttachments:
+    def test_mentions_are_the_files_that_are_there(self, tmp_path):
+        (tmp_path / "a.txt").write_text("x")
+        (tmp_path / "b c.txt").write_text("x")
+        text = 'see @a.txt and @"b c.txt", @a.txt again, not me@a.txt nor @home'
+        assert attachments.mentioned(text, tmp_path) == [tmp_path / "a.txt", tmp_path / "b c.txt"]
+
+    def test_text_is_read_whatever_its_mark(self, tmp_path):
+        (tmp_path / "a").write_bytes(b"\xef\xbb\xbfGr\xc3\xbc\xc3\x9fe")
+        assert attachments.read(tmp_path / "a") == Attachment(name="a", text="Grüße")
+
+    @pytest.mark.parametrize(("data", "word"), [(b"\xff\xfe", "UTF-8"), (b"a\0b", "binary")])
+    def test_what_is_no_text_is_refused(self, tmp_path, data, word):
+        (tmp_path / "a").write_bytes(data)
+        with pytest.raises(UsageError, match=word):
+            attachments.read(tmp_path / "a")
+
+    def test_what_is_too_large_or_missing_is_refused(self, tmp_path):
+        with open(tmp_path / "big", "wb") as file:
+            file.truncate(attachments.MAX_BYTES + 1)
+        with pytest.raises(UsageError, match="larger"):
+            attachments.read(tmp_path / "big")
+        with pytest.raises(UsageError, match="No such file"):
+            attachments.read(tmp_path / "missing")
+
+
+class TestPresets:
+    def test_options_are_understood_however_they_are_spelt(self):
+        assert presets.option("top-p") == presets.option("TOP_P") == "top_p"
+        assert presets.option("temp") == "temperature"
+        with pytest.raises(UsageError) as caught:
+            presets.option("tempreature")
+        assert "temperature" in caught.value.hint
+
+    @pytest.mark.parametrize(
+        ("name", "text"), [("top_p", "1.5"), ("top_k", "2.5"), ("seed", "-1"), ("min_p", "nan"), ("mirostat", "x")]
+    )
+    def test_values_have_ranges(self, name, text):
+        with pytest.raises(UsageError):
+            presets.value(name, text)
+
+    def test_default_takes_an_option_back(self):
+        assert presets.value("top_p", "default") is None
+        assert presets.changed({"top_p": 0.5, "seed": 1}, "top_p", None) == {"seed": 1}
+
+    def test_every_preset_is_within_range_and_known_again(self):
+        for name, values in presets.PRESETS.items():
+            assert all(presets.value(k, str(v)) == v for k, v in values.items())
+            assert presets.matching(values, presets.PRESETS) == name
+
+
+CONVERSATION = Conversation(id=1, title="Sorting: a/b", model="m", system_prompt="Be brief.", created_ms=0)
+TURNS = [
+    Turn(id=1, content="How?", attachments=(Attachment(name="a.py", text="```x```"),)),
+    Turn(id=2, parent_id=1, role="assistant", model="m", content="So.", reasoning="Hm.", status="stopped"),
+]
+
+
+class TestExport:
+    def test_markdown(self):
+        text = export.to_markdown(CONVERSATION, TURNS)
+        assert text.startswith("# Sorting: a/b\n")
+        assert "## System\n\nBe brief." in text
+        assert "## You\n\nHow?\n\n````py\n```x```\n````" in text
+        assert "<summary>Reasoning</summary>\n\nHm." in text
+        assert "## m\n" in text
+        assert text.endswith("*(stopped)*\n")
+
+    def test_json_holds_everything(self):
+        body = json.loads(export.to_json(CONVERSATION, TURNS))
+        assert body["schema"] == "edgeinfer-conversation/1"
+        assert body["conversation"]["system_prompt"] == "Be brief."
+        assert [t["parent_id"] for t in body["turns"]] == [None, 1]
+
+    def test_nothing_is_overwritten(self, tmp_path):
+        path = export.write(tmp_path / "x.md", "one")
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(StoreError, match="there already"):
+            export.write(tmp_path / "x.md", "two")
+        assert path.read_text() == "one"
+        with pytest.raises(StoreError, match="No such file"):
+            export.write(tmp_path / "no" / "x.md", "two")
+
+    def test_file_names_are_safe(self):
+        assert export.file_name(CONVERSATION, ".md") == "sorting-a-b.md"
+        assert export.file_name(Conversation(title="../../etc"), ".md") == "etc.md"
+        assert export.file_name(Conversation(title="Grüße 你好"), ".md") == "grüße-你好.md"
+        assert export.file_name(Conversation(), ".json") == "conversation.json"
+
+
+class TestSettings:
+    def test_comments_and_order_survive(self, tmp_path):
+        file = tmp_path / "config.toml"
+        file.write_text('# mine\ndefault-model = "x"  # yes\n\n[chat]\ntheme = "nord"\n')
+        settings.save(("chat", "theme"), "dracula", file)
+        settings.save(("chat", "keys", "stop"), "ctrl+x", file)
+        settings.save(("chat", "system-prompts", "pirate"), "Arr.\nYou.", file)
+        text = file.read_text()
+        assert text.startswith('# mine\ndefault-model = "x"  # yes\n')
+        config = load_config(file)
+        assert (config.chat.theme, config.chat.keys) == ("dracula", {"stop": "ctrl+x"})
+        assert config.chat.system_prompts == {"pirate": "Arr.\nYou."}
+
+    def test_a_file_that_would_not_load_is_not_written(self, tmp_path):
+        file = tmp_path / "new" / "config.toml"
+        with pytest.raises(ConfigError):
+            settings.save(("chat", "theme"), 3, file)
+        assert not file.exists()
+        assert list(file.parent.iterdir()) == []
+
+    def test_a_broken_file_is_left_alone(self, tmp_path):
+        file = tmp_path / "config.toml"
+        file.write_text("[chat\n")
+        with pytest.raises(ConfigError):
+            settings.save(("chat", "theme"), "nord", file)
+        assert file.read_text() == "[chat\n"
+
+
+def test_code_blocks_at_any_depth():
+    blocks = code_blocks("```python\na\n```\n- x\n\n  ```\n  b\n  ```\n\n    indented\n\n```sh title\nc")
+    assert [(b.language, b.text) for b in blocks][0] == ("python", "a")
+    assert ("sh", "c") in [(b.language, b.text) for b in blocks]
+    assert len(blocks) >= 3
