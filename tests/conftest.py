@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-#: Where `make setup` leaves the two real models. EDGEINFER_TEST_MODELS names another folder.
-TEST_MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models")
-SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GEMMA3 = "gemma-3-270m-q4_k_m.gguf"
+#: Where `make test` pulls the two real models to. EDGEINFER_TEST_MODELS names another folder.
+_CACHE = os.environ.get("EDGEINFER_BUILD_CACHE") or (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer-build"
+)
+TEST_MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path(_CACHE) / "test-home/data/models")
+SMOLLM2 = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA3 = "gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 _OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SOCKET", "LISTEN_")
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     for name in list(os.environ):
         if name.startswith(_OURS) and name != "EDGEINFER_TEST_MODELS":
             monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("EDGEINFER_HOME", str(home / "edgeinfer"))
-    yield
 
 
 def _real(name: str) -> Path:
     path = TEST_MODELS / name
-    assert path.is_file(), f"{path} is missing: run `make setup`"
+    assert path.is_file(), f"{path} is missing: run `tools/setup.sh test`"
     return path
 
 

@@ -84,7 +84,10 @@ criu_works() {  # a version the design needs, and able to run here
 }
 
 test_models() {
-  EDGEINFER_HOME=$cache/test-home .venv/bin/python -m edgeinfer.launcher pull smollm2-135m-instruct gemma-3-270m >&2
+  for model in smollm2-135m-instruct gemma-3-270m; do
+    [ -f "$cache/test-home/data/models/$model/model.json" ] && continue
+    EDGEINFER_HOME=$cache/test-home .venv/bin/python -c 'import sys; from edgeinfer import cli; sys.exit(cli.main())' pull $model >&2
+  done
 }
 
 exec 9>"${TMPDIR:-/tmp}/edgeinfer-setup-$(id -u).lock"; flock 9 2>/dev/null || true
