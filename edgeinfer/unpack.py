@@ -202,7 +202,7 @@ def remove_unused(keep: Path | None = None) -> list[Path]:
     """Remove versions that no process runs from and whose shipped file is gone or carries another. Hold the lock."""
     removed = []
     for folder in versions():
-        if folder != keep and not _wanted(folder) and not in_use(folder):
+        if folder != keep and not _wanted(folder) and not users(folder):
             remove_version(folder)
             removed.append(folder)
     return removed
@@ -217,16 +217,17 @@ def _wanted(folder: Path) -> bool:
         return False
 
 
-def in_use(folder: Path) -> bool:
-    """Whether a process of this user has a file of `folder` mapped. Processes of others cannot: the folder is private."""
+def users(folder: Path) -> list[int]:
+    """Other processes that have a file of `folder` mapped. Only this user's can: the folder is private."""
     needle = os.fsencode(folder) + b"/"
+    found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         if int(pid) == os.getpid():
             continue
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
             if needle in maps.read():
-                return True
-    return False
+                found.append(int(pid))
+    return found
 
 
 def remove_version(folder: Path) -> None:

@@ -1,0 +1,240 @@
+"""What is inside the shipped file: every component with its licence, its texts, and a CycloneDX list of all of them.
+
+Components are found, not listed by hand: the Python distributions whose files PyInstaller collected, the Debian packages
+whose libraries it copied, CRIU's packages, and the three that have no package of their own here (CPython comes with Debian's).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from edgeinfer import __version__
+
+HERE = Path(__file__).parent
+#: What the classifiers and short fields of distributions without an SPDX expression mean.
+SPDX = {
+    "mit": "MIT", "mit license": "MIT", "apache": "Apache-2.0", "apache 2.0": "Apache-2.0", "apache-2.0": "Apache-2.0",
+    "apache software license": "Apache-2.0", "bsd": "BSD-3-Clause", "bsd license": "BSD-3-Clause", "isc": "ISC",
+    "3-clause bsd license": "BSD-3-Clause", "mpl-2.0": "MPL-2.0", "isc license (iscl)": "ISC", "psf": "PSF-2.0",
+    "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0", "bsd-3-clause": "BSD-3-Clause", "apache license 2.0": "Apache-2.0",
+    "python software foundation license": "PSF-2.0", "apache license, version 2.0": "Apache-2.0",
+}  # fmt: skip
+
+
+#: Debian's copyright files of these are not in the machine-readable form.
+KNOWN = {
+    "libpython3.11": "PSF-2.0", "libpython3.11-minimal": "PSF-2.0", "libpython3.11-stdlib": "PSF-2.0",
+    "libgcc-s1": "GPL-3.0-or-later WITH GCC-exception-3.1", "libgomp1": "GPL-3.0-or-later WITH GCC-exception-3.1",
+    "libstdc++6": "GPL-3.0-or-later WITH GCC-exception-3.1", "libnl-3-200": "LGPL-2.1-only", "libtasn1-6": "LGPL-2.1-or-later",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, order=True)
+class Component:
+    """One thing somebody else made. `texts` are paths in the application's folder; `kind` is a purl type."""
+
+    name: str
+    version: str
+    kind: str
+    licence: str
+    texts: tuple[str, ...] = ()
+    source: str = ""
+    sha256: str = field(default="", compare=False)
+
+    @property
+    def purl(self) -> str:
+        place = {"deb": f"deb/debian/{self.name}@{self.version}", "pypi": f"pypi/{self.name.lower()}@{self.version}"}
+        return "pkg:" + place.get(self.kind, f"generic/{self.name}@{self.version}").replace("+", "%2B")
+
+
+def write(tree: Path, work: Path, bom: Path) -> list[Component]:
+    """Write `tree/share/licences`, `tree/share/licences.json` and the CycloneDX file `bom` (also into the tree)."""
+    texts = tree / "share/licences"
+    collected = _collected(work)
+    components = [
+        *_distributions(collected, texts),
+        *_debian(collected, texts),
+        *_criu(tree, texts),
+        _fixed("llama.cpp", _llama_commit(), "MIT", texts, HERE / "licences/llama.cpp.txt"),
+        _bootloader(texts),
+    ]
+    components.sort()
+    document = [asdict(c) for c in components]
+    (tree / "share/licences.json").write_text(json.dumps(document, indent=1) + "\n")
+    shutil.copy(HERE.parent / "LICENSE", tree / "share/LICENSE")
+    bom.write_text(json.dumps(_cyclonedx(components), indent=1) + "\n")
+    shutil.copy(bom, tree / "share/edgeinfer.cdx.json")
+    return components
+
+
+def _collected(work: Path) -> set[Path]:
+    """The files PyInstaller took, from its own lists. The first of each kind is the application's, the second the start's."""
+    found: set[Path] = set()
+    for name in ("PYZ-00.toc", "PYZ-01.toc", "COLLECT-00.toc", "PKG-01.toc"):
+        for entry in _entries(ast.literal_eval((work / name).read_text())):
+            found.add(Path(entry[1]))
+    return found
+
+
+def _entries(value: Any) -> list[tuple[str, str, str]]:
+    """Every `(name, path, type)` in PyInstaller's nested lists."""
+    if isinstance(value, tuple) and len(value) == 3 and all(isinstance(v, str) for v in value):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [entry for part in value for entry in _entries(part)]
+    return []
+
+
+def _distributions(collected: set[Path], texts: Path) -> list[Component]:
+    wanted = {str(p.resolve()) for p in collected if "site-packages" in p.parts}
+    found = []
+    for dist in importlib.metadata.distributions():
+        name = dist.metadata["Name"]
+        files = [Path(str(dist.locate_file(f))) for f in dist.files or []]
+        code = [f for f in files if not any(part.endswith(".dist-info") for part in f.parts)]
+        if name in ("edgeinfer", "pyinstaller") or not any(str(f.resolve()) in wanted for f in code):
+            continue
+        legal = [f for f in files if re.search(r"(?i)(licen[cs]e|copying|notice|authors)", f.name) and f.is_file()]
+        copied = _copy(texts / name, [f for f in legal if f.suffix not in (".py", ".pyc", ".so")])
+        found.append(Component(name, dist.version, "pypi", _licence(dist), copied, f"https://pypi.org/project/{name}/"))
+    return found
+
+
+def _licence(dist: importlib.metadata.Distribution) -> str:
+    meta = dist.metadata
+    for value in (meta.get("License-Expression"), meta.get("License")):
+        if value and len(value) < 60 and value != "UNKNOWN":
+            return SPDX.get(value.lower().strip(), value)
+    classifiers = [c.rpartition("::")[2].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License")]
+    return " OR ".join(SPDX.get(c.lower(), c) for c in classifiers) or "see its text"
+
+
+def _debian(collected: set[Path], texts: Path) -> list[Component]:
+    """Packages of the libraries and modules that came from the system."""
+    files = sorted(str(p) for p in collected if str(p).startswith(("/lib/", "/usr/lib/")))
+    packages = {p for f in files if (p := _owner(f))}
+    found = []
+    for package in sorted(packages):
+        fields = "${Version}\\t${source:Package}\\t${source:Version}"
+        version, source, source_version = _run("dpkg-query", "-W", "-f", fields, package).split("\t")
+        name = package.partition(":")[0]
+        text = Path("/usr/share/doc") / name / "copyright"
+        copied = _copy(texts / f"debian-{name}", [text] if text.is_file() else [])
+        url = f"https://snapshot.debian.org/package/{source}/{source_version}/"
+        found.append(Component(name, version, "deb", KNOWN.get(name) or _debian_licence(text), copied, url))
+    return found
+
+
+@functools.cache
+def _owner(file: str) -> str:
+    """The package of a file, whichever of /lib and /usr/lib it was installed as."""
+    real = os.path.realpath(file)
+    for path in (file, real, real.removeprefix("/usr")):
+        out = subprocess.run(["dpkg-query", "-S", path], capture_output=True, text=True, check=False).stdout
+        if out:
+            return out.partition(": ")[0].split(",")[0]
+    return ""
+
+
+def _debian_licence(text: Path) -> str:
+    """The short names in a machine-readable copyright file, the commonest first."""
+    if not text.is_file():
+        return "see its text"
+    names = re.findall(r"^License: *([^\n]+)", text.read_text("utf-8", "replace"), re.MULTILINE)
+    ranked = sorted(set(names), key=lambda n: (-names.count(n), n))
+    return ", ".join(ranked[:3]) + (", …" if len(ranked) > 3 else "") if ranked else "see its text"
+
+
+def _criu(tree: Path, texts: Path) -> list[Component]:
+    table = tree / "criu/share/packages.tsv"
+    if not table.is_file():
+        return []
+    shutil.move(tree / "criu/share/doc", texts / "criu")
+    offer = texts / "criu/SOURCE-OFFER.txt"
+    offer.write_text((HERE / "licences/criu-source-offer.txt").read_text() + table.read_text())
+    found = []
+    for line in table.read_text().splitlines():
+        name, version, source, source_version, digest = line.split("\t")
+        text = texts / "criu" / name / "copyright"
+        licence = "GPL-2.0-only" if name == "criu" else KNOWN.get(name) or _debian_licence(text)
+        inside = (f"share/licences/criu/{name}/copyright", "share/licences/criu/SOURCE-OFFER.txt")
+        url = f"https://snapshot.debian.org/package/{source}/{source_version}/"
+        found.append(Component(name, version, "deb", licence, inside, url, digest))
+    return found
+
+
+def _fixed(name: str, version: str, licence: str, texts: Path, text: Path) -> Component:
+    return Component(name, version, "generic", licence, _copy(texts / name, [text]), "https://github.com/ggml-org/llama.cpp")
+
+
+def _llama_commit() -> str:
+    code = "from edgeinfer.runtime.native import build_info; print(build_info().ggml_commit)"
+    return _run(os.path.join(os.path.dirname(sys.executable), "python"), "-c", code).strip() or "unknown"
+
+
+def _bootloader(texts: Path) -> Component:
+    dist = importlib.metadata.distribution("pyinstaller")
+    legal = [Path(str(dist.locate_file(f))) for f in dist.files or [] if f.name == "COPYING.txt"]
+    licence = "GPL-2.0-or-later WITH Bootloader-exception"
+    copied = _copy(texts / "pyinstaller", legal)
+    return Component("pyinstaller", dist.version, "pypi", licence, copied, "https://pypi.org/project/pyinstaller/")
+
+
+def _copy(folder: Path, files: list[Path]) -> tuple[str, ...]:
+    names = []
+    for file in sorted(files):
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / file.name
+        if target.exists():  # two of one name: the second under its folder's
+            target = folder / f"{file.parent.name}-{file.name}"
+        shutil.copyfile(file, target)
+        names.append("share/licences/" + target.relative_to(folder.parent).as_posix())
+    return tuple(names)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _cyclonedx(components: list[Component]) -> dict[str, Any]:
+    """CycloneDX 1.5. Its serial number comes from its content and its time from SOURCE_DATE_EPOCH, so builds are alike."""
+    parts = []
+    for c in components:
+        part: dict[str, Any] = {"type": "library", "bom-ref": c.purl, "name": c.name, "version": c.version, "purl": c.purl}
+        spdx = c.kind != "deb" or c.name == "criu" or c.name in KNOWN  # Debian's short names are not SPDX's
+        part["licenses"] = [{"expression": c.licence}] if spdx and _is_spdx(c.licence) else [{"license": {"name": c.licence}}]
+        if c.source:
+            part["externalReferences"] = [{"type": "distribution", "url": c.source}]
+        if c.sha256:
+            part["hashes"] = [{"alg": "SHA-256", "content": c.sha256}]
+        parts.append(part)
+    when = datetime.fromtimestamp(int(os.environ["SOURCE_DATE_EPOCH"]), UTC).isoformat().replace("+00:00", "Z")
+    main = {"type": "application", "bom-ref": "edgeinfer", "name": "edgeinfer", "version": __version__}
+    serial = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(parts, sort_keys=True))
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "serialNumber": f"urn:uuid:{serial}",
+        "version": 1,
+        "metadata": {"timestamp": when, "component": {**main, "licenses": [{"license": {"id": "MIT"}}]}},
+        "components": parts,
+        "dependencies": [{"ref": "edgeinfer", "dependsOn": [p["bom-ref"] for p in parts]}],
+    }
+
+
+def _is_spdx(text: str) -> bool:
+    words = [w for w in re.split(r"[\s()]+", text) if w and w not in ("AND", "OR", "WITH")]
+    return bool(words) and all(re.fullmatch(r"[A-Za-z0-9.+-]+", w) and not w[0].islower() for w in words) and "," not in text

@@ -1,0 +1,244 @@
+"""A model inside the shipped file: writing such a file from a pulled model, and bringing the model out at its first start.
+
+The bundle section of the file (`edgeinfer.payload`) starts with a u64 and so much JSON, then the model's files, each at a
+page boundary. llama.cpp maps a GGUF from its first byte on, so the model has to become a file of its own once: a clone of
+the same blocks where the file system can do that (btrfs, xfs), otherwise one copy. There is never a second: what is copied
+is hashed on the way and is the store's own file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import struct
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from edgeinfer import payload
+from edgeinfer.catalog import store
+from edgeinfer.catalog.disk import flush, need_room, room_errors
+from edgeinfer.catalog.lock import model_lock
+from edgeinfer.catalog.store import PulledFile, PulledModel
+from edgeinfer.errors import ChecksumError, EdgeInferError
+from edgeinfer.payload import PAGE, Shipped
+
+_CHUNK = 4 << 20
+#: ioctl that makes a file share another's blocks (linux/fs.h); fails where the file system cannot.
+_FICLONERANGE = 0x4020940D
+
+#: (bytes done, bytes in all)
+Progress = Callable[[int, int], None]
+
+
+class BundledFile(msgspec.Struct, frozen=True):
+    """One file of the model, `offset` bytes into the bundle section."""
+
+    name: str
+    offset: int
+    size_bytes: int
+    sha256: str
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """What the bundle section starts with: the model's record as it was pulled, and where its files are."""
+
+    record: PulledModel
+    files: tuple[BundledFile, ...]
+
+
+def field(record: PulledModel) -> str:
+    """What the bootloader's field says of a bundled model: its folder's name and 12 digits of its SHA-256."""
+    return f"{record.reference.folder[:60]}-{record.sha256[:12]}"
+
+
+def write(shipped: Shipped, record: PulledModel, out: Path, progress: Progress) -> int:
+    """Write `out`: `shipped` (whatever model it carries now) with the pulled model inside. Returns its size in bytes.
+
+    Raises DiskFullError, ChecksumError when a file of the model is not what was pulled.
+    """
+    total = shipped.payload_offset + shipped.payload_length + record.size_bytes + (32 << 20)
+    need_room(out.absolute().parent, total, f"the file with {record.name} inside")
+    scratch = out.absolute().with_name(f".{out.name}.{os.getpid()}.new")
+    try:
+        with room_errors(out), shipped.path.open("rb") as old, scratch.open("wb") as new:
+            _head(old, new, shipped, field(record))
+            at = new.tell()
+            length = _bundle(new, record, progress)
+            new.write(payload.TRAILER.pack(payload.TRAILER_MAGIC, *_payload_place(shipped), at, length))
+            old.seek(shipped.archive_offset)
+            new.write(old.read())
+            new.flush()
+            os.fsync(new.fileno())
+        scratch.chmod(0o755)
+        os.replace(scratch, out)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    return out.stat().st_size
+
+
+def _payload_place(shipped: Shipped) -> tuple[int, int]:
+    return shipped.payload_offset, shipped.payload_length
+
+
+def _head(old: BinaryIO, new: BinaryIO, shipped: Shipped, model: str) -> None:
+    """Bootloader with its model field set, and payload."""
+    head = old.read(shipped.payload_offset)
+    at = payload.find_field(head, payload.MODEL_FIELD)
+    value = (payload.MODEL_FIELD + model.encode()).ljust(payload.FIELD_BYTES, b"\0")
+    new.write(head[:at] + value + head[at + payload.FIELD_BYTES :])
+    left = shipped.payload_length
+    while left:
+        chunk = old.read(min(_CHUNK, left))
+        new.write(chunk)
+        left -= len(chunk)
+    _pad(new)
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % PAGE))
+
+
+def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
+    """Write the section at the end of `new`; returns its length. The header has room for the offsets it cannot know yet."""
+    start, at, files = new.tell(), 64 << 10, []
+    for path, file in zip(record.paths, record.files, strict=True):
+        files.append(BundledFile(path.name, at, file.size_bytes, file.sha256))
+        at += file.size_bytes + (-file.size_bytes % PAGE)
+    header = msgspec.json.encode(Bundle(record, tuple(files)))
+    if len(header) + 8 > files[0].offset:
+        raise EdgeInferError(f"{record.name} has too many files to be bundled")
+    new.write((struct.pack("<Q", len(header)) + header).ljust(files[0].offset, b"\0"))
+    done = 0
+    for path, bundled in zip(record.paths, files, strict=True):
+        hasher = hashlib.sha256()
+        with path.open("rb") as source:
+            while chunk := source.read(_CHUNK):
+                new.write(chunk)
+                hasher.update(chunk)
+                done += len(chunk)
+                progress(done, record.size_bytes)
+        if hasher.hexdigest() != bundled.sha256:
+            raise ChecksumError(f"{path} is not what was pulled", hint=f"`edgeinfer pull {record.name} --again`")
+        _pad(new)
+    return new.tell() - start
+
+
+def read(shipped: Shipped) -> Bundle:
+    """The header of the bundle section. Raises EdgeInferError when there is none, ChecksumError when it is damaged."""
+    if not shipped.bundle_length:
+        raise EdgeInferError(f"{shipped.path} carries no model")
+    with shipped.path.open("rb") as file:
+        file.seek(shipped.bundle_offset)
+        (length,) = struct.unpack("<Q", file.read(8))
+        raw = file.read(min(length, 64 << 10))
+    try:
+        bundle = msgspec.json.decode(raw, type=Bundle)
+    except msgspec.MsgspecError as error:
+        raise ChecksumError(f"{shipped.path} is damaged: its model has no header", hint="fetch the file again") from error
+    if field(bundle.record) != shipped.model:
+        raise ChecksumError(f"{shipped.path} is damaged: it carries another model than it says", hint="fetch the file again")
+    return bundle
+
+
+def bring_out(shipped: Shipped, progress: Progress) -> PulledModel:
+    """Put the bundled model into the store unless it is there already, and note that it was.
+
+    Raises ChecksumError (nothing is stored then), DiskFullError, ModelBusyError.
+    """
+    bundle = read(shipped)
+    record = bundle.record
+    with model_lock(record.reference):
+        have = store.read_record(record.folder)
+        if have is None or have.sha256 != record.sha256 or not all(p.is_file() for p in have.paths):
+            have = _store(shipped, bundle, progress)
+    from edgeinfer.unpack import app_root
+
+    (app_root() / f"{shipped.model}.model").touch()
+    return have
+
+
+def _store(shipped: Shipped, bundle: Bundle, progress: Progress) -> PulledModel:
+    folder = bundle.record.folder
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    need_room(folder, bundle.record.size_bytes, bundle.record.name)
+    (folder / store.RECORD).unlink(missing_ok=True)
+    files, done = [], 0
+    for bundled in bundle.files:
+        _take(shipped, bundled, folder / bundled.name, progress, done)
+        done += bundled.size_bytes
+        info = (folder / bundled.name).stat()
+        files.append(PulledFile(path=bundled.name, size_bytes=info.st_size, sha256=bundled.sha256, mtime_ns=info.st_mtime_ns))
+    flush(folder)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = msgspec.structs.replace(bundle.record, files=tuple(files), pulled_at=now)
+    store.write_record(record)
+    store.remove_strangers(folder, record)
+    return record
+
+
+def _take(shipped: Shipped, bundled: BundledFile, target: Path, progress: Progress, before: int) -> None:
+    """One file out of the bundle: cloned or copied, hashed, renamed into place. `before` bytes are done already."""
+    start = shipped.bundle_offset + bundled.offset
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        with room_errors(target), shipped.path.open("rb") as source, scratch.open("w+b") as out:
+            cloned = _clone(source.fileno(), start, bundled.size_bytes, out.fileno())
+            hasher, done = hashlib.sha256(), 0
+            while done < bundled.size_bytes:
+                chunk = os.pread(source.fileno(), min(_CHUNK, bundled.size_bytes - done), start + done)
+                if not chunk:
+                    break
+                hasher.update(chunk)
+                if not cloned:
+                    out.write(chunk)
+                done += len(chunk)
+                progress(before + done, shipped.bundle_length)
+            out.flush()
+            os.fsync(out.fileno())
+        if hasher.hexdigest() != bundled.sha256:
+            raise ChecksumError(f"{bundled.name} in {shipped.path} is damaged", hint="fetch the file again")
+        scratch.chmod(0o600)
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _clone(source: int, start: int, length: int, target: int) -> bool:
+    """Let the target share the source's blocks. Ranges are whole pages; what lies behind the file's end is cut off again."""
+    whole = length + (-length % PAGE)
+    try:
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("<qQQQ", source, start, whole, 0))
+        os.ftruncate(target, length)
+        return True
+    except OSError:
+        os.ftruncate(target, 0)
+        return False
+
+
+def main(argv: list[str]) -> int:
+    """`edgeinfer.bundle FILE`: bring the model out of the shipped file. Run by the first start."""
+    from edgeinfer import words
+    from edgeinfer.catalog.progress import Job
+    from edgeinfer.commands.progress import progress_on
+
+    shipped = payload.open_shipped(Path(argv[0]))
+    try:
+        with progress_on() as report:
+            job = Job(report)
+            job.begin("copying", shipped.model, total=shipped.bundle_length)
+            bring_out(shipped, job.at)
+    except EdgeInferError as error:
+        print(words.words(error), file=sys.stderr)  # noqa: T201
+        return words.exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
