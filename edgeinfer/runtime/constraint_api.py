@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.requests import Constraint
 
     Logits = npt.NDArray[np.float32]
+
+
+class Lark(msgspec.Struct, frozen=True, tag="lark"):
+    """A constraint of our own making: a grammar in llguidance's dialect of Lark, from its rule `start`.
+
+    What the conversation side needs besides what a request may ask for: calls in a family's format, reasoning before JSON.
+    `grammars` are further ones by name, which `source` reaches as `@name`.
+    """
+
+    source: str
+    grammars: tuple[tuple[str, str], ...] = ()
 
 
 class VocabView(Protocol):
@@ -65,5 +78,5 @@ class CompiledConstraint(Protocol):
 class Compiler(Protocol):
     """Compiles and caches. Any thread."""
 
-    def compile(self, constraint: Constraint, vocab: VocabView) -> CompiledConstraint:
+    def compile(self, constraint: Constraint | Lark, vocab: VocabView) -> CompiledConstraint:
         """Raises UnsupportedConstraintError, `param` naming the place in the schema or grammar."""

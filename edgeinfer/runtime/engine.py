@@ -218,7 +218,7 @@ def _own_template(loaded: Loaded) -> str:
 
 def _constraints() -> Compiler:
     try:
-        found: Any = importlib.import_module("edgeinfer.runtime.constraints")
+        found: Any = importlib.import_module("edgeinfer.runtime.constraints").Constraints()
     except ModuleNotFoundError:
         from edgeinfer.runtime.plain import NoConstraints
 

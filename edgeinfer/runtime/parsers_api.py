@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgeinfer.runtime.constraint_api import CompiledConstraint, VocabView
+from edgeinfer.runtime.constraint_api import CompiledConstraint, Lark, VocabView
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.runtime.requests import Constraint, GenerateRequest
 
@@ -35,14 +35,15 @@ class StreamParser(Protocol):
 class Prepared:
     """A request made with messages, ready for the engine.
 
-    `prompt` is tokenized with special tokens parsed and none added. `constraint` is set when a tool call is required (it
-    replaces the request's, which must then be None). `stop` are strings the format adds to the request's.
+    `prompt` is tokenized with special tokens parsed and none added. `constraint` is set when a tool call is
+    required, or when the request's has to wait for a reasoning span; it then replaces the request's. `stop` are strings the
+    format adds to the request's.
     `parser` is None when the text needs none.
     """
 
     prompt: str
     parser: StreamParser | None = None
-    constraint: Constraint | CompiledConstraint | None = None
+    constraint: Constraint | Lark | CompiledConstraint | None = None
     stop: tuple[str, ...] = ()
 
 

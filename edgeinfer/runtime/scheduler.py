@@ -360,5 +360,7 @@ class Scheduler:
         seq = part.seq
         assert seq.resident is not None
         right = common_prefix(seq.resident.tokens, seq.tokens, seq.n_past - len(part.drafts))
+        # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are still to come
+        right = min(right, len(seq.tokens) - 1)
         seq.drafting.settle(len(part.drafts), len(part.drafts) - (seq.n_past - right), self._costs, plain)
         self.kv.truncate(seq.resident, right)

@@ -1,0 +1,62 @@
+"""The real small model's vocabulary, and one engine over it for every test of the language side."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_cpp import llama_cpp as L
+
+from edgeinfer.runtime import native
+from edgeinfer.runtime.constraints import Constraints
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.vocab import Vocab
+
+
+def _vocab(path: Path) -> Iterator[Vocab]:
+    native.lib()
+    params = L.llama_model_default_params()
+    params.vocab_only = True
+    model = L.llama_model_load_from_file(str(path).encode(), params)
+    yield Vocab(model)
+    L.llama_model_free(model)
+
+
+@pytest.fixture(scope="session")
+def vocab(smollm2: Path) -> Iterator[Vocab]:
+    """SmolLM2's 49,152 tokens."""
+    yield from _vocab(smollm2)
+
+
+@pytest.fixture(scope="session")
+def big_vocab(gemma3: Path) -> Iterator[Vocab]:
+    """Gemma 3's 262,144 tokens, of a SentencePiece vocabulary with byte tokens."""
+    yield from _vocab(gemma3)
+
+
+@pytest.fixture(scope="session")
+def constraints(vocab: Vocab) -> Constraints:
+    made = Constraints()
+    made.prepare(vocab)
+    return made
+
+
+@pytest.fixture(scope="session")
+def engine(smollm2: Path) -> Iterator[LlamaEngine]:
+    """The engine over the real small model, eight sequences wide."""
+    made = load_engine(ModelFiles(name="smollm2", paths=(str(smollm2),)), LoadOptions(n_ctx=2048, n_parallel=8))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def generated() -> Callable[[int], dict[str, Any]]:
+    """The schema of a seed; see generated_schemas.py (which importlib mode cannot import by name)."""
+    spec = importlib.util.spec_from_file_location("generated_schemas", Path(__file__).with_name("generated_schemas.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.schema  # type: ignore[no-any-return]

@@ -1,0 +1,319 @@
+"""Constrained output: what a mask allows is what validates, and what cannot be honoured is refused with its place."""
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from edgeinfer.errors import UnsupportedConstraintError
+from edgeinfer.runtime.constraint_api import Lark
+from edgeinfer.runtime.constraints import Constraints, whole
+from edgeinfer.runtime.events import Finished, TextDelta
+from edgeinfer.runtime.gbnf import to_lark
+from edgeinfer.runtime.requests import Choice, Constraint, GenerateRequest, Grammar, JsonSchema, Message, Regex, Sampling
+
+DEEP: dict[str, Any] = {"type": "string"}
+for _ in range(80):
+    DEEP = {"type": "array", "items": DEEP}
+
+REFUSED = {
+    "not": ({"not": {"type": "string"}}, "#/not"),
+    "unique": ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "#/properties/a/uniqueItems"),
+    "if": ({"anyOf": [{"if": {}}]}, "#/anyOf/0/if"),
+    "escaped name": ({"properties": {"a/b~c": {"contains": {}}}}, "#/properties/a~1b~0c/contains"),
+    "look-around": ({"properties": {"a": {"type": "string", "pattern": "(?=x)a"}}, "required": ["a"]}, "#/properties/a"),
+    "overlapping oneOf": ({"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "type": "array"}, "#/items"),
+    "contradiction": (
+        {
+            "properties": {"a": {"$ref": "#/$defs/b"}},
+            "required": ["a"],
+            "$defs": {"b": {"type": "integer", "minimum": 5, "maximum": 1}},
+        },
+        "#/$defs/b",
+    ),
+    "endless": ({"$ref": "#"}, "#"),
+    "endless object": ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "#"),
+    "endless list": ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#"),
+    "nowhere": ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "#/properties/a/$ref"),
+    "elsewhere": ({"properties": {"a": {"$ref": "https://example.org/schema"}}}, "#/properties/a/$ref"),
+    "no such type": ({"properties": {"a": {"type": "text"}}}, "#/properties/a/type"),
+    "empty enum": ({"enum": []}, "#/enum"),
+    "odd count": ({"type": "string", "minLength": -1}, "#/minLength"),
+    "odd number": ({"type": "integer", "minimum": "3"}, "#/minimum"),
+    "odd properties": ({"properties": [1]}, "#/properties"),
+    "odd schema": ({"items": 3}, "#/items"),
+    "false": ({"type": "object", "required": ["z"], "additionalProperties": False}, "#"),
+    "wrong const": ({"type": "string", "const": 3}, "#"),
+    "inner name": ({"properties": {"a": {"$id": "https://example.org/a"}}}, "#/properties/a/$id"),
+    "counted optional": (
+        {
+            "type": "object",
+            "properties": {"a": {}, "b": {}},
+            "minProperties": 2,
+            "maxProperties": 2,
+            "additionalProperties": False,
+        },
+        "#",
+    ),
+}
+
+
+@pytest.mark.parametrize(("schema", "place"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_schema_that_cannot_be_honoured_is_refused_with_its_place(constraints, vocab, schema, place):
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        constraints.compile(JsonSchema(schema), vocab)
+    assert caught.value.param == place
+    assert place in caught.value.message
+
+
+def test_a_schema_too_deep_or_too_large_is_refused(constraints, vocab):
+    many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(30_000)}}
+    for schema in (DEEP, many):
+        with pytest.raises(UnsupportedConstraintError):
+            constraints.compile(JsonSchema(schema), vocab)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "param"),
+    [
+        (Regex("("), "pattern"),
+        (Regex("a(?=b)"), "pattern"),
+        (Choice(()), "options"),
+        (Choice(("a", "")), "options"),
+        (Grammar('start ::= "a"'), "gbnf"),
+        (Grammar('root ::= "a" (\n"b"'), "gbnf line 2"),
+        (Grammar('root ::= "a" nowhere'), "gbnf"),
+        (Grammar('root ::= "\\ud800"'), "gbnf"),
+    ],
+)
+def test_other_constraints_are_refused_up_front(constraints, vocab, constraint, param):
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        constraints.compile(constraint, vocab)
+    assert caught.value.param == param
+
+
+def walk(constraints: Constraints, vocab: Any, constraint: Constraint | Lark, seed: int, limit: int = 400) -> str | None:
+    """A text drawn at random from what the masks allow; None when it got too long."""
+    rng = np.random.default_rng(seed)
+    matcher = constraints.compile(constraint, vocab).start()
+    tokens: list[int] = []
+    for _ in range(limit):
+        forced = list(matcher.forced())
+        if not forced:
+            logits = np.zeros(vocab.n_vocab, np.float32)
+            matcher.mask_into(logits)
+            forced = [int(rng.choice(np.flatnonzero(logits == 0)))]
+        for token in forced:
+            if token in vocab.eos_tokens:
+                return b"".join(map(vocab.piece, tokens)).decode()
+            tokens.append(token)
+            assert matcher.accept(token)
+        if matcher.is_done:
+            return b"".join(map(vocab.piece, tokens)).decode()
+    return None
+
+
+def valid(schema: dict[str, Any], text: str) -> None:
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    jsonschema.validate(json.loads(text), schema, format_checker=checker)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_walks_validate(constraints, vocab, generated, seed):
+    schema = generated(seed)
+    text = walk(constraints, vocab, JsonSchema(schema), seed)
+    assert text is not None
+    valid(schema, text)
+
+
+def test_random_walks_validate_with_a_sentencepiece_vocabulary(big_vocab, generated):
+    constraints = Constraints()
+    for seed in range(20):
+        schema = generated(seed)
+        text = walk(constraints, big_vocab, JsonSchema(schema), seed)
+        assert text is not None
+        valid(schema, text)
+
+
+@pytest.mark.parametrize("pattern", ["^[A-Z]{3}-\\d{2}$", "(red|green) (fox|hen)", "[^a-z\n]{4}", "ü+/é{2}", "a|b"])
+def test_random_walks_match_the_expression(constraints, vocab, pattern):
+    for seed in range(5):
+        text = walk(constraints, vocab, Regex(pattern), seed)
+        assert text is None or re.fullmatch(pattern, text)
+
+
+def test_random_walks_choose(constraints, vocab):
+    options = ("yes", "yes please", 'no "thanks"', "größer", "a\nb")
+    seen = {walk(constraints, vocab, Choice(options), seed) for seed in range(60)}
+    assert seen <= set(options)
+    assert len(seen) > 2
+
+
+GRAMMARS = {
+    'root ::= "a" ("b" | "c")+ "\\x21"': r"a[bc]+!",
+    'root ::= item{2,3}\nitem ::= [0-9] "-"? # digits': r"(\d-?){2,3}",
+    'root ::= "\\u00e9\\"" [\\u00e0-\\u00e5]': r'é"[à-å]',
+    'root ::= "x\\x01y"': "x\x01y",
+    'root ::= "\\\\x41"': r"\\x41",
+    'root ::= "(" root ")" | "."': r"\(*\.\)*",
+}
+
+
+@pytest.mark.parametrize(("gbnf", "pattern"), GRAMMARS.items())
+def test_random_walks_follow_the_grammar(constraints, vocab, gbnf, pattern):
+    for seed in range(5):
+        text = walk(constraints, vocab, Grammar(gbnf), seed)
+        assert text is None or re.fullmatch(pattern, text)
+
+
+def test_annotations_and_unknown_formats_restrict_nothing(constraints, vocab):
+    schema = {
+        "type": "integer",
+        "title": "t",
+        "format": "int32",
+        "x-guidance": {"lenient": True},
+        "default": "odd",
+        "minimum": 7,
+        "maximum": 7,
+    }
+    assert walk(constraints, vocab, JsonSchema(schema), 0) == "7"
+
+
+def test_const_null_is_a_restriction(constraints, vocab):
+    assert (
+        walk(
+            constraints,
+            vocab,
+            JsonSchema(
+                {"properties": {"a": {"const": None}}, "required": ["a"], "type": "object", "additionalProperties": False}
+            ),
+            0,
+        )
+        == '{"a": null}'
+    )
+
+
+def test_json_is_written_on_one_line(constraints, vocab):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"const": [1, 2]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    assert walk(constraints, vocab, JsonSchema(schema), 0) == '{"a": 1, "b": [1, 2]}'
+
+
+def test_a_refused_token_changes_nothing(constraints, vocab):
+    matcher = constraints.compile(Choice(("yes", "no")), vocab).start()
+    (no,) = vocab.tokenize("no")
+    (yes,) = vocab.tokenize("yes")
+    assert matcher.accept(no)
+    assert not matcher.accept(yes)
+    assert matcher.is_done
+
+
+def test_the_end_is_allowed_once_the_output_may_end(constraints, vocab):
+    matcher = constraints.compile(Choice(("yes", "yes please")), vocab).start()
+    assert matcher.accept(*vocab.tokenize("yes"))
+    logits = np.zeros(vocab.n_vocab, np.float32)
+    matcher.mask_into(logits)
+    assert set(vocab.eos_tokens) <= set(np.flatnonzero(logits == 0))
+    assert not matcher.is_done
+
+
+def test_control_tokens_are_text_to_no_constraint(constraints, vocab):
+    matcher = constraints.compile(Regex("(?s:.*)"), vocab).start()
+    logits = np.zeros(vocab.n_vocab, np.float32)
+    matcher.mask_into(logits)
+    assert not any(vocab.is_control(int(t)) for t in np.flatnonzero(logits == 0) if t not in vocab.eos_tokens)
+
+
+def test_compiled_constraints_are_kept_and_the_oldest_forgotten(vocab):
+    constraints = Constraints(cache_size=2)
+    first = constraints.compile(JsonSchema({"type": "integer"}), vocab)
+    assert constraints.compile(JsonSchema({"type": "integer"}), vocab) is first
+    constraints.compile(Regex("a"), vocab)
+    constraints.compile(Regex("b"), vocab)
+    assert constraints.compile(JsonSchema({"type": "integer"}), vocab) is not first
+
+
+def test_anchors_are_taken_off_only_where_they_mean_the_whole():
+    assert whole("^a$") == "a"
+    assert whole("^a\\$") == "a\\$"
+    assert whole("^a\\\\$") == "a\\\\"
+    assert whole("^a|b$") == "^a|b$"
+
+
+def test_a_converted_grammar_keeps_plain_text():
+    assert "ü" in to_lark('root ::= "\\u00fc"')
+
+
+def _run(engine: Any, constraints: list[Constraint], temperature: float) -> list[tuple[str, str]]:
+    messages = (Message(role="user", content="Answer in the form that was asked for."),)
+    streams = [
+        engine.submit(
+            GenerateRequest(
+                messages=messages,
+                constraint=c,
+                max_tokens=300,
+                sampling=Sampling(temperature=temperature, top_k=0, top_p=1, min_p=0, seed=i),
+            )
+        )
+        for i, c in enumerate(constraints)
+    ]
+    answers = []
+    for stream in streams:
+        text, reason = "", ""
+        for event in stream:
+            if isinstance(event, TextDelta):
+                text += event.text
+            elif isinstance(event, Finished):
+                reason = event.reason
+                assert event.timings.constraint_ms > 0
+        answers.append((text, reason))
+    return answers
+
+
+@pytest.mark.model
+def test_the_model_at_a_high_temperature_writes_what_100_schemas_ask_for(engine, generated):
+    schemas = [generated(seed) for seed in range(100)]
+    answers = []
+    for start in range(0, 100, 25):
+        answers += _run(engine, [JsonSchema(s) for s in schemas[start : start + 25]], temperature=1.5)
+    ended = [(schema, text) for schema, (text, reason) in zip(schemas, answers, strict=True) if reason == "stop"]
+    assert len(ended) >= 98
+    for schema, text in ended:
+        valid(schema, text)
+    assert all(reason == "length" for _, reason in answers if reason != "stop")
+
+
+@pytest.mark.model
+def test_the_model_follows_expressions_choices_and_grammars(engine):
+    rng = random.Random(7)
+    wanted: list[tuple[Constraint, str]] = []
+    for _ in range(30):
+        low = rng.randrange(1, 5)
+        options = tuple(rng.sample(["red", "green", "deep blue", "grün", "a/b", 'q"'], 3))
+        wanted += [
+            (Regex(f"[a-z]{{{low},{low + 3}}}-\\d{{2}}"), f"[a-z]{{{low},{low + 3}}}-\\d{{2}}"),
+            (Choice(options), "|".join(map(re.escape, options))),
+            (Grammar(f'root ::= "<" [0-9]{{{low}}} (" " [a-f]){{0,2}} ">"'), f"<[0-9]{{{low}}}( [a-f]){{0,2}}>"),
+        ]
+    for start in range(0, 90, 30):
+        part = wanted[start : start + 30]
+        for (_, pattern), (text, reason) in zip(part, _run(engine, [c for c, _ in part], temperature=1.5), strict=True):
+            assert reason == "stop"
+            assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.model
+def test_a_cut_by_max_tokens_is_said(engine):
+    request = GenerateRequest(
+        prompt="List: ", constraint=JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 50}), max_tokens=5
+    )
+    reasons = [event.reason for event in engine.submit(request) if isinstance(event, Finished)]
+    assert reasons == ["length"]
