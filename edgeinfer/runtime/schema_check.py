@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import quote, unquote
 
 from edgeinfer.errors import UnsupportedConstraintError
 
@@ -64,7 +65,14 @@ class _Normaliser:
             kept = self.keyword(key, part, _step(place, key), depth)
             if kept is not None or key == "const":
                 made[key] = kept
+        self.counted(made, place)
         return made
+
+    def counted(self, made: dict[str, Any], place: str) -> None:
+        """JSON lets a name stand twice; an open object could so count more members than it has."""
+        wanted, certain = made.get("minProperties", 0), len(set(made.get("required", ())))
+        if wanted > max(1, certain) and made.get("additionalProperties", True) is not False:
+            raise _refuse(_step(place, "minProperties"), "names that are not listed as required cannot be counted")
 
     def keyword(self, key: str, part: Any, place: str, depth: int) -> Any:
         """The keyword's value as the grammar engine takes it; None when it restricts nothing."""
@@ -166,7 +174,7 @@ def resolve(root: Any, ref: str) -> Any:
     """What a pointer (`#/$defs/a`) names, or None when there is nothing."""
     found: Any = root
     for step in ref.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and name in found:
             found = found[name]
         elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
@@ -245,9 +253,9 @@ def locate(schema: dict[str, Any], complaint: Callable[[dict[str, Any]], str], l
     descended = True
     while descended and tried < limit:
         descended = False
-        for child, _ in _children(resolve(schema, place), place):
+        for child, _ in _children(resolve(schema, quote(place, safe="#/~")), place):
             tried += 1
-            wrong = complaint({"$defs": {"root": moved}, "$ref": f"#/$defs/root{child[1:]}"}) if child != place else ""
+            wrong = complaint({"$defs": {"root": moved}, "$ref": f"#/$defs/root{quote(child[1:])}"}) if child != place else ""
             if wrong and child not in place:
                 place, words, descended = child, wrong, True
                 break

@@ -49,6 +49,11 @@ REFUSED = {
     "false": ({"type": "object", "required": ["z"], "additionalProperties": False}, "#"),
     "wrong const": ({"type": "string", "const": 3}, "#"),
     "inner name": ({"properties": {"a": {"$id": "https://example.org/a"}}}, "#/properties/a/$id"),
+    "counted open": ({"type": "object", "minProperties": 2}, "#/minProperties"),
+    "overlapping names": (
+        {"type": "object", "patternProperties": {"^a %": {"type": "string", "pattern": "\\bx"}}, "minProperties": 1},
+        "#/patternProperties/^a %",
+    ),
     "counted optional": (
         {
             "type": "object",
