@@ -86,9 +86,10 @@ class _FrontDoor:
         gate.check_host(headers)
         origin = gate.check_origin(headers, scope["scheme"])
         if origin is not None:
-            extra |= cors_headers(origin)
-            if scope["method"] == "OPTIONS":
-                await Response(status_code=204, headers=cors_headers(origin, preflight=True))(scope, receive, send)
+            preflight = scope["method"] == "OPTIONS"
+            extra |= cors_headers(origin, preflight=preflight)
+            if preflight:
+                await Response(status_code=204)(scope, receive, send)
                 return
         exchange.key = gate.check_key(headers, scope["path"])
         scope["app"] = self._router  # makes Starlette raise its 404 and 405 instead of answering in plain text

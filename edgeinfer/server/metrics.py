@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -41,6 +41,7 @@ class Metrics:
     """Everything an endpoint counts."""
 
     def __init__(self, engines: Callable[[], list[tuple[str, Engine]]]) -> None:
+        disable_created_metrics()  # a "_created" series for every series doubles a scrape and nobody plots it
         self.registry = CollectorRegistry()
         self._clocks: dict[tuple[str, str], TokenClock] = {}
         r = self.registry

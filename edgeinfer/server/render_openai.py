@@ -135,6 +135,8 @@ class ChatRenderer(_OpenAI):
         choice = wire.ChunkChoice(index=index, delta=wire.ChunkDelta(), finish_reason=finish_reason(end))
         last = len(self.ends) == self.n
         chunk = self._chunk([choice])
+        if self.include_usage:
+            chunk = msgspec.structs.replace(chunk, usage=None)
         if last:
             chunk = msgspec.structs.replace(chunk, timings=wire_timings(*total(self.ends)))
         return b"data: " + _encode(chunk) + b"\n\n"
@@ -240,6 +242,8 @@ class CompletionRenderer(_OpenAI):
     def _finish(self, index: int, end: Finished) -> bytes:
         self._ends[index] = end
         chunk = self._completion([wire.CompletionChoice(index=index, text="", finish_reason=finish_reason(end))])
+        if self.include_usage:
+            chunk = msgspec.structs.replace(chunk, usage=None)
         if len(self.ends) == self.count:
             chunk = msgspec.structs.replace(chunk, timings=wire_timings(*total(self.ends, self.n)))
         return b"data: " + _encode(chunk) + b"\n\n"

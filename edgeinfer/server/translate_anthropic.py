@@ -39,7 +39,13 @@ def conversation(body: anthropic.CountRequest) -> tuple[Message, ...]:
     if body.system:
         turns.append(Message(role="system", content=_joined(body.system, "\n")))
     for place, turn in enumerate(body.messages):
-        turns += _user(turn) if isinstance(turn, anthropic.UserTurn) else [_assistant(turn, place)]
+        match turn:
+            case anthropic.UserTurn():
+                turns += _user(turn)
+            case anthropic.AssistantTurn():
+                turns.append(_assistant(turn, place))
+            case anthropic.SystemTurn():
+                turns.append(Message(role="system", content=_joined(turn.content, "\n")))
     return tuple(turns)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -138,15 +140,54 @@ def served(setup: Setup) -> Iterator[Served]:
             assert all(isinstance(e, Ended) for e in ended), ended
 
 
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
-    """`serve(engine, ...)`: an endpoint for this test, with `Setup`'s fields as keywords."""
+def _starter() -> Iterator[Callable[..., Served]]:
     with contextlib.ExitStack() as stack:
 
         def start(engine: Engine | None = None, **fields: Any) -> Served:
             return stack.enter_context(served(Setup(engine=engine, **fields)))
 
         yield start
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """`serve(engine, ...)`: an endpoint for this test, with `Setup`'s fields as keywords."""
+    yield from _starter()
+
+
+@pytest.fixture(scope="module")
+def serve_module() -> Iterator[Callable[..., Served]]:
+    """The same for all tests of a file."""
+    yield from _starter()
+
+
+def exchange_raw(port: int, request: bytes, seconds: float = 20) -> bytes:
+    """Send bytes, return everything until the endpoint closes (or a whole answer without a body to come is there)."""
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.settimeout(seconds)
+        with contextlib.suppress(ConnectionError):  # closed while we were still sending: what it said is still to be read
+            client.sendall(request)
+        reply = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := client.recv(65_536):
+                reply += piece
+                head, _, body = reply.partition(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head)
+                if length and len(body) >= int(length[1]):
+                    break
+        return reply
+
+
+@pytest.fixture(scope="session")
+def raw_exchange() -> Callable[..., bytes]:
+    """`raw_exchange(port, request)`: bytes in, bytes out."""
+    return exchange_raw
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """`until(condition, what)`: wait for a condition."""
+    return wait_until
 
 
 @pytest.fixture(scope="session")
@@ -156,6 +197,6 @@ def real(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
     files = ModelFiles(name="smollm2", paths=(str(smollm2),), sha256="ab" * 32)
-    engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=4, n_threads=2), None)
+    engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=4, n_threads=1), None)
     with served(Setup(engine=engine, names=("smollm2",))) as here:
         yield here

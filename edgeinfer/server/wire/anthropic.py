@@ -75,6 +75,10 @@ class AssistantTurn(Wire, frozen=True, tag="assistant", tag_field="role"):
     content: str | AssistantBlocks
 
 
+class SystemTurn(Wire, tag="system", tag_field="role"):
+    content: str | Annotated[list[TextBlock], Meta(max_length=1024)]
+
+
 class AnthropicTool(Wire, frozen=True, kw_only=True):
     """A client tool; `input_schema` is a JSON schema."""
 
@@ -129,7 +133,7 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
 class CountRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
-    messages: Annotated[list[UserTurn | AssistantTurn], Meta(min_length=1, max_length=16_384)]
+    messages: Annotated[list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1, max_length=16_384)]
     model: ModelName | None = None
     system: str | Annotated[list[TextBlock], Meta(max_length=1024)] | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=256)] | None = None

@@ -386,7 +386,7 @@ class ChatChunk(Reply, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     system_fingerprint: str = ""
     choices: list[ChunkChoice]
-    usage: WireUsage | None = None
+    usage: WireUsage | msgspec.UnsetType | None = msgspec.UNSET
     timings: WireTimings | None = None
 
 
@@ -413,7 +413,7 @@ class Completion(Reply, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     system_fingerprint: str = ""
     choices: list[CompletionChoice]
-    usage: WireUsage | None = None
+    usage: WireUsage | msgspec.UnsetType | None = msgspec.UNSET
     timings: WireTimings | None = None
 
 

@@ -1,0 +1,109 @@
+"""The official Anthropic client against the real small model."""
+
+from __future__ import annotations
+
+import json
+
+import anthropic
+import jsonschema
+import pytest
+
+pytestmark = pytest.mark.model
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather in a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+#: The client has no argument for it any more; the API still does.
+GREEDY = {"temperature": 0}
+HELLO = [{"role": "user", "content": "Say hello."}]
+
+
+@pytest.fixture
+def client(real):
+    with anthropic.Anthropic(base_url=real.url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_a_message_is_answered(client):
+    message = client.messages.create(model="smollm2", max_tokens=8, messages=HELLO, extra_body=GREEDY, system="Be brief.")
+    assert message.content[0].text
+    assert message.stop_reason in ("end_turn", "max_tokens")
+    assert 0 < message.usage.output_tokens <= 8
+
+
+def test_a_stream_accumulates_to_the_same_message(client):
+    asked = {"model": "smollm2", "max_tokens": 8, "messages": HELLO, "extra_body": GREEDY}
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_stop_sequences_and_prefill(client):
+    message = client.messages.create(
+        model="smollm2",
+        max_tokens=30,
+        extra_body=GREEDY,
+        stop_sequences=["."],
+        messages=[{"role": "user", "content": "Tell me about Paris."}, {"role": "assistant", "content": "Paris is the"}],
+    )
+    assert "." not in message.content[0].text
+    if message.stop_reason == "stop_sequence":
+        assert message.stop_sequence == "."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_are_used_and_their_results_taken(client, stream):
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    asked = {"model": "smollm2", "max_tokens": 60, "extra_body": GREEDY, "tools": [WEATHER]}
+    choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
+    if stream:
+        with client.messages.stream(**asked, messages=[question], tool_choice=choice) as running:
+            first = running.get_final_message()
+    else:
+        first = client.messages.create(**asked, messages=[question], tool_choice=choice)
+    assert first.stop_reason == "tool_use"
+    (use,) = [block for block in first.content if block.type == "tool_use"]
+    jsonschema.validate(use.input, WEATHER["input_schema"])
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+    turns = [question, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    last = client.messages.create(**asked, messages=turns, tool_choice={"type": "none"})
+    assert last.content[0].type == "text"
+
+
+def test_structured_output(client):
+    message = client.messages.create(
+        model="smollm2",
+        max_tokens=40,
+        extra_body=GREEDY,
+        messages=[{"role": "user", "content": "Weather in Paris."}],
+        output_config={"format": {"type": "json_schema", "schema": WEATHER["input_schema"]}},
+    )
+    jsonschema.validate(json.loads(message.content[0].text), WEATHER["input_schema"])
+
+
+def test_tokens_are_counted_as_they_are_used(client):
+    counted = client.messages.count_tokens(model="smollm2", messages=HELLO)
+    used = client.messages.create(model="smollm2", max_tokens=1, messages=HELLO).usage
+    assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
+
+
+def test_errors_are_the_clients_own(client):
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.messages.create(model="nobody", max_tokens=1, messages=HELLO)
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(model="smollm2", max_tokens=0, messages=HELLO)
+    image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    with pytest.raises(anthropic.BadRequestError, match="image"):
+        client.messages.create(model="smollm2", max_tokens=1, messages=[{"role": "user", "content": [image]}])

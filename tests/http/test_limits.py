@@ -1,0 +1,183 @@
+"""Every limit: bodies, headers, time to send and to read, requests at once, the engine's queue."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+
+import pytest
+
+from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.server.keys import Keys
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.security import Gate as Doorkeeper
+
+BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+
+
+def _head(length: int, *extra: bytes) -> bytes:
+    lines = [
+        b"POST /v1/chat/completions HTTP/1.1",
+        b"host: localhost",
+        b"content-type: application/json",
+        b"content-length: %d" % length,
+        *extra,
+    ]
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _status(reply: bytes) -> int:
+    return int(reply.split(b" ", 2)[1]) if reply else 0
+
+
+def test_a_long_body_is_refused_before_it_is_sent(serve, raw_exchange):
+    here = serve(limits=Limits(max_body_bytes=1000))
+    assert _status(raw_exchange(here.port, _head(1001))) == 413
+    assert here.client.post("/v1/completions", content=b" " * 1001, headers={"content-type": "application/json"}).status_code == 413
+    assert here.chat().status_code == 200
+
+
+def test_a_long_chunked_body_is_refused_when_it_gets_too_long(serve, raw_exchange):
+    here = serve(limits=Limits(max_body_bytes=1000))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert _status(raw_exchange(here.port, head + (b"200\r\n" + b" " * 512 + b"\r\n") * 3)) == 413
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 100 + b"\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 2_000_000, 431),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 414),
+        (b"GET /" + b"a" * 2_000_000, 414),
+    ],
+    ids=["many", "long", "unfinished", "long-url", "unfinished-url"],
+)
+def test_headers_have_a_number_and_a_size(serve, raw_exchange, request_bytes, status):
+    here = serve()
+    assert _status(raw_exchange(here.port, request_bytes)) == status
+    assert here.client.get("/health").status_code == 200
+
+
+def test_slow_headers_and_silence_are_cut_off(serve, raw_exchange):
+    here = serve(limits=Limits(header_s=0.2))
+    assert _status(raw_exchange(here.port, b"GET /health HTTP/1.1\r\nhost: loc")) == 408
+    assert _status(raw_exchange(here.port, b"")) == 408
+    assert _status(raw_exchange(here.port, b"\r\n\r\n\r\n")) == 408
+
+
+def test_trickled_headers_do_not_reset_the_deadline(serve, until):
+    here = serve(limits=Limits(header_s=0.4))
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.settimeout(0.05)
+        client.sendall(b"GET /health HTTP/1.1\r\n")
+        reply = bytearray()
+
+        def trickle() -> bool:
+            try:
+                client.sendall(b"a: b\r\n")
+                reply.extend(client.recv(1000))
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+            return bool(reply)
+
+        until(trickle, "the endpoint to lose patience")
+    assert not reply or _status(bytes(reply)) == 408
+
+
+def test_a_slow_body_is_cut_off(serve, raw_exchange):
+    here = serve(limits=Limits(body_s=0.2))
+    assert _status(raw_exchange(here.port, _head(len(BODY)) + BODY[:10])) == 408
+    assert here.chat().status_code == 200
+
+
+def test_a_slow_reader_is_cut_off_and_its_generation_ends(serve, until):
+    engine = FakeEngine([["x" * 20_000] * 2000])
+    here = serve(engine, limits=Limits(write_s=0.3))
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", here.port))
+        body = json.dumps(json.loads(BODY) | {"stream": True}).encode()
+        client.sendall(_head(len(body)) + body)
+        until(lambda: len(engine.requests) == 1, "the request to be submitted")
+        until(lambda: here.endpoint.in_flight == 0, "the endpoint to give up on the reader")
+    until(lambda: engine.metrics().running == 0, "the generation to end")
+    assert not here.endpoint.running
+
+
+def _held(gate: Gate, n: int) -> FakeEngine:
+    scripts = [[gate, "late"]] * n + [["next"]]
+    return FakeEngine(scripts)
+
+
+def _start(here, n: int, **headers: str) -> list[threading.Thread]:
+    def ask() -> None:
+        here.client.post("/v1/chat/completions", content=BODY, headers={"content-type": "application/json", **headers})
+
+    threads = [threading.Thread(target=ask) for _ in range(n)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
+    gate = Gate(threading.Event())
+    here = serve(_held(gate, 2), limits=Limits(max_requests=2))
+    threads = _start(here, 2)
+    until(lambda: here.endpoint.in_flight == 2, "two requests to run")
+    refused = here.chat()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+    assert refused.headers["retry-after"] == "1"
+    assert here.client.get("/health").status_code == 200
+    gate.opened.set()
+    for thread in threads:
+        thread.join()
+    assert here.chat().status_code == 200
+    assert 'edgeinfer_requests_refused_total{limit="requests"} 1.0' in here.client.get("/metrics").text
+
+
+def test_one_key_cannot_take_every_place(serve, until):
+    gate = Gate(threading.Event())
+    one, two = "first-key-0123456789", "second-key-0123456789"
+    here = serve(_held(gate, 1), limits=Limits(max_per_key=1), gate=Doorkeeper(keys=Keys([one, two])))
+    threads = _start(here, 1, authorization=f"Bearer {one}")
+    until(lambda: here.endpoint.in_flight == 1, "the first request to run")
+    ask = {"content": BODY, "headers": {"content-type": "application/json", "authorization": f"Bearer {one}"}}
+    refused = here.client.post("/v1/chat/completions", **ask)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert "retry-after" in refused.headers
+    ask["headers"]["authorization"] = f"Bearer {two}"
+    assert here.client.post("/v1/chat/completions", **ask).status_code == 200
+    gate.opened.set()
+    threads[0].join()
+
+
+def test_the_engines_full_queue_is_a_503(serve, until):
+    gate = Gate(threading.Event())
+    engine = FakeEngine([[gate, "late"]], max_inside=1)
+    here = serve(engine)
+    threads = _start(here, 1)
+    until(lambda: engine.metrics().running == 1, "the queue to be full")
+    for stream in (False, True):
+        refused = here.chat(stream=stream)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    several = here.chat(n=2)
+    assert several.status_code == 503
+    gate.opened.set()
+    threads[0].join()
+    until(lambda: engine.metrics().running == 0, "the queue to empty")
+    assert here.chat().status_code == 200
+
+
+def test_connections_are_limited(serve):
+    here = serve(limits=Limits(max_connections=3))
+    kept = [socket.create_connection(("127.0.0.1", here.port)) for _ in range(3)]
+    with socket.create_connection(("127.0.0.1", here.port)) as extra:
+        extra.settimeout(20)
+        assert _status(extra.recv(1000)) == 503
+    for connection in kept:
+        connection.close()

@@ -1,0 +1,300 @@
+"""Models that come and go: loading, waiting, keeping, evicting, dying, unloading."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import httpx2
+import msgspec
+import pytest
+
+from edgeinfer.errors import EngineClosedError, ModelLoadError
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.models import Loaded
+from edgeinfer.server.server import RunOptions
+
+GIB = 1 << 30
+
+
+class Shelf:
+    """Loads scripted engines by name, counting; a load can be held, refused, and asks for memory while it lives."""
+
+    def __init__(self, total_bytes: int = 1 << 60, size_bytes: int = GIB) -> None:
+        self.total = total_bytes
+        self.size = size_bytes
+        self.loads: list[str] = []
+        self.live: dict[str, FakeEngine] = {}
+        self.closed: list[str] = []
+        self.holds: dict[str, threading.Event] = {}
+        self.refusals: dict[str, Exception] = {}
+        self.scripts: dict[str, list] = {}
+        self.reached: dict[str, threading.Event] = {}
+
+    def load(self, name, progress):
+        self.loads.append(name)
+        self.reached.setdefault(name, threading.Event()).set()
+        progress("reading weights", 0.5)
+        if name in self.holds:
+            assert self.holds[name].wait(20)
+        if name in self.refusals:
+            raise self.refusals[name]
+        shelf = self
+
+        class Engine(FakeEngine):
+            def close(self):
+                super().close()
+                if shelf.live.pop(name, None):
+                    shelf.closed.append(name)
+
+        info = msgspec.structs.replace(DEFAULT_INFO, model=name, weights_bytes=self.size, sha256=name * 16)
+        self.live[name] = Engine(self.scripts.get(name, [[f"I am {name}"]]), info=info)
+        return Loaded(engine=self.live[name], where="worker", how="resumed", stages_ms={"restore": 80.0})
+
+    def available(self):
+        return self.total - self.size * len(self.live)
+
+
+@pytest.fixture
+def shelf():
+    return Shelf()
+
+
+def _ask(here, model, **body):
+    return here.chat(model=model, **body).json()["choices"][0]["message"]["content"]
+
+
+def test_any_pulled_model_can_be_named(serve, shelf):
+    here = serve(load=shelf.load, names=("a", "b", "c"))
+    assert [_ask(here, m) for m in ("a", "b", "b", "a")] == ["I am a", "I am b", "I am b", "I am a"]
+    assert shelf.loads == ["a", "b"]
+    states = {m["id"]: m["state"] for m in here.client.get("/v1/models").json()["data"]}
+    assert states == {"a": "loaded", "b": "loaded", "c": "cold"}
+    assert here.chat(model="d").status_code == 404
+    for path in ("/etc/passwd", "../a", "a/../b", "./a.gguf"):
+        assert here.chat(model=path).status_code == 404
+
+
+def test_many_requests_load_a_model_once(serve, shelf, until):
+    shelf.holds["b"] = threading.Event()
+    here = serve(load=shelf.load, names=("a", "b"))
+    answers: list[str] = []
+    threads = [threading.Thread(target=lambda: answers.append(_ask(here, "b"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    until(lambda: here.endpoint.in_flight == 8, "all to wait")
+    shelf.holds["b"].set()
+    for thread in threads:
+        thread.join()
+    assert answers == ["I am b"] * 8
+    assert shelf.loads == ["a", "b"]
+
+
+def test_a_request_does_not_wait_for_another_models_load(serve, shelf, until):
+    shelf.holds["b"] = threading.Event()
+    here = serve(load=shelf.load, names=("a", "b", "c"))
+    waiting = threading.Thread(target=_ask, args=(here, "b"))
+    waiting.start()
+    until(lambda: "b" in shelf.loads, "b to be loading")
+    assert _ask(here, "a") == "I am a"
+    assert _ask(here, "c") == "I am c"
+    shelf.holds["b"].set()
+    waiting.join()
+
+
+def test_a_streaming_client_gets_comments_while_its_model_loads(serve, shelf):
+    shelf.holds["b"] = threading.Event()
+    here = serve(load=shelf.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
+    body = {"model": "b", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+    with here.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        assert ": reading weights 50%" in (next(lines), next(lines), next(lines))
+        shelf.holds["b"].set()
+        said = [line for line in lines if line.startswith("data: {")]
+    assert '"I am b"' in "".join(said)
+
+
+def test_a_load_that_fails_is_told_by_status_or_in_the_stream_and_tried_again(serve, shelf):
+    shelf.refusals["b"] = ModelLoadError("the file is damaged")
+    here = serve(load=shelf.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
+    assert here.chat(model="b").status_code == 500
+    assert "damaged" in here.chat(model="b").json()["error"]["message"]
+    shelf.holds["b"] = threading.Event()
+    body = {"model": "b", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+    with here.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        shelf.holds["b"].set()
+        assert any("damaged" in line for line in lines)
+    shelf.refusals.clear()
+    assert _ask(here, "b") == "I am b"
+
+
+def test_keep_alive_zero_unloads_after_the_request_and_minus_one_keeps(serve, shelf, until):
+    here = serve(load=shelf.load, names=("a", "b"), keep_alive_s=300)
+    _ask(here, "b", keep_alive=0)
+    until(lambda: shelf.closed == ["b"], "b to be unloaded")
+    _ask(here, "b", keep_alive=-1)
+    (b,) = [m for m in here.client.get("/props").json()["models"] if m["id"] == "b"]
+    assert b["expires_in_s"] is None
+    _ask(here, "b", keep_alive=50)
+    (b,) = [m for m in here.client.get("/props").json()["models"] if m["id"] == "b"]
+    assert 40 < b["expires_in_s"] <= 50
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+        ("/tokenize", {"content": "x"}),
+        ("/detokenize", {"tokens": [65]}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/infer", {"prompt": "x"}),
+    ],
+)
+def test_keep_alive_is_honoured_on_every_route(serve, shelf, until, path, body):
+    here = serve(load=shelf.load, names=("a", "b"))
+    assert here.client.post(path, json=body | {"model": "b", "keep_alive": 0}).status_code == 200
+    until(lambda: shelf.closed == ["b"], "b to be unloaded")
+
+
+def test_an_idle_model_expires(serve, shelf, until):
+    here = serve(load=shelf.load, names=("a",), keep_alive_s=0.05)
+    until(lambda: shelf.closed == ["a"], "a to expire")
+    assert _ask(here, "a") == "I am a"
+    assert here.client.get("/health").status_code == 200
+
+
+def test_without_room_the_least_recently_used_goes(serve):
+    shelf = Shelf(total_bytes=3 * GIB + GIB // 2 + (1 << 29))
+    here = serve(load=shelf.load, names=("a", "b", "c", "d"), available_bytes=shelf.available)
+    for model in ("a", "b", "c", "a"):
+        _ask(here, model)
+    assert shelf.closed == []
+    here.endpoint.models._sizes["d"] = GIB
+    _ask(here, "d")
+    assert shelf.closed == ["b"]
+
+
+def test_a_model_in_use_is_not_evicted_and_the_wait_ends(serve, until):
+    shelf = Shelf(total_bytes=GIB + (1 << 29))
+    gate = Gate(threading.Event())
+    shelf.scripts["a"] = [[gate, "held"]]
+    here = serve(load=shelf.load, names=("a", "b"), available_bytes=shelf.available, room_s=0.2)
+    here.endpoint.models._sizes["b"] = GIB
+    holding = threading.Thread(target=_ask, args=(here, "a"))
+    holding.start()
+    assert gate.reached.wait(20)
+    refused = here.chat(model="b")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "out_of_memory")
+    assert "retry-after" in refused.headers
+    here.endpoint.models._room_s = 20
+    answer: list[str] = []
+    waiting = threading.Thread(target=lambda: answer.append(_ask(here, "b")))
+    waiting.start()
+    until(lambda: here.client.get("/health").json()["loading"] != [], "b to wait for room")
+    assert here.client.get("/health").json()["loading"][0]["stage"] == "waiting for memory"
+    gate.opened.set()
+    waiting.join()
+    holding.join()
+    assert answer == ["I am b"]
+    assert shelf.closed == ["a"]
+
+
+def test_a_dead_engine_is_replaced_at_once(serve, shelf):
+    here = serve(load=shelf.load, names=("a",))
+    _ask(here, "a")
+    FakeEngine.close(shelf.live["a"])
+    assert _ask(here, "a") == "I am a"
+    assert shelf.loads == ["a", "a"]
+
+
+def test_an_engine_that_dies_midway_is_told_and_replaced(serve, shelf):
+    shelf.scripts["a"] = [["part", EngineClosedError("the worker died")], ["fine"]]
+    here = serve(load=shelf.load, names=("a",))
+    text = here.chat(stream=True).text
+    assert "part" in text
+    assert "the worker died" in text
+    shelf.scripts["a"] = [["back"]]
+    assert _ask(here, "a") == "back"
+    assert here.chat(model="a").status_code == 200
+
+
+def test_a_model_is_unloaded_on_request(serve, shelf, until):
+    gate = Gate(threading.Event())
+    shelf.scripts["b"] = [[gate, "done"], ["again"]]
+    here = serve(load=shelf.load, names=("a", "b"))
+    unload = "/v1/models/b/unload"
+    assert here.client.post(unload).json() == {"id": "b", "state": "not loaded"}
+    assert here.client.post("/v1/models/zz/unload").status_code == 404
+    answers: list[str] = []
+    running = threading.Thread(target=lambda: answers.append(_ask(here, "b")))
+    running.start()
+    assert gate.reached.wait(20)
+    assert here.client.post(unload).json()["state"] == "unloading"
+    gate.opened.set()
+    running.join()
+    assert answers == ["done"]
+    until(lambda: shelf.closed == ["b"], "b to be unloaded")
+    _ask(here, "b")
+    assert here.client.post(unload).json()["state"] == "unloaded"
+    assert shelf.closed == ["b", "b"]
+
+
+def test_a_client_that_leaves_while_its_model_loads_leaves_nothing(serve, shelf, until):
+    shelf.holds["b"] = threading.Event()
+    here = serve(load=shelf.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
+    for stream in (True, False):
+        body = json.dumps({"model": "b", "stream": stream, "messages": [{"role": "user", "content": "x"}]})
+        with httpx2.Client(timeout=0.2) as client, pytest.raises(httpx2.TimeoutException):
+            answer = client.post(f"{here.url}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+            answer.read()
+        until(lambda: here.endpoint.in_flight == 0, "the request to be forgotten")
+    shelf.holds["b"].set()
+    until(lambda: here.endpoint.models.is_loaded("b"), "b to be loaded all the same")
+    assert shelf.live["b"].requests == []
+    (b,) = [m for m in here.client.get("/props").json()["models"] if m["id"] == "b"]
+    assert b["in_use"] == 0
+    assert b["expires_in_s"] > 0
+
+
+def test_health_says_what_is_loading(serve, shelf, until):
+    shelf.holds["a"] = threading.Event()
+    here = serve(load=shelf.load, names=("a",), wait_ready=False)
+    until(lambda: "a" in shelf.loads, "a to be loading")
+    answer = here.client.get("/health")
+    assert answer.status_code == 503
+    assert answer.json() == {"status": "loading", "model": "a", "loading": [{"model": "a", "stage": "reading weights", "progress": 0.5}], "error": ""}  # fmt: skip
+    shelf.holds["a"].set()
+    until(lambda: here.client.get("/health").status_code == 200, "the endpoint to be healthy")
+
+
+def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, shelf):
+    shelf.refusals["a"] = ModelLoadError("damaged")
+    here = serve(load=shelf.load, names=("a", "b"), wait_ready=False)
+    shelf.reached.setdefault("a", threading.Event()).wait(20)
+    assert _ask(here, "b") == "I am b"
+    health = here.client.get("/health")
+    assert (health.status_code, health.json()["status"], health.json()["error"]) == (503, "error", "damaged")
+
+
+def test_without_preload_the_first_request_loads(serve, shelf):
+    here = serve(load=shelf.load, names=("a",), options=RunOptions(preload=False))
+    assert shelf.loads == []
+    assert _ask(here, "a") == "I am a"
+
+
+def test_everything_is_closed_at_the_end(serve, shelf):
+    here = serve(load=shelf.load, names=("a", "b"))
+    _ask(here, "a")
+    _ask(here, "b")
+    here.drain()
+    here.wait_ended()
+    assert sorted(shelf.closed) == ["a", "b"]

@@ -1,0 +1,297 @@
+"""The official OpenAI client against the real small model, route by route."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+
+import jsonschema
+import openai
+import pytest
+
+pytestmark = pytest.mark.model
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def client(real):
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_chat_answers_with_usage_and_timings(client):
+    answer = client.chat.completions.create(model="smollm2", messages=HELLO, max_completion_tokens=8, temperature=0)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("stop", "length")
+    assert answer.usage.completion_tokens <= 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.timings["predicted_n"] == answer.usage.completion_tokens
+    assert answer.model == "smollm2"
+    assert answer.id.startswith("chatcmpl-")
+
+
+def test_a_stream_says_the_same_as_the_whole(client):
+    asked = {"model": "smollm2", "messages": HELLO, "max_tokens": 8, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_the_streaming_helper_accumulates(client):
+    with client.chat.completions.stream(model="smollm2", messages=HELLO, max_tokens=40, temperature=0) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == "".join(deltas)
+
+
+def test_a_seed_repeats(client):
+    asked = {"model": "smollm2", "messages": [{"role": "user", "content": "A word?"}], "max_tokens": 6, "temperature": 1.5}
+    first = client.chat.completions.create(**asked, seed=7)
+    assert client.chat.completions.create(**asked, seed=7).choices[0].message.content == first.choices[0].message.content
+    others = {client.chat.completions.create(**asked, seed=n).choices[0].message.content for n in range(8, 12)}
+    assert len(others) > 1
+
+
+def test_n_answers_stream_side_by_side(client):
+    chunks = client.chat.completions.create(model="smollm2", messages=HELLO, max_tokens=5, n=3, stream=True)
+    texts, ends = {0: "", 1: "", 2: ""}, {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert all(texts.values())
+    assert set(ends) == {0, 1, 2}
+
+
+def test_logprobs_are_probabilities_with_alternatives(client):
+    answer = client.chat.completions.create(
+        model="smollm2", messages=HELLO, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
+    )
+    tokens = answer.choices[0].logprobs.content
+    assert len(tokens) == answer.usage.completion_tokens or answer.choices[0].finish_reason == "stop"
+    for token in tokens:
+        assert token.logprob <= 0
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].logprob == pytest.approx(max(t.logprob for t in token.top_logprobs))
+        assert bytes(token.bytes).decode("utf-8", "replace") == token.token
+    assert "".join(t.token for t in tokens).startswith(answer.choices[0].message.content[:3])
+
+
+def test_a_stop_string_ends_and_is_not_shown(client):
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "Count: one, two, three, four."}],
+        max_tokens=40,
+        temperature=0,
+        stop=[","],
+    )
+    assert "," not in answer.choices[0].message.content
+
+
+def test_logit_bias_forbids_a_token(client, real):
+    first = client.chat.completions.create(model="smollm2", messages=HELLO, max_tokens=1, temperature=0)
+    word = first.choices[0].message.content
+    (token,) = real.client.post("/tokenize", json={"content": word}).json()["tokens"]
+    other = client.chat.completions.create(
+        model="smollm2", messages=HELLO, max_tokens=1, temperature=0, logit_bias={str(token): -100}
+    )
+    assert other.choices[0].message.content != word
+
+
+def test_json_schema_output_validates(client):
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "Ann is 7 years old. Give her data."}],
+        max_tokens=60,
+        temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.choices[0].message.content), PERSON)
+
+
+def test_json_object_output_is_an_object(client):
+    answer = client.chat.completions.create(
+        model="smollm2", messages=HELLO, max_tokens=80, temperature=0, response_format={"type": "json_object"}
+    )
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    else:
+        assert answer.choices[0].message.content.lstrip().startswith("{")
+
+
+def test_a_grammar_and_a_choice_are_followed(client):
+    asked = {"model": "smollm2", "messages": HELLO, "max_tokens": 8}
+    chosen = client.chat.completions.create(**asked, extra_body={"structured_outputs": {"choice": ["red", "green"]}})
+    assert chosen.choices[0].message.content in ("red", "green")
+    ruled = client.chat.completions.create(**asked, extra_body={"grammar": 'root ::= "yes" | "no"'})
+    assert ruled.choices[0].message.content in ("yes", "no")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_tool_is_called(client, stream):
+    asked = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "max_tokens": 60,
+        "temperature": 0,
+        "parallel_tool_calls": False,
+    }
+    if stream:
+        with client.chat.completions.stream(**asked) as running:
+            for _ in running:
+                pass
+            choice = running.get_final_completion().choices[0]
+    else:
+        choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert call.id
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER["function"]["parameters"])
+
+
+def test_a_tool_loop_goes_round(client):
+    asked = {"model": "smollm2", "tools": [WEATHER], "max_tokens": 60, "temperature": 0}
+    turns = [{"role": "user", "content": "What is the weather in Paris?"}]
+    first = client.chat.completions.create(**asked, messages=turns, tool_choice="required")
+    message = first.choices[0].message
+    turns += [message, *({"role": "tool", "tool_call_id": c.id, "content": "sunny, 21 C"} for c in message.tool_calls)]
+    last = client.chat.completions.create(**asked, messages=turns, tool_choice="none")
+    assert last.choices[0].message.content
+    assert not last.choices[0].message.tool_calls
+
+
+def test_completions_continue_text_tokens_and_several_prompts(client, real):
+    asked = {"model": "smollm2", "max_tokens": 5, "temperature": 0}
+    text = client.completions.create(**asked, prompt="Once upon a")
+    tokens = real.client.post("/tokenize", json={"content": "Once upon a"}).json()["tokens"]
+    assert client.completions.create(**asked, prompt=tokens).choices[0].text == text.choices[0].text
+    several = client.completions.create(**asked, prompt=["Once upon a", "The sky is"], echo=True)
+    assert several.choices[0].text == "Once upon a" + text.choices[0].text
+    assert several.choices[1].text.startswith("The sky is")
+    assert several.usage.completion_tokens <= 10
+
+
+def test_completions_stream_with_logprobs(client):
+    chunks = list(
+        client.completions.create(model="smollm2", prompt="Once upon a", max_tokens=4, temperature=0, logprobs=2, stream=True)
+    )
+    said = [c.choices[0] for c in chunks if c.choices and c.choices[0].text]
+    assert said
+    assert all(c.logprobs.token_logprobs[0] <= 0 and len(c.logprobs.top_logprobs[0]) == 2 for c in said)
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+
+
+def test_embeddings_are_unit_vectors_in_both_encodings(client, real):
+    answer = client.embeddings.create(model="smollm2", input=["a cat", "a kitten"])
+    for item in answer.data:
+        assert math.sqrt(sum(x * x for x in item.embedding)) == pytest.approx(1, abs=1e-3)
+    raw = real.client.post("/v1/embeddings", json={"input": "a cat", "encoding_format": "base64"}).json()["data"][0]
+    packed = base64.b64decode(raw["embedding"])
+    assert struct.unpack(f"<{len(packed) // 4}f", packed) == pytest.approx(answer.data[0].embedding, abs=1e-2)
+    assert answer.usage.prompt_tokens > 0
+
+
+def test_models_are_listed_and_retrieved(client):
+    assert [m.id for m in client.models.list()] == ["smollm2"]
+    assert client.models.retrieve("smollm2").object == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+
+
+def test_responses_whole_and_streamed(client):
+    asked = {"model": "smollm2", "input": "hi", "max_output_tokens": 40, "temperature": 0}
+    whole = client.responses.create(**asked)
+    assert whole.output_text
+    assert whole.status == "completed"
+    with client.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == whole.output_text == final.output_text
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_responses_call_a_tool_and_take_its_output(client):
+    tool = {"type": "function", **WEATHER["function"], "strict": True}
+    asked = {"model": "smollm2", "tools": [tool], "max_output_tokens": 60, "temperature": 0}
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    first = client.responses.create(**asked, input=[question], tool_choice="required", parallel_tool_calls=False)
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert json.loads(calls[0].arguments).keys() == {"city"}
+    turns = [question, *(i.model_dump(exclude_none=True) for i in first.output)]
+    turns += [{"type": "function_call_output", "call_id": c.call_id, "output": "sunny"} for c in calls]
+    last = client.responses.create(**asked, input=turns, tool_choice="none")
+    assert last.output_text
+
+
+def test_responses_follow_a_schema(client):
+    answer = client.responses.create(
+        model="smollm2",
+        input="Ann is 7 years old. Give her data.",
+        max_output_tokens=60,
+        temperature=0,
+        text={"format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}},
+    )
+    jsonschema.validate(json.loads(answer.output_text), PERSON)
+
+
+def test_errors_arrive_as_the_clients_own_exceptions(client):
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="nobody", messages=HELLO)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model="smollm2", messages=HELLO, temperature=9)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model="smollm2", messages=[{"role": "user", "content": "word " * 9000}])
+    assert long.value.code == "context_length_exceeded"
+    assert missing.value.request_id
+
+
+async def test_the_async_client_streams_several_at_once(real):
+    import asyncio
+
+    async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def one(i: int) -> int:
+            stream = await client.chat.completions.create(
+                model="smollm2", messages=[{"role": "user", "content": f"Number {i}?"}], max_tokens=4, stream=True
+            )
+            return len([1 async for chunk in stream if chunk.choices and chunk.choices[0].delta.content])
+
+        assert all(n >= 1 for n in await asyncio.gather(*(one(i) for i in range(6))))

@@ -1,0 +1,207 @@
+"""What cannot be honoured is refused by name, in the route's own envelope, and nothing is computed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edgeinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.server.wire.anthropic import MessagesRequest
+from edgeinfer.server.wire.openai import ChatRequest
+from edgeinfer.server.wire.responses import ResponsesRequest
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def here(serve_module, engine):
+    return serve_module(engine)
+
+
+def _post(here, path, body):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return here.client.post(path, content=raw, headers={"content-type": "application/json"})
+
+
+CHAT = [
+    ({"messages": HI, "audio": {"voice": "x"}}, "audio", "unknown_parameter"),
+    ({"messages": HI, "store": True}, "store", "invalid_value"),
+    ({"messages": HI, "functions": []}, "functions", "unknown_parameter"),
+    ({"messages": HI, "temperature": 2.1}, "temperature", "decimal_above_max_value"),
+    ({"messages": HI, "temperature": -0.1}, "temperature", "decimal_below_min_value"),
+    ({"messages": HI, "temperature": "hot"}, "temperature", "invalid_type"),
+    ({"messages": HI, "n": 0}, "n", "integer_below_min_value"),
+    ({"messages": HI, "n": 33}, "n", "integer_above_max_value"),
+    ({"messages": HI, "n": 10**30}, "n", "integer_above_max_value"),
+    ({"messages": HI, "n": 1.5}, "n", "invalid_type"),
+    ({"messages": HI, "max_tokens": 0}, "max_tokens", "integer_below_min_value"),
+    ({"messages": HI, "max_tokens": -1}, "max_tokens", "integer_below_min_value"),
+    ({"messages": HI, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens", "invalid_value"),
+    ({"messages": HI, "top_p": 1.01}, "top_p", "decimal_above_max_value"),
+    ({"messages": HI, "presence_penalty": 3}, "presence_penalty", "decimal_above_max_value"),
+    ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
+    ({"messages": HI, "stream_options": {}}, "stream_options", "invalid_value"),
+    ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+    ({"messages": HI, "logit_bias": {"1": 101}}, "logit_bias[...]", "decimal_above_max_value"),
+    ({"messages": HI, "stop": [""]}, "stop[0]", "string_below_min_length"),
+    ({"messages": HI, "stop": ["a"] * 17}, "stop", "array_above_max_length"),
+    ({"messages": HI, "keep_alive": -2}, "keep_alive", "decimal_below_min_value"),
+    ({"messages": []}, "messages", "array_below_min_length"),
+    ({}, "messages", "missing_required_parameter"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "unknown_parameter"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "invalid_value"),
+    ({"messages": HI, "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"messages": HI, "tool_choice": {"function": {"name": "x"}}}, "tool_choice", "invalid_value"),
+    ({"messages": HI, "tools": [{"function": {"name": "a"}}, {"function": {"name": "a"}}]}, "tools", "invalid_value"),
+    ({"messages": HI, "tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
+    ({"messages": HI, "grammar": "x", "response_format": {"type": "json_object"}}, "grammar", "invalid_value"),
+    ({"messages": HI, "structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
+    ({"messages": HI, "model": ""}, "model", "string_below_min_length"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "code"), CHAT, ids=[f"{param}-{code}" for _, param, code in CHAT])
+def test_a_chat_field_is_refused_by_name(here, engine, body, param, code):
+    before = len(engine.requests)
+    answer = _post(here, "/v1/chat/completions", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"], error["type"]) == (400, param, code, "invalid_request_error")
+    assert len(engine.requests) == before
+
+
+def _fields(of: type) -> set[str]:
+    return set(of.__struct_encode_fields__)
+
+
+@pytest.mark.parametrize(
+    ("path", "ours", "theirs"),
+    [
+        ("/v1/chat/completions", ChatRequest, "openai.types.chat.completion_create_params:CompletionCreateParamsBase"),
+        ("/v1/responses", ResponsesRequest, "openai.types.responses.response_create_params:ResponseCreateParamsBase"),
+        ("/v1/messages", MessagesRequest, "anthropic.types.message_create_params:MessageCreateParamsBase"),
+    ],
+)
+def test_every_field_of_the_official_clients_is_accepted_or_refused_by_name(here, path, ours, theirs):
+    import importlib
+
+    module, name = theirs.split(":")
+    official = set(getattr(importlib.import_module(module), name).__annotations__)
+    missing = official - _fields(ours)
+    assert missing, "the official API has nothing that we lack?"
+    needed = {"/v1/responses": {"input": "hi"}, "/v1/messages": {"messages": HI, "max_tokens": 1}}.get(path, {"messages": HI})
+    for field in sorted(missing):
+        answer = _post(here, path, needed | {field: {}})
+        assert answer.status_code == 400, field
+        assert f"'{field}'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"null", "object"),
+        (b"[]", "object"),
+        (b'{"messages":[{"role":"user","content":"\xff\xfe"}]}', "UTF-8"),
+        (b'{"messages":[{"role":"user","content":"\\ud800"}]}', "not valid JSON"),
+        (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
+        (b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":"a","parameters":' + b'{"a":' * 50_000, ""),
+        (b'{"temperature":1e999}', "range"),
+        (b'{"temperature":NaN}', "not valid JSON"),
+        (b'{"n":' + b"9" * 5000 + b"}", ""),
+    ],
+    ids=["empty", "torn", "null", "array", "bad-utf8", "surrogate", "deep", "deep-schema", "huge-float", "nan", "huge-int"],
+)
+def test_a_body_that_is_no_request_is_a_400(here, raw, said):
+    answer = _post(here, "/v1/chat/completions", raw)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+def test_the_content_type_must_be_json(here):
+    answer = here.client.post("/v1/chat/completions", content=b"x", headers={"content-type": "text/plain"})
+    assert answer.status_code == 415
+
+
+def test_routes_and_methods_that_do_not_exist_have_the_envelope(here):
+    assert here.client.get("/v2/x").json()["error"]["code"] == "not_found"
+    wrong = here.client.put("/v1/chat/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+
+
+def test_anthropic_errors_have_anthropics_envelope(here):
+    answer = _post(here, "/v1/messages", {"max_tokens": 1, "messages": HI, "container": "x"})
+    body = answer.json()
+    assert (answer.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert body["request_id"] == answer.headers["request-id"]
+    budget = {"max_tokens": 1, "messages": HI, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    assert "enabled" in _post(here, "/v1/messages", budget).json()["error"]["message"]
+
+
+def test_responses_items_are_checked_one_by_one(here):
+    wrong = _post(here, "/v1/responses", {"input": [{"role": "user", "content": "x"}, {"type": "image_generation_call"}]})
+    assert wrong.json()["error"]["param"] == "input[1].type"
+    wrong = _post(here, "/v1/responses", {"input": [{"role": "user", "content": 1}]})
+    assert wrong.json()["error"]["param"] == "input[0].content"
+    stored = _post(here, "/v1/responses", {"input": "x", "previous_response_id": "resp_1"})
+    assert stored.json()["error"]["param"] == "previous_response_id"
+
+
+def test_query_fields_are_refused_like_body_fields(here):
+    assert here.client.get("/infer").json()["error"]["param"] == "prompt"
+    assert here.client.get("/infer?prompt=a&prompt=b").json()["error"]["param"] == "prompt"
+    assert here.client.get("/infer?prompt=a&mood=1").json()["error"]["code"] == "unknown_parameter"
+    assert here.client.get("/infer?prompt=a&max_tokens=x").json()["error"]["param"] == "max_tokens"
+    assert here.client.get("/infer?prompt=a&max_tokens=1").json()["result"] == "Hello"
+
+
+def test_lists_of_mixed_prompts_are_refused(here):
+    for mixed in (["a", 1], [1, [2]], ["a", [1]]):
+        answer = _post(here, "/v1/completions", {"prompt": mixed})
+        assert answer.json()["error"]["param"] == "prompt"
+    assert _post(here, "/v1/completions", {"prompt": []}).status_code == 400
+    assert _post(here, "/v1/completions", {"prompt": ["a"] * 64, "n": 2}).json()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequestError("no", param="grammar"), 400, "invalid_value"),
+        (ContextLengthError("long"), 400, "context_length_exceeded"),
+        (QueueFullError("full"), 503, "queue_full"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_has_a_status_even_when_streaming(here, engine, error, status, code, stream, monkeypatch):
+    def refuse(request):
+        raise error
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    answer = here.chat(stream=stream)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    if status == 503:
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_a_defect_of_ours_is_a_500_without_details(here, engine, monkeypatch):
+    def broken(request):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(engine, "submit", broken)
+    answer = here.chat()
+    assert answer.status_code == 500
+    assert "secret detail" not in answer.text
+    assert answer.headers["x-request-id"] in answer.text
+    assert "secret detail" in here.log.getvalue()

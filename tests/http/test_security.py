@@ -1,0 +1,235 @@
+"""Host, Origin, Sec-Fetch-Site, CORS, API keys and their file, TLS."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import ssl
+import stat
+import subprocess
+
+import httpx2
+import pytest
+
+from edgeinfer.arguments import launch
+from edgeinfer.commands.serve import limits, make_gate
+from edgeinfer.config import Config, ServeConfig
+from edgeinfer.errors import EdgeInferError, ServeError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.server import keys, sockets
+from edgeinfer.server.keys import Keys
+from edgeinfer.server.operations import OPERATIONS
+from edgeinfer.server.security import LOOPBACK_HOSTS, Gate, host_name
+from edgeinfer.server.server import RunOptions
+
+KEY = "test-key-0123456789abcdef"
+PAGE = "https://page.example"
+
+
+def _options(*typed: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    launch.add_endpoint_options(parser)
+    return parser.parse_args(typed)
+
+
+@pytest.fixture(scope="module")
+def here(serve_module):
+    return serve_module(gate=Gate(keys=Keys([]), origins=frozenset({PAGE})))
+
+
+@pytest.fixture(scope="module")
+def keyed(serve_module):
+    return serve_module(gate=Gate(keys=Keys([KEY, "another-key-0123456789"])))
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0"])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
+def test_a_foreign_host_is_refused_on_every_route(here, host, operation):
+    answer = here.client.request(operation.method, operation.path.replace("{id}", "fake"), headers={"host": host})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8080", "localhost."])
+def test_loopbacks_names_are_accepted(here, host):
+    assert here.client.get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:3000"}, 403),
+        ({"origin": "https://page.example.evil"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"sec-fetch-site": "same-origin"}, 200),
+        ({"origin": PAGE}, 200),
+        ({"origin": PAGE, "sec-fetch-site": "cross-site"}, 200),
+    ],
+)
+@pytest.mark.parametrize("path", ["/health", "/infer?prompt=x", "/v1/models"])
+def test_other_web_pages_are_refused(here, headers, status, path):
+    assert here.client.get(path, headers=headers).status_code == status
+
+
+def test_the_endpoints_own_origin_is_no_other_page(here):
+    assert here.client.get("/health", headers={"origin": here.url}).status_code == 200
+
+
+def test_cors_answers_named_origins_only(here):
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    allowed = here.client.options("/v1/chat/completions", headers=ask | {"origin": PAGE})
+    assert allowed.status_code == 204
+    assert allowed.headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in allowed.headers
+    refused = here.client.options("/v1/chat/completions", headers=ask | {"origin": "https://evil.example"})
+    assert refused.status_code == 403
+    assert "access-control-allow-origin" not in refused.headers
+    got = here.client.get("/v1/models", headers={"origin": PAGE})
+    assert (got.headers["access-control-allow-origin"], got.headers["vary"]) == (PAGE, "Origin")
+    failed = here.client.get("/nowhere", headers={"origin": PAGE})
+    assert failed.headers["access-control-allow-origin"] == PAGE
+
+
+def test_a_request_without_a_host_is_refused(here, raw_exchange):
+    assert b" 400 " in raw_exchange(here.port, b"GET /health HTTP/1.1\r\n\r\n").splitlines()[0]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
+def test_a_key_is_wanted_on_every_route_but_health(keyed, operation):
+    answer = keyed.client.request(operation.method, operation.path.replace("{id}", "fake"))
+    if operation.path == "/health":
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"authorization": f"Bearer {KEY}"}, 200),
+        ({"authorization": f"bearer {KEY}"}, 200),
+        ({"x-api-key": KEY}, 200),
+        ({"authorization": "Bearer another-key-0123456789"}, 200),
+        ({"authorization": f"Bearer {KEY}x"}, 401),
+        ({"authorization": f"Basic {KEY}"}, 401),
+        ({"authorization": "Bearer"}, 401),
+        ({"x-api-key": KEY[:-1]}, 401),
+    ],
+)
+def test_keys_are_compared_whole(keyed, headers, status):
+    assert keyed.client.get("/v1/models", headers=headers).status_code == status
+
+
+def test_no_key_reaches_the_log(keyed):
+    keyed.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
+    assert KEY not in keyed.log.getvalue()
+    assert Keys([KEY]).name(KEY) in keyed.log.getvalue()
+
+
+def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):
+    (listener,) = sockets.bind("0.0.0.0", 0)
+    with listener:
+        gate = make_gate(_options(), Host(config=Config()), [listener])
+        path = keys.key_path()
+        key = path.read_text().strip()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert len(key) > 40
+        assert gate.keys.name(key)
+        assert key not in "".join(capsys.readouterr())
+        again = make_gate(_options(), Host(config=Config()), [listener])
+        assert again.keys.name(key)
+        assert path.read_text().strip() == key
+        gate.check_host({"host": "192.168.1.7:8080"})
+        with pytest.raises(Exception, match="not one of"):
+            gate.check_host({"host": "evil.example"})
+
+
+def test_loopback_needs_no_key():
+    (listener,) = sockets.bind("127.0.0.1", 0)
+    with listener:
+        assert not make_gate(_options(), Host(config=Config()), [listener]).keys
+    assert not keys.key_path().exists()
+
+
+def test_a_given_key_is_taken_from_environment_or_file(monkeypatch, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n{KEY}\n\nanother-key-0123456789\n")
+    file.chmod(0o600)
+    assert keys.given_keys(str(file)).name("another-key-0123456789")
+    monkeypatch.setenv("EDGEINFER_API_KEY_FILE", str(file))
+    assert keys.given_keys().name(KEY)
+    monkeypatch.setenv("EDGEINFER_API_KEY", "from-environment-1234")
+    assert keys.given_keys().name("from-environment-1234")
+    assert not keys.given_keys().name(KEY)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_key_file_that_others_can_read_is_refused(tmp_path, mode):
+    file = tmp_path / "keys"
+    file.write_text(KEY)
+    file.chmod(mode)
+    with pytest.raises(ServeError) as refused:
+        keys.given_keys(str(file))
+    assert refused.value.hint == f"chmod 600 {file}"
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "has spaces in the middle of it\n"])
+def test_a_key_file_without_a_usable_key_is_refused(tmp_path, text):
+    file = tmp_path / "keys"
+    file.write_text(text)
+    file.chmod(0o600)
+    with pytest.raises(ServeError):
+        keys.given_keys(str(file))
+
+
+def test_configured_hosts_and_origins_are_accepted_and_star_is_not():
+    config = Config(serve=ServeConfig(allowed_hosts=("Box.lan",), allowed_origins=(PAGE,)))
+    (listener,) = sockets.bind("127.0.0.1", 0)
+    with listener:
+        gate = make_gate(_options("--allow-host", "other.lan"), Host(config=config), [listener])
+        assert {"box.lan", "other.lan", *LOOPBACK_HOSTS} <= gate.hosts
+        assert gate.origins == {PAGE}
+        with pytest.raises(ServeError):
+            make_gate(_options("--allow-origin", "*"), Host(config=config), [listener])
+
+
+def test_tls_needs_both_files(tmp_path):
+    with pytest.raises(UsageError):
+        limits(_options("--tls-cert", "a"))
+    with pytest.raises(ServeError):
+        limits(_options("--tls-cert", str(tmp_path / "a"), "--tls-key", str(tmp_path / "b")))
+
+
+def test_tls_is_served(serve, tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    here = serve(options=RunOptions(tls_cert=str(cert), tls_key=str(key)))
+    with httpx2.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
+        assert client.get(f"{here.url}/health").json()["status"] == "ok"
+        answer = client.post(f"{here.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello world"
+
+
+def test_host_names_lose_ports_and_case():
+    assert [host_name(h) for h in ("A.b:1", "[::1]:2", "c.", "[::1")] == ["a.b", "[::1]", "c", ""]
+
+
+def test_a_bind_that_cannot_be_is_one_of_our_errors():
+    (listener,) = sockets.bind("127.0.0.1", 0)
+    with listener:
+        taken = listener.getsockname()[1]
+        with pytest.raises(ServeError, match=str(taken)):
+            sockets.bind("127.0.0.1", taken)
+    with pytest.raises(ServeError):
+        sockets.bind("no.such.host.invalid", 0)
+    with pytest.raises(EdgeInferError):
+        sockets.bind("203.0.113.7", 0)
+    assert os.listdir("/proc/self/fd")

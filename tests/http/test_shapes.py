@@ -1,0 +1,300 @@
+"""Events in every route's shape, with a scripted engine: reasoning, parallel calls, stops, several answers, failures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.events import (
+    Finished,
+    Logprob,
+    Progress,
+    ReasoningDelta,
+    TextDelta,
+    Timings,
+    TokenLogprobs,
+    ToolCallDelta,
+    Usage,
+)
+from edgeinfer.runtime.fake import FakeEngine
+
+HI = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]
+CALLS = [
+    ReasoningDelta("let me "),
+    ReasoningDelta("see"),
+    TextDelta("I will call."),
+    ToolCallDelta(0, id="call_a", name="f"),
+    ToolCallDelta(0, arguments='{"x":'),
+    ToolCallDelta(0, arguments="1}"),
+    ToolCallDelta(1, id="call_b", name="g", arguments="{}"),
+    Finished(reason="tool_calls", usage=Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=7, reasoning_tokens=2), timings=Timings(ttft_ms=2, prefill_ms=2, decode_ms=12)),
+]  # fmt: skip
+
+
+def _sse(text: str) -> list[tuple[str, dict]]:
+    """(event, data) pairs; comments and [DONE] left out."""
+    found = []
+    for block in text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line and not line.startswith(":"))
+        if "data" in lines and lines["data"] != "[DONE]":
+            found.append((lines.get("event", ""), json.loads(lines["data"])))
+    return found
+
+
+def test_chat_reasoning_and_parallel_calls_whole(serve):
+    message = serve(FakeEngine([CALLS])).chat(tools=TOOLS).json()
+    (choice,) = message["choices"]
+    assert choice["message"]["reasoning_content"] == "let me see"
+    assert choice["message"]["content"] == "I will call."
+    assert [(c["id"], c["function"]) for c in choice["message"]["tool_calls"]] == [
+        ("call_a", {"name": "f", "arguments": '{"x":1}'}),
+        ("call_b", {"name": "g", "arguments": "{}"}),
+    ]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+    assert message["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
+    assert message["timings"]["prompt_n"] == 5
+    assert message["timings"]["predicted_per_second"] == 500.0
+
+
+def test_chat_calls_stream_with_id_and_name_first(serve):
+    text = serve(FakeEngine([CALLS])).chat(tools=TOOLS, stream=True).text
+    assert text.endswith("data: [DONE]\n\n")
+    deltas = [chunk["choices"][0]["delta"] for _, chunk in _sse(text) if chunk["choices"]]
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert calls[0] == {"index": 0, "id": "call_a", "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert calls[1] == {"index": 0, "function": {"arguments": '{"x":'}}
+    assert calls[3]["id"] == "call_b"
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "let me see"
+
+
+def test_an_answer_of_calls_alone_has_null_content(serve):
+    script = [ToolCallDelta(0, id="c", name="f", arguments="{}"), CALLS[-1]]
+    assert serve(FakeEngine([script])).chat(tools=TOOLS).json()["choices"][0]["message"]["content"] is None
+
+
+def test_n_answers_count_the_prompt_once_and_seeds_up(serve):
+    engine = FakeEngine([["a"], ["b", "c"]])
+    body = serve(engine).chat(n=2, seed=5).json()
+    assert [c["index"] for c in body["choices"]] == [0, 1]
+    assert [r.sampling.seed for r in engine.requests] == [5, 6]
+    assert body["usage"]["completion_tokens"] == 3
+    assert body["usage"]["prompt_tokens"] == len("user: hi\nassistant:")
+
+
+def test_several_streams_are_told_apart_and_usage_comes_last(serve):
+    text = serve(FakeEngine([["a"], ["b", "c"], ["d"]])).chat(n=3, stream=True, stream_options={"include_usage": True}).text
+    chunks = [chunk for _, chunk in _sse(text)]
+    said = {0: "", 1: "", 2: ""}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            said[choice["index"]] += choice["delta"].get("content", "")
+    assert sorted(said.values()) == ["a", "bc", "d"]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_logprobs_survive_torn_characters_and_minus_infinity(serve):
+    torn = TokenLogprobs(Logprob(1, b"\xc3", float("-inf")), (Logprob(2, b"a", -0.5),))
+    body = serve(FakeEngine([[TextDelta("é", (torn,))]])).chat(logprobs=True, top_logprobs=1).json()
+    (token,) = body["choices"][0]["logprobs"]["content"]
+    assert token == {
+        "token": "\N{REPLACEMENT CHARACTER}",
+        "logprob": -9999.0,
+        "bytes": [0xC3],
+        "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}],
+    }
+
+
+def test_completions_keep_prompts_in_order_with_echo(serve):
+    engine = FakeEngine(lambda request: [f"<{request.prompt}>"])
+    body = {"prompt": ["p", "q"], "n": 2, "echo": True}
+    reply = serve(engine).client.post("/v1/completions", json=body).json()
+    assert [c["text"] for c in reply["choices"]] == ["p<p>", "p<p>", "q<q>", "q<q>"]
+    assert reply["usage"] == reply["usage"] | {"prompt_tokens": 2, "completion_tokens": 4}
+
+
+def test_completions_logprobs_have_offsets(serve):
+    tokens = [TextDelta(t, (TokenLogprobs(Logprob(1, t.encode(), -1.0), (Logprob(2, b"z", -2.0),)),)) for t in ("ab", "c")]
+    here = serve(FakeEngine([tokens]))
+    whole = here.client.post("/v1/completions", json={"prompt": "p", "logprobs": 1}).json()["choices"][0]["logprobs"]
+    assert whole == {"tokens": ["ab", "c"], "token_logprobs": [-1.0, -1.0], "top_logprobs": [{"z": -2.0}] * 2, "text_offset": [0, 2]}
+    text = here.client.post("/v1/completions", json={"prompt": "p", "logprobs": 1, "stream": True}).text
+    offsets = [o for _, c in _sse(text) for o in (c["choices"][0].get("logprobs") or {}).get("text_offset", [])]
+    assert offsets == [0, 2]
+
+
+def test_a_message_stream_opens_one_block_at_a_time(serve):
+    here = serve(FakeEngine([CALLS]))
+    body = {"max_tokens": 9, "messages": HI, "stream": True, "tools": [{"name": "f", "input_schema": {}}]}
+    events = _sse(here.client.post("/v1/messages", json=body).text)
+    names = [name for name, _ in events if name != "ping"]
+    assert names[0] == "message_start"
+    assert names[-2:] == ["message_delta", "message_stop"]
+    open_block = None
+    kinds = []
+    for name, data in events:
+        if name == "content_block_start":
+            assert open_block is None
+            open_block = data["index"]
+            kinds.append(data["content_block"]["type"])
+        elif name == "content_block_delta":
+            assert data["index"] == open_block
+        elif name == "content_block_stop":
+            assert data["index"] == open_block
+            open_block = None
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+    assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
+    assert events[-2][1]["usage"]["cache_read_input_tokens"] == 4
+
+
+def test_a_message_whole_has_the_same_blocks(serve):
+    here = serve(FakeEngine([CALLS]))
+    body = {"max_tokens": 9, "messages": HI, "tools": [{"name": "f", "input_schema": {}}]}
+    message = here.client.post("/v1/messages", json=body).json()
+    assert [b["type"] for b in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert message["content"][2]["input"] == {"x": 1}
+    assert message["usage"] == message["usage"] | {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 7}
+
+
+@pytest.mark.parametrize(("stopped_by", "reason", "told"), [("END", "stop_sequence", "END"), ("<|im_end|>", "end_turn", None)])
+def test_only_the_requests_own_stop_strings_are_stop_sequences(serve, stopped_by, reason, told):
+    end = Finished(reason="stop", usage=Usage(), timings=Timings(), stop_sequence=stopped_by)
+    here = serve(FakeEngine([["x", end]]))
+    body = {"max_tokens": 9, "messages": HI, "stop_sequences": ["END"]}
+    message = here.client.post("/v1/messages", json=body).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, told)
+
+
+def test_anthropic_tool_results_become_turns(serve):
+    engine = FakeEngine()
+    here = serve(engine)
+    turns = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "sun"}]}, {"type": "text", "text": "so?"}]},
+    ]  # fmt: skip
+    here.client.post("/v1/messages", json={"max_tokens": 1, "messages": turns, "system": [{"type": "text", "text": "S"}]})
+    roles = [(m.role, m.content) for m in engine.requests[0].messages]
+    assert roles == [("system", "S"), ("user", "weather?"), ("assistant", ""), ("tool", "sun"), ("user", "so?")]
+    assistant = engine.requests[0].messages[2]
+    assert (assistant.reasoning, assistant.tool_calls[0].arguments) == ("hm", '{"a":1}')
+
+
+def test_a_response_stream_announces_and_closes_every_item(serve):
+    here = serve(FakeEngine([CALLS]))
+    body = {"input": "hi", "stream": True, "tools": [{"type": "function", "name": "f"}]}
+    events = _sse(here.client.post("/v1/responses", json=body).text)
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    added = [data["item"]["type"] for name, data in events if name == "response.output_item.added"]
+    done = [data["item"]["type"] for name, data in events if name == "response.output_item.done"]
+    assert added == done == ["reasoning", "message", "function_call", "function_call"]
+    final = events[-1][1]["response"]
+    assert events[-1][0] == "response.completed"
+    assert [item["type"] for item in final["output"]] == added
+    assert final["output"][2]["arguments"] == '{"x":1}'
+
+
+def test_a_response_cut_short_is_incomplete(serve):
+    here = serve(FakeEngine([["a", "b", "c"]]))
+    body = {"input": "hi", "max_output_tokens": 2}
+    reply = here.client.post("/v1/responses", json=body).json()
+    assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert _sse(here.client.post("/v1/responses", json=body | {"stream": True}).text)[-1][0] == "response.incomplete"
+
+
+def test_response_items_join_into_turns(serve):
+    engine = FakeEngine()
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "r"},
+    ]
+    serve(engine).client.post("/v1/responses", json={"input": items, "instructions": "I"})
+    turns = [(m.role, m.content, m.reasoning, len(m.tool_calls)) for m in engine.requests[0].messages]
+    assert turns == [("system", "I", "", 0), ("user", "q", "", 0), ("assistant", "a", "hm", 1), ("tool", "r", "", 0)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sign"),
+    [
+        ("/v1/chat/completions", {"messages": HI}, '"error":{"message":"boom"'),
+        ("/v1/completions", {"prompt": "x"}, '"error":{"message":"boom"'),
+        ("/v1/messages", {"messages": HI, "max_tokens": 5}, "event: error"),
+        ("/v1/responses", {"input": "x"}, "event: response.failed"),
+    ],
+)
+def test_a_failure_in_the_middle_is_told_in_the_stream(serve, path, body, sign):
+    here = serve(FakeEngine([["part", DecodeError("boom")], ["fine"]]))
+    text = here.client.post(path, json=body | {"stream": True}).text
+    assert "part" in text
+    assert sign in text
+    assert here.client.post(path, json=body).status_code == 200
+
+
+def test_a_failure_of_a_whole_answer_is_a_500(serve):
+    answer = serve(FakeEngine([["part", DecodeError("boom")]])).chat()
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
+    engine = FakeEngine()
+    serve(engine).chat(top_k=3, min_p=0.1, dry_multiplier=0.8, mirostat=2, logit_bias={"7": -100}, seed=-1, stop="x", overflow="shift", deadline_s=9, ignore_eos=True, cache_prompt=False)  # fmt: skip
+    (request,) = engine.requests
+    s = request.sampling
+    assert (s.top_k, s.min_p, s.dry_multiplier, s.mirostat, s.logit_bias, s.seed) == (3, 0.1, 0.8, 2, {7: -100.0}, None)
+    assert s.temperature == engine.info.sampling.temperature
+    assert (request.stop, request.overflow, request.deadline_s, request.ignore_eos, request.cache_prompt) == (("x",), "shift", 9, True, False)
+
+
+def test_effort_and_template_arguments_reach_the_template(serve):
+    engine = FakeEngine()
+    here = serve(engine)
+    here.chat(reasoning_effort="none")
+    here.chat(reasoning_effort="high", chat_template_kwargs={"x": 1})
+    assert engine.requests[0].template_options == {"enable_thinking": False}
+    assert engine.requests[1].template_options == {"enable_thinking": True, "reasoning_effort": "high", "x": 1}
+
+
+def test_progress_is_not_an_answer(serve):
+    here = serve(FakeEngine([[Progress(1, 4), Progress(4, 4), "x"]]))
+    assert here.chat().json()["choices"][0]["message"]["content"] == "x"
+
+
+def test_infer_answers_in_one_line(serve):
+    here = serve(FakeEngine([["forty-two"]]))
+    assert here.client.get("/infer", params={"prompt": "6*7"}).json()["result"] == "forty-two"
+    assert here.client.post("/infer?prompt=6*7").json()["result"] == "forty-two"
+    assert here.client.post("/infer", json={"prompt": "6*7"}).json()["result"] == "forty-two"
+
+
+def test_tokens_templates_and_ranks(serve):
+    client = serve(FakeEngine()).client
+    assert client.post("/tokenize", json={"content": "hé"}).json() == {"tokens": [104, 195, 169]}
+    pieces = client.post("/tokenize", json={"content": "é", "with_pieces": True}).json()["tokens"]
+    assert pieces == [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
+    assert client.post("/detokenize", json={"tokens": [104, 105]}).json() == {"content": "hi"}
+    assert client.post("/detokenize", json={"tokens": [70_000]}).json()["error"]["param"] == "tokens"
+    assert client.post("/apply-template", json={"messages": HI}).json() == {"prompt": "user: hi\nassistant:"}
+    ranks = client.post("/v1/rerank", json={"query": "red fox", "documents": ["a dog", "a red fox"], "top_n": 1, "return_documents": True})
+    assert ranks.json()["results"] == [{"index": 1, "relevance_score": 1.0, "document": {"text": "a red fox"}}]
+    count = client.post("/v1/messages/count_tokens", json={"messages": HI}).json()
+    assert count == {"input_tokens": len("user: hi\nassistant:")}
+
+
+def test_embeddings_refuse_what_the_model_does_not_have(serve):
+    import msgspec
+
+    engine = FakeEngine()
+    here = serve(engine)
+    assert here.client.post("/v1/embeddings", json={"input": "x", "dimensions": 8}).status_code == 200
+    assert here.client.post("/v1/embeddings", json={"input": "x", "dimensions": 9}).json()["error"]["param"] == "dimensions"
+    engine._info = msgspec.structs.replace(engine.info, can_embed=False, can_rerank=False)
+    assert here.client.post("/v1/embeddings", json={"input": "x"}).json()["error"]["param"] == "model"
+    assert here.client.post("/v1/rerank", json={"query": "x", "documents": ["y"]}).json()["error"]["param"] == "model"
