@@ -3,19 +3,14 @@
 import io
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
+from fixed_chat import FixedHost, make_launch, words
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tui"))
-
-from fixed import FixedHost, make_launch, words  # noqa: E402
-
-from edgeinfer.chat.repl import Repl  # noqa: E402
-from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError  # noqa: E402
-from edgeinfer.runtime.events import ReasoningDelta  # noqa: E402
-from edgeinfer.runtime.fake import FakeEngine  # noqa: E402
+from edgeinfer.chat.repl import Repl
+from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
+from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.runtime.fake import FakeEngine
 
 
 def talk(tmp_path, *lines, engine=None, host=None, **fields):

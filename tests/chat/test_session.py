@@ -173,8 +173,7 @@ def test_an_error_midway_keeps_what_was_said(store):
     session.ask("q")
     answer = session.begin_answer()
     with pytest.raises(DecodeError) as caught:
-        for event in answer.generation:
-            answer.take(event)
+        consume(answer)
     answer.fail(caught.value)
     head = reread(session).head
     assert (head.content, head.status, head.error) == ("half", "failed", "it broke")
@@ -263,7 +262,7 @@ class TestContext:
         assert kept.content == "question 3"
         session.cut(kept.id, "")
         assert len(session.path) == 8
-        assert [m.content for m in session.messages(session.path)][0] == "question 3"
+        assert session.messages(session.path)[0].content == "question 3"
         assert reread(session).path == session.path
 
     def test_a_summary_stands_for_what_was_cut(self, store):

@@ -197,6 +197,6 @@ class TestSettings:
 
 def test_code_blocks_at_any_depth():
     blocks = code_blocks("```python\na\n```\n- x\n\n  ```\n  b\n  ```\n\n    indented\n\n```sh title\nc")
-    assert [(b.language, b.text) for b in blocks][0] == ("python", "a")
+    assert (blocks[0].language, blocks[0].text) == ("python", "a")
     assert ("sh", "c") in [(b.language, b.text) for b in blocks]
     assert len(blocks) >= 3

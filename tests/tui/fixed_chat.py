@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
 
 import msgspec
 
@@ -77,4 +79,26 @@ def make_app(path, host=None, **fields):
     return ChatApp(make_launch(path, host, **fields), driver_class=None)
 
 
-__all__ = ["MODEL", "FixedHost", "Progress", "ReasoningDelta", "TextDelta", "end", "make_app", "make_launch", "words"]
+async def wait_until(pilot, condition, seconds=10.0):
+    """Let the app work until `condition()` holds; its value."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await pilot.pause()
+        await asyncio.sleep(0)
+    await pilot.pause()
+    return found
+
+
+__all__ = [
+    "MODEL",
+    "FixedHost",
+    "Progress",
+    "ReasoningDelta",
+    "TextDelta",
+    "end",
+    "make_app",
+    "make_launch",
+    "wait_until",
+    "words",
+]

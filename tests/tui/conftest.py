@@ -1,0 +1,59 @@
+"""Driving the app: pilots that wait for a condition and never for a time."""
+
+import contextlib
+
+import pytest
+from fixed_chat import FixedHost, make_app, wait_until
+
+
+class Driven:
+    """A running app with its pilot."""
+
+    def __init__(self, app, pilot, host):
+        self.app, self.pilot, self.host = app, pilot, host
+        self.chat, self.session = app.chat, app.chat.session
+
+    async def until(self, condition):
+        return await wait_until(self.pilot, condition)
+
+    async def ready(self):
+        await self.until(lambda: self.session.engine is not None)
+
+    async def type(self, text, *keys):
+        self.chat.composer.fill(text)
+        await self.pilot.pause()
+        await self.press(*keys)
+
+    async def press(self, *keys):
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
+
+    async def ask(self, text):
+        before = len(self.session.all_turns())
+        await self.type(text, "enter")
+        await self.until(lambda: self.idle() and len(self.session.all_turns()) >= before + 2)
+
+    def idle(self):
+        return self.chat.streaming is None and not self.session.busy
+
+    def shown(self):
+        """The transcript as text."""
+        transcript = self.chat.transcript
+        return "\n".join(line.text for e in transcript.entries for line in e.lines(transcript.text_width))
+
+    def turns(self):
+        return [t.content for t in self.session.path]
+
+
+@pytest.fixture
+def drive(tmp_path):
+    """`async with drive(engine=…) as d`: the chat on an 80 by 24 terminal."""
+
+    @contextlib.asynccontextmanager
+    async def driving(engine=None, host=None, size=(80, 24), **fields):
+        host = host or FixedHost(engine)
+        app = make_app(tmp_path, host, **fields)
+        async with app.run_test(size=size, notifications=True) as pilot:
+            yield Driven(app, pilot, host)
+
+    return driving

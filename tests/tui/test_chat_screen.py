@@ -1,0 +1,444 @@
+"""The chat screen with a scripted engine: asking, streaming, stopping, branches, commands, files, trouble."""
+
+import threading
+
+import msgspec
+import pytest
+from fixed_chat import MODEL, FixedHost, make_app, wait_until, words
+
+from edgeinfer.chat.store import Store
+from edgeinfer.chat.values import Attachment
+from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
+from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
+from edgeinfer.tui.screens.choice import ChoiceScreen
+from edgeinfer.tui.screens.models import ModelScreen
+from edgeinfer.tui.widgets.completions import Completions
+
+
+def gated(*before, after=("done",)):
+    """A script that stops at a gate; (engine, gate)."""
+    gate = Gate(threading.Event())
+    return FakeEngine([[*before, gate, *after]]), gate
+
+
+async def test_a_question_is_answered_and_stored(drive, tmp_path):
+    async with drive(FakeEngine([words("Hello **you**")])) as d:
+        await d.ready()
+        await d.ask("Hi there")
+        assert "❯ Hi there" in d.shown()
+        assert "Hello you" in d.shown()
+        assert d.chat.composer.text == ""
+        assert d.chat.status._parts[0].text == MODEL
+        assert "context 408/4,096" in [p.text for p in d.chat.status._parts]
+    store = Store.open(tmp_path / "conversations.db")
+    assert [t.content for t in store.turns(1).values()] == ["Hi there", "Hello **you** "]
+    store.close()
+
+
+async def test_one_may_ask_before_the_model_is_there(drive):
+    gate = threading.Event()
+
+    class Slow(FixedHost):
+        def engine(self, model, options, progress=None):
+            progress("loading weights", 0.5)
+            assert gate.wait(10)
+            return super().engine(model, options, progress)
+
+    async with drive(host=Slow(FakeEngine())) as d:
+        await d.type("early", "enter")
+        assert d.turns() == ["early"]
+        await d.until(lambda: "loading weights 50%" in [p.text for p in (d.chat.refresh_status(), d.chat.status)[1]._parts])
+        gate.set()
+        await d.until(lambda: d.turns() == ["early", "Hello world"])
+
+
+async def test_escape_stops_and_keeps_the_partial_answer(drive):
+    engine, gate = gated("partial ", "words ")
+    async with drive(engine) as d:
+        await d.ready()
+        await d.type("q", "enter")
+        await d.until(gate.reached.is_set)
+        await d.until(lambda: "partial words" in d.shown())
+        await d.press("escape")
+        await d.until(d.idle)
+        assert d.turns() == ["q", "partial words "]
+        assert d.session.head.status == "stopped"
+        assert "◌ stopped" in d.shown()
+
+
+async def test_what_is_shown_is_in_the_store_at_any_moment(drive, tmp_path):
+    engine, gate = gated("shown ", "so far")
+    async with drive(engine) as d:
+        await d.ready()
+        await d.type("q", "enter")
+        await d.until(lambda: "shown so far" in d.shown())
+        other = Store.open(tmp_path / "conversations.db")
+        turns = list(other.turns(1).values())
+        assert [(t.content, t.status) for t in turns] == [("q", "complete"), ("shown so far", "interrupted")]
+        other.close()
+        gate.opened.set()
+        await d.until(d.idle)
+
+
+async def test_leaving_midway_keeps_what_was_said_and_continue_brings_it_back(drive):
+    engine, _ = gated("half an ", "answer")
+    async with drive(engine) as d:
+        await d.ready()
+        await d.type("q", "enter")
+        await d.until(lambda: "half an answer" in d.shown())
+        await d.press("ctrl+q")
+    async with drive(FakeEngine([[" and the rest"]]), continue_last=True) as d:
+        await d.until(lambda: d.turns() == ["q", "half an answer"])
+        assert d.session.head.status == "stopped"
+        await d.ready()
+        await d.press("ctrl+g")
+        await d.until(lambda: d.turns() == ["q", "half an answer and the rest"] and d.idle())
+        assert d.session.head.status == "complete"
+
+
+async def test_regenerate_and_page_through_the_alternatives(drive):
+    async with drive(FakeEngine([["first"], ["second"]])) as d:
+        await d.ready()
+        await d.ask("q")
+        await d.press("ctrl+r")
+        await d.until(lambda: d.turns() == ["q", "second"] and d.idle())
+        assert "‹ 2/2 ›" in d.shown()
+        await d.press("alt+left")
+        assert d.turns() == ["q", "first"]
+        await d.press("alt+right")
+        assert d.turns() == ["q", "second"]
+
+
+async def test_an_earlier_question_is_chosen_edited_and_forks(drive):
+    async with drive(FakeEngine([["a1"], ["a2"], ["b1"]])) as d:
+        await d.ready()
+        await d.ask("q1")
+        await d.ask("q2")
+        await d.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up")
+        assert d.chat.transcript.chosen.turn.content == "q1"
+        await d.press("e")
+        assert d.chat.composer.text == "q1"
+        assert d.chat.composer.has_focus
+        await d.type("q1 anew", "enter")
+        await d.until(lambda: d.turns() == ["q1 anew", "b1"] and d.idle())
+        await d.press("ctrl+up", "ctrl+up", "left")
+        assert d.turns() == ["q1", "a1", "q2", "a2"]
+        await d.press("escape")
+        assert d.chat.composer.has_focus
+
+
+async def test_escape_leaves_an_edit(drive):
+    async with drive(FakeEngine()) as d:
+        await d.ready()
+        await d.ask("q1")
+        await d.press("ctrl+up", "ctrl+up", "enter")
+        assert d.chat.composer.editing == d.session.path[0].id
+        await d.press("escape")
+        assert (d.chat.composer.editing, d.chat.composer.text) == (None, "")
+
+
+async def test_copying(drive):
+    async with drive(FakeEngine([["see\n```py\none\n```\n```\ntwo\n```"]])) as d:
+        await d.ready()
+        await d.ask("q")
+        await d.press("ctrl+y")
+        assert d.app.clipboard.startswith("see\n```py")
+        await d.press("ctrl+b")
+        assert d.app.clipboard == "two"
+        await d.press("ctrl+up", "y")
+        assert d.app.clipboard == "one"
+        await d.press("y")
+        assert d.app.clipboard == "two"
+        await d.press("c")
+        assert d.app.clipboard.startswith("see")
+
+
+async def test_clicking_the_marks(drive):
+    script = [[ReasoningDelta("hm, hm"), "text\n\n```py\ncode\n```"]]
+    async with drive(FakeEngine(script)) as d:
+        await d.ready()
+        await d.ask("q")
+        rows = [line.text for e in d.chat.transcript.entries for line in e.lines(d.chat.transcript.text_width)]
+        copy_row = next(i for i, text in enumerate(rows) if "copy 1" in text)
+        await d.pilot.click("#transcript", offset=(rows[copy_row].index("copy 1") + 3, copy_row))
+        await d.pilot.pause()
+        assert d.app.clipboard == "code"
+        await d.pilot.click("#transcript", offset=(6, next(i for i, text in enumerate(rows) if "Thought" in text)))
+        await d.pilot.pause()
+        assert "│ hm, hm" in d.shown()
+
+
+async def test_reasoning_is_folded_while_it_streams_and_unfolds(drive):
+    engine, gate = gated(ReasoningDelta("let me think"), after=("answer",))
+    async with drive(engine) as d:
+        await d.ready()
+        await d.type("q", "enter")
+        await d.until(lambda: "Thinking · 3 words" in d.shown())
+        await d.press("ctrl+t")
+        assert "│ let me think" in d.shown()
+        gate.opened.set()
+        await d.until(d.idle)
+        assert "Thought · 3 words" in d.shown()
+
+
+async def test_it_follows_the_tail_only_when_already_there(drive):
+    lines = "".join(f"line {n}\n\n" for n in range(60))
+    engine, gate = gated(lines, after=(lines,))
+    async with drive(engine) as d:
+        await d.ready()
+        await d.type("q", "enter")
+        transcript = d.chat.transcript
+        await d.until(lambda: transcript.max_scroll_y > 60 and transcript.scroll_y == transcript.max_scroll_y)
+        await d.press("pageup")
+        place = transcript.scroll_y
+        gate.opened.set()
+        await d.until(d.idle)
+        assert transcript.max_scroll_y > 180
+        assert transcript.scroll_y == place
+        await d.press("ctrl+end")
+        assert transcript.scroll_y == transcript.max_scroll_y
+        assert transcript.following
+
+
+async def test_several_lines_paste_and_history(drive):
+    async with drive(FakeEngine()) as d:
+        await d.ready()
+        await d.press("a", "ctrl+j", "b", "enter")
+        await d.until(lambda: d.turns()[:1] == ["a\nb"] and d.idle())
+        await d.ask("second")
+        await d.press("up")
+        assert d.chat.composer.text == "second"
+        await d.press("up", "up")
+        assert d.chat.composer.text == "a\nb"
+        await d.press("down", "down", "down")
+        assert d.chat.composer.text in ("second", "")
+
+
+async def test_a_paste_keeps_its_lines(drive):
+    from textual import events
+
+    async with drive() as d:
+        await d.ready()
+        d.app.post_message(events.Paste("one\ntwo\n  three"))
+        await d.until(lambda: d.chat.composer.text == "one\ntwo\n  three")
+        assert d.session.path == []
+
+
+async def test_commands_are_completed(drive):
+    async with drive() as d:
+        await d.ready()
+        await d.press("slash", "t", "e")
+        completions = d.chat.query_one(Completions)
+        assert [c.label for c in completions.found] == ["/temp [NUMBER]", "/system [TEXT|NAME]"][:1] + [
+            c.label for c in completions.found[1:]
+        ]
+        await d.press("tab")
+        assert d.chat.composer.text == "/temp "
+        await d.press("0", "enter")
+        assert d.session.conversation.sampling == {"temperature": 0.0}
+        assert "temperature 0" in d.shown()
+
+
+async def test_the_arrows_choose_a_completion_and_escape_closes_them(drive):
+    async with drive() as d:
+        await d.ready()
+        await d.press("slash", "s", "a")
+        first = d.chat.completions.choice
+        await d.press("down")
+        assert d.chat.completions.choice != first
+        await d.press("escape")
+        assert not d.chat.completions.display
+        assert d.chat.composer.text == "/sa"
+
+
+async def test_a_mistyped_command_says_the_nearest(drive):
+    async with drive() as d:
+        await d.ready()
+        await d.type("/modle", "enter")
+        assert "there is no command /modle" in d.shown()
+        assert "did you mean /model?" in d.shown()
+
+
+async def test_files_ride_along_with_their_tokens(drive, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("12345")
+    engine = FakeEngine()
+    async with drive(engine, attachments=[Attachment(name="stdin", text="piped")]) as d:
+        await d.ready()
+        line = d.chat.query_one("#attachments")
+        await d.until(lambda: "stdin · 5 tokens" in str(line.render()))
+        await d.press("@", "n")
+        assert [c.label for c in d.chat.completions.found] == ["notes.txt"]
+        await d.press("tab", "enter")
+        await d.until(lambda: d.idle() and len(d.turns()) == 2)
+        sent = engine.requests[0].messages[0].content
+        assert sent.startswith("File `stdin`:\n```\npiped\n```\n\nFile `notes.txt`:\n```\n12345\n```")
+        assert "+ notes.txt · 5 tokens" in d.shown()
+        assert not line.display
+
+
+async def test_a_file_that_is_no_text_is_refused_and_the_input_stays(drive, tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"\0\1")
+    async with drive() as d:
+        await d.ready()
+        await d.type(f"look @{tmp_path}/x.bin", "enter")
+        assert "x.bin is a binary file" in d.shown()
+        assert d.chat.composer.text.startswith("look @")
+        assert d.turns() == []
+
+
+async def test_an_engine_error_is_shown_with_the_next_step_and_the_input_comes_back(drive):
+    async with drive(FakeEngine([[DecodeError("llama_decode failed")], ["fine"]])) as d:
+        await d.ready()
+        await d.type("my question", "enter")
+        await d.until(lambda: d.chat.composer.text == "my question")
+        assert "llama_decode failed" in d.shown()
+        assert "edgeinfer doctor" in d.shown()
+        await d.press("enter")
+        await d.until(lambda: d.idle() and d.turns() == ["my question", "fine"])
+
+
+async def test_a_model_that_does_not_load_is_said_and_the_question_kept(drive):
+    host = FixedHost(errors=[OutOfMemoryError("needs 8 GB, there are 2"), OutOfMemoryError("needs 9 GB, there are 2")])
+    async with drive(host=host) as d:
+        await d.until(lambda: "needs 8 GB" in d.shown())
+        await d.type("q", "enter")
+        await d.until(lambda: "needs 9 GB" in d.shown())
+        assert "--ctx 2048" in d.shown()
+        assert d.chat.composer.text == "q"
+        await d.press("enter")
+        await d.until(lambda: d.idle() and d.turns() == ["q", "Hello world"])
+
+
+async def test_no_model_yet_opens_the_first_screen(drive):
+    host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
+    async with drive(host=host) as d:
+        screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
+        assert screen.first
+        await d.until(lambda: screen.chosen and screen.chosen.name == MODEL)
+        await d.press("escape")
+        assert d.app.screen is d.chat
+
+
+class Small(FakeEngine):
+    """Refuses prompts of more than 1,500 characters."""
+
+    def submit(self, request):
+        size = sum(len(m.content) for m in request.messages)
+        if size > 1500:
+            raise ContextLengthError(f"the prompt of {size} tokens does not fit", param="messages")
+        return super().submit(request)
+
+
+@pytest.mark.parametrize("choice", ["drop", "summarise"])
+async def test_out_of_context_offers_to_drop_or_summarise(drive, choice):
+    engine = Small(lambda r: ["they talked"] if "Summarise" in r.messages[0].content else ["x" * 400],
+                   info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=1500))  # fmt: skip
+    async with drive(engine) as d:
+        await d.ready()
+        await d.ask("y" * 400)
+        await d.ask("z" * 250)
+        await d.type("w" * 200, "enter")
+        await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
+        await d.press(*(["enter"] if choice == "drop" else ["down", "enter"]))
+        await d.until(lambda: d.idle() and d.session.head.content == "x" * 400 and len(d.turns()) == 6)
+        assert ("summarised above" if choice == "summarise" else "no longer sent above") in d.shown()
+        systems = [m.content for m in engine.requests[-1].messages if m.role == "system"]
+        assert systems == (["Summary of the conversation so far:\nthey talked"] if choice == "summarise" else [])
+
+
+async def test_switching_the_model_keeps_the_conversation(drive):
+    async with drive(FakeEngine([["one"], ["two"]])) as d:
+        await d.ready()
+        await d.ask("q")
+        await d.type("/model other", "enter")
+        await d.until(lambda: d.session.conversation.model == "other")
+        await d.ask("q2")
+        assert d.turns() == ["q", "one", "q2", "two"]
+        assert [name for name, _ in d.host.opened] == [MODEL, "other"]
+        assert d.session.path[-1].model == "other"
+
+
+async def test_ctrl_c_copies_stops_or_asks_and_leaves(drive):
+    engine, gate = gated("words")
+    async with drive(engine) as d:
+        await d.ready()
+        d.chat.composer.fill("mark me")
+        d.chat.composer.select_all()
+        await d.press("ctrl+c")
+        assert d.app.clipboard == "mark me"
+        await d.type("q", "enter")
+        await d.until(gate.reached.is_set)
+        await d.press("ctrl+c")
+        await d.until(d.idle)
+        assert d.session.head.status == "stopped"
+        await d.press("ctrl+c")
+        assert d.app.is_running
+        await d.press("ctrl+c")
+        await d.until(lambda: d.app._exit)
+
+
+async def test_marked_text_of_the_conversation_is_copied(drive):
+    from textual.selection import SELECT_ALL
+
+    async with drive(FakeEngine([["the answer"]])) as d:
+        await d.ready()
+        await d.ask("the question")
+        d.chat.selections = {d.chat.transcript: SELECT_ALL}
+        await d.press("ctrl+c")
+        assert "❯ the question" in d.app.clipboard
+        assert "the answer" in d.app.clipboard
+
+
+async def test_the_draft_survives(drive):
+    async with drive(FakeEngine()) as d:
+        await d.ready()
+        await d.ask("q")
+        await d.type("half a thou")
+        await d.until(lambda: d.session.conversation.draft == "half a thou")
+    async with drive(FakeEngine(), continue_last=True) as d:
+        await d.until(lambda: d.chat.composer.text == "half a thou")
+
+
+async def test_keys_are_rebound_by_their_ids(drive):
+    from edgeinfer.config import ChatConfig
+
+    async with drive(FakeEngine([["a"], ["b"]]), config=ChatConfig(keys={"regenerate": "ctrl+x", "nonsense": "a"})) as d:
+        await d.ready()
+        await d.ask("q")
+        await d.press("ctrl+x")
+        await d.until(lambda: d.turns() == ["q", "b"])
+
+
+async def test_a_resize_wraps_anew_and_keeps_the_tail(drive):
+    async with drive(FakeEngine([["word " * 300]])) as d:
+        await d.ready()
+        await d.ask("q")
+        for size in ((40, 12), (120, 40), (80, 24)):
+            await d.pilot.resize_terminal(*size)
+            transcript = d.chat.transcript
+            await d.until(lambda t=transcript, s=size: t.size.width <= s[0] and t.scroll_y == t.max_scroll_y)
+            assert all(len(line.text) <= size[0] for e in transcript.entries for line in e.lines(transcript.text_width))
+
+
+async def test_a_crash_is_remembered_and_everything_is_stored(tmp_path):
+    app = make_app(tmp_path, FixedHost(FakeEngine([["kept"]])))
+
+    def broken():
+        raise ZeroDivisionError("boom")
+
+    async def talk_then_break():
+        async with app.run_test() as pilot:
+            await wait_until(pilot, lambda: app.chat.session.engine is not None)
+            app.chat.send("q", None)
+            await wait_until(pilot, lambda: app.chat.session.head.content == "kept" and app.chat.streaming is None)
+            app.call_later(broken)
+            await wait_until(pilot, lambda: app.crash is not None)
+
+    with pytest.raises(ZeroDivisionError):
+        await talk_then_break()
+    assert isinstance(app.crash, ZeroDivisionError)
+    store = Store.open(tmp_path / "conversations.db")
+    assert [t.content for t in store.turns(1).values()] == ["q", "kept"]
+    store.close()

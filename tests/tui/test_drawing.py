@@ -1,0 +1,179 @@
+"""Markdown as lines: what it looks like, that growing gives what drawing whole gives, and that nothing escapes."""
+
+import random
+
+import pytest
+from rich.cells import cell_len
+
+from edgeinfer.chat.values import Attachment, Turn
+from edgeinfer.tui.drawing.body import Body
+from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, Welcome
+from edgeinfer.tui.drawing.lines import Line, Span, clean, fold, wrap
+
+DOCUMENT = """# Title
+
+Some *em* **bold with `code`** and a [link](https://example.com/x), long enough to be wrapped around the edge of the screen.
+Soft break\\
+hard break, ~~struck~~
+
+> quote
+> - in quote
+
+1. one
+2. two
+   - nested
+
+     its paragraph
+10. ten
+
+- loose
+
+- list
+
+| a | b column |
+|---|---:|
+| 1 | some longer cell text that must be wrapped since it is far too long |
+| 你好 | `y` |
+
+```python
+def f(x: int) -> str:
+\treturn f"{x}"  # comment
+```
+
+---
+
+### H3
+End <b>html</b> and ![img](x.png).
+
+    indented code
+"""
+
+
+def texts(source, width=60):
+    return [line.text for line in Body(source, width).lines]
+
+
+def styles(source, width=60):
+    return {s.style for line in Body(source, width).lines for s in line.spans}
+
+
+@pytest.mark.parametrize("width", [20, 33, 60, 100])
+def test_no_line_is_wider_than_asked(width):
+    assert all(cell_len(text) <= width for text in texts(DOCUMENT, width))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_growing_gives_what_drawing_whole_gives(seed):
+    """The incremental drawing must not differ from the full one, however the pieces fall."""
+    chance = random.Random(seed)
+    body, at = Body("", 50), 0
+    while at < len(DOCUMENT):
+        size = chance.randint(1, 12)
+        body.append(DOCUMENT[at : at + size])
+        at += size
+        if chance.random() < 0.1:
+            assert body.lines == Body(DOCUMENT[:at], 50).lines
+    assert body.lines == Body(DOCUMENT, 50).lines
+
+
+def test_what_each_block_looks_like():
+    drawn = texts(DOCUMENT)
+    for line in ("Title", "▎ quote", "▎ • in quote", "1. one", "   ◦ nested", "• loose", "─" * 60, "H3",
+                 "End <b>html</b> and [image: img].", "  indented code"):  # fmt: skip
+        assert line in drawn, line
+    assert "hard break, struck" in drawn
+    assert any(line.startswith("  python") and line.endswith("copy 1 ") for line in drawn)
+    assert any(line.startswith("a    │ b column") for line in drawn)
+
+
+def test_styles_are_named():
+    found = styles(DOCUMENT)
+    assert {"h1", "em", "strong", "strike", "code-inline", "link:https://example.com/x", "bullet", "code-keyword"} <= found
+
+
+@pytest.mark.parametrize("url", ["javascript:alert(1)", "file:///etc/passwd", "ftp://x", "data:text/html,x"])
+def test_only_links_to_pages_and_mail_are_links(url):
+    assert not any(s.startswith("link") for s in styles(f"[x]({url})"))
+
+
+def test_code_blocks_are_numbered_across_the_document():
+    drawn = texts("```\na\n```\n\n- x\n  ```sh\n  b\n  ```\n")
+    assert sum("copy 1" in line for line in drawn) == 1
+    assert sum("copy 2" in line for line in drawn) == 1
+
+
+def test_a_fence_that_is_not_closed_yet_is_code():
+    assert any(line.fill == "code" for line in Body("text\n\n```python\nx = 1", 40).lines)
+
+
+def test_an_unknown_language_is_plain():
+    assert "  x" in texts("```no-such-language\nx\n```")
+
+
+def test_what_a_terminal_would_obey_is_taken_out():
+    assert clean("a\x1b[31m\x07\x9bb\u202ec\td\n") == "a[31mbc    d\n"
+    evil = "x\x1b]0;title\x07\n\n```\n\x1b[2J\n```\n`\x1b[H` [\x1b](https://a\x1b.b) ![\x1b](x)\n\n| \x1b |\n|---|\n| \x9b |"
+    for line in Body(evil, 40).lines:
+        assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in line.text)
+        assert not any("\x1b" in s.style for s in line.spans)
+    question = Question(Turn(content="\x1b[31mred", attachments=(Attachment(name="\x1b.txt", text=""),)))
+    failed = AnswerEntry(Turn(role="assistant", status="failed", error="\x1b[1m"))
+    for entry in (question, failed, Remark("\x1b", hint="\x1b"), Welcome("\x1b", "\x1b")):
+        assert all("\x1b" not in line.text for line in entry.lines(40))
+
+
+def test_wrapping_keeps_the_spans_on_their_words():
+    line = Line("one two three four", (Span(4, 7, "em"), Span(8, 18, "strong")))
+    pieces = wrap(line, 9)
+    assert [p.text for p in pieces] == ["one two", "three", "four"]
+    assert [[p.text[s.start : s.end] for s in p.spans] for p in pieces] == [["two"], ["three"], ["four"]]
+
+
+def test_folding_keeps_spaces_and_counts_cells():
+    assert [p.text for p in fold(Line("    ab你好c"), 6)] == ["    ab", "你好c"]
+
+
+def test_a_long_question_is_folded():
+    entry = Question(Turn(content="\n".join(map(str, range(100)))))
+    assert len(entry.lines(40)) == 18
+    entry.toggle()
+    assert len(entry.lines(40)) == 101
+
+
+def test_an_answer_grows_then_settles_to_the_same():
+    turn = Turn(id=3, role="assistant", status="streaming")
+    entry = AnswerEntry(turn, streaming=True)
+    entry.lines(60)
+    for at in range(0, len(DOCUMENT), 7):
+        entry.grow(DOCUMENT[at : at + 7], "")
+        entry.lines(60)
+    grown = list(entry.lines(60))
+    entry.settle(Turn(id=3, role="assistant", content=DOCUMENT), (1, 1))
+    assert entry.lines(60) == grown
+
+
+def test_an_answer_says_how_it_ended():
+    def last(**fields):
+        page = fields.pop("page", (1, 1))
+        lines = AnswerEntry(Turn(role="assistant", **fields), page).lines(60)
+        return [line.text.strip() for line in lines if line.text.strip()]
+
+    assert last(content="x", status="stopped")[-1].startswith("◌ stopped")
+    assert last(content="x", status="length")[-1].startswith("◌ cut")
+    assert last(status="failed", error="it broke") == ["✗ it broke"]
+    assert last(content="x", page=(2, 3))[-1] == "‹ 2/3 ›"
+    assert last() == ["(no words)"]
+
+
+def test_reasoning_is_folded_and_unfolds():
+    entry = AnswerEntry(Turn(role="assistant", content="x", reasoning="deep thought"))
+    assert entry.lines(40)[0].text == "  ▸ Thought · 2 words"
+    entry.toggle()
+    assert "  │ deep thought" in [line.text for line in entry.lines(40)]
+
+
+def test_estimates_are_near_what_is_drawn():
+    turn = Turn(role="assistant", content="word " * 600)
+    entry = AnswerEntry(turn)
+    guess = entry.height(80)
+    assert abs(guess - len(entry.lines(80))) <= 0.2 * guess + 2

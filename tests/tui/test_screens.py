@@ -1,0 +1,276 @@
+"""The screens over the chat: models, conversations, settings, help."""
+
+import threading
+
+import pytest
+from fixed_chat import MODEL, FixedHost
+
+from edgeinfer.catalog.progress import PullProgress
+from edgeinfer.chat.shelf import Shelved
+from edgeinfer.config import load_config
+from edgeinfer.errors import DownloadError, InterruptedByUser
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.tui import bindings
+from edgeinfer.tui.screens import models
+from edgeinfer.tui.screens.ask import AskScreen
+from edgeinfer.tui.screens.choice import ChoiceScreen
+from edgeinfer.tui.screens.help import HelpScreen, help_content
+from edgeinfer.tui.screens.models import ModelScreen, pull_words
+from edgeinfer.tui.screens.sessions import SessionScreen, ago
+from edgeinfer.tui.screens.settings import KeyScreen, SettingsScreen
+
+SHELF = [
+    Shelved(name=MODEL, title="SmolLM2 135M Instruct", parameters="135M", licence="Apache-2.0", context_length=8192,
+            size_bytes=98_362_432, needs_bytes=400 << 20, available_bytes=8 << 30, pulled=True, warm=True),
+    Shelved(name="qwen3-0.6b", title="Qwen3 0.6B", parameters="0.6B", licence="Apache-2.0", context_length=32768,
+            size_bytes=484_000_000, needs_bytes=800 << 20, available_bytes=8 << 30, guessed=True),
+    Shelved(name="mistral-7b-instruct", title="Mistral 7B", parameters="7B", licence="Apache-2.0", context_length=32768,
+            size_bytes=4_370_000_000, needs_bytes=30 << 30, available_bytes=8 << 30),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def shelf(monkeypatch):
+    monkeypatch.setattr(models, "shelf", lambda warm=(): list(SHELF))
+
+
+@pytest.fixture
+def pulling(monkeypatch):
+    """`pull` under the test's control: reports once, then waits for `go` or the cancellation; `error` is raised then."""
+
+    class Pulling:
+        go = threading.Event()
+        error = None
+        asked = None
+
+        def __call__(self, name, progress, cancel):
+            self.asked = name
+            progress(PullProgress(stage="downloading", file="x.gguf", done_bytes=40_000_000, total_bytes=92_000_000))
+            while not self.go.wait(0.005):
+                if cancel.is_set():
+                    raise InterruptedByUser("stopped")
+            if self.error:
+                raise self.error
+            return SHELF[1]
+
+    pulling = Pulling()
+    pulling.go = threading.Event()
+    monkeypatch.setattr("edgeinfer.catalog.pull.pull", pulling)
+    return pulling
+
+
+async def open_models(d):
+    await d.ready()
+    await d.press("f2")
+    screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
+    await d.until(lambda: screen.rows)
+    return screen
+
+
+class TestModels:
+    async def test_it_shows_size_licence_fit_and_state(self, drive):
+        async with drive(size=(120, 40)) as d:
+            screen = await open_models(d)
+            rows = [str(models._row(r, False, True)) for r in screen.rows]
+            assert "98 MB" in rows[0]
+            assert "Apache-2.0" in rows[0]
+            assert "warm" in rows[0]
+            assert "~484 MB" in rows[1]
+            assert "too big" in rows[2]
+            assert "Does not fit: about 32.2 GB needed, 8.6 GB free" in models.detail(SHELF[2])
+
+    async def test_a_pulled_model_is_used(self, drive):
+        async with drive() as d:
+            await open_models(d)
+            await d.press("enter")
+            await d.until(lambda: d.app.screen is d.chat)
+            assert d.session.conversation.model == MODEL
+
+    async def test_another_is_pulled_with_progress_and_then_used(self, drive, pulling):
+        async with drive() as d:
+            screen = await open_models(d)
+            await d.press("down", "enter")
+            line = screen.query_one(".progress")
+            await d.until(lambda: "40 of 92 MB" in str(line.render()))
+            assert pulling.asked == "qwen3-0.6b"
+            pulling.go.set()
+            await d.until(lambda: d.app.screen is d.chat and d.session.conversation.model == "qwen3-0.6b")
+
+    async def test_a_pull_is_stopped(self, drive, pulling):
+        async with drive() as d:
+            screen = await open_models(d)
+            await d.press("down", "enter")
+            await d.until(lambda: screen._working and pulling.asked)
+            await d.press("x")
+            await d.until(lambda: not screen._working)
+            assert d.app.screen is screen
+            assert not screen.query_one(".progress").display
+
+    async def test_a_failed_pull_says_why_and_what_next(self, drive, pulling):
+        pulling.error = DownloadError("the server closed the connection")
+        async with drive() as d:
+            screen = await open_models(d)
+            await d.press("down", "enter")
+            pulling.go.set()
+            detail = screen.query_one(".detail")
+            await d.until(lambda: "closed the connection" in str(detail.render()))
+            assert "type the same command again" in str(detail.render())
+
+    async def test_warming(self, drive):
+        class Warming(FixedHost):
+            warmed = None
+
+            def warm(self, model, options, progress=None, cancel=None):
+                progress("dump", 0.5)
+                self.warmed = model
+
+        host = Warming()
+        async with drive(host=host) as d:
+            await open_models(d)
+            await d.press("w")
+            await d.until(lambda: host.warmed == MODEL)
+
+    async def test_without_a_snapshotter_it_says_so(self, drive):
+        async with drive() as d:
+            screen = await open_models(d)
+            await d.press("w")
+            await d.until(lambda: "no snapshot can be made" in str(screen.query_one(".detail").render()))
+
+
+def test_pull_words():
+    words = pull_words(PullProgress(stage="downloading", file="a.gguf", done_bytes=46_000_000, total_bytes=92_000_000,
+                                    rate_bytes_per_s=8.2e6, left_s=5.6, note="again"))  # fmt: skip
+    assert words == "downloading  a.gguf  ━━━━━━━━━━──────────  46 of 92 MB  8.2 MB/s  6 s left  (again)"
+    assert pull_words(PullProgress(stage="resolving")) == "resolving"
+
+
+class TestSessions:
+    async def two(self, d):
+        await d.ready()
+        await d.ask("How do I cook a soufflé?")
+        await d.press("ctrl+n")
+        await d.ask("What is a monad?")
+        await d.press("f3")
+        return await d.until(lambda: isinstance(d.app.screen, SessionScreen) and d.app.screen)
+
+    async def test_list_search_and_open(self, drive):
+        async with drive(FakeEngine([["whip the whites"], ["a monoid"]])) as d:
+            screen = await self.two(d)
+            assert [s.title for s in screen.found] == ["What is a monad?", "How do I cook a soufflé?"]
+            await d.press(*"whites")
+            await d.until(lambda: [s.title for s in screen.found] == ["How do I cook a soufflé?"])
+            await d.press("enter")
+            await d.until(lambda: d.app.screen is d.chat)
+            assert d.turns() == ["How do I cook a soufflé?", "whip the whites"]
+
+    async def test_rename_delete_and_undo(self, drive):
+        async with drive() as d:
+            screen = await self.two(d)
+            await d.press("down", "ctrl+r")
+            await d.until(lambda: isinstance(d.app.screen, AskScreen))
+            await d.press("end", *"!!", "enter")
+            await d.until(lambda: d.app.screen is screen)
+            assert "How do I cook a soufflé?!!" in [s.title for s in screen.found]
+            await d.press("ctrl+d")
+            await d.until(lambda: len(screen.found) == 1)
+            await d.press("ctrl+u")
+            await d.until(lambda: len(screen.found) == 2)
+
+    async def test_deleting_the_open_one_begins_a_new_one(self, drive):
+        async with drive() as d:
+            await self.two(d)
+            await d.press("ctrl+d", "escape")
+            await d.until(lambda: d.app.screen is d.chat)
+            assert d.turns() == []
+            assert d.session.conversation.id == 0
+
+    async def test_export(self, drive, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        async with drive() as d:
+            await self.two(d)
+            await d.press("ctrl+e")
+            assert (tmp_path / "what-is-a-monad.md").read_text().startswith("# What is a monad?")
+
+    @pytest.mark.parametrize(("ms", "words"), [(0, "now"), (120_000, "2 min"), (7_200_000, "2 h"), (10**9, "11 d")])
+    def test_ago(self, ms, words):
+        assert ago(ms) == words
+
+
+class TestSettings:
+    async def open(self, d):
+        await d.ready()
+        await d.press("f4")
+        return await d.until(lambda: isinstance(d.app.screen, SettingsScreen) and d.app.screen)
+
+    async def test_the_theme_is_changed_and_kept(self, drive):
+        async with drive() as d:
+            screen = await self.open(d)
+            await d.press("enter")
+            await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
+            await d.press("down", "enter")
+            await d.until(lambda: d.app.screen is screen)
+            assert d.app.theme == load_config().chat.theme == "edgeinfer-light"
+
+    async def test_a_preset_is_set(self, drive):
+        async with drive() as d:
+            screen = await self.open(d)
+            await d.press("down", "enter")
+            await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
+            await d.press("down", "enter")
+            await d.until(lambda: d.app.screen is screen)
+            assert d.session.conversation.sampling == {"temperature": 0.0}
+
+    async def test_a_key_is_rebound_at_once_and_kept(self, drive):
+        async with drive(FakeEngine([["a"], ["b"]])) as d:
+            await d.ready()
+            await d.ask("q")
+            screen = await self.open(d)
+            listed = screen.query_one("#settings")
+            listed.highlighted = listed.get_option_index("key:regenerate")
+            await d.press("enter")
+            await d.until(lambda: isinstance(d.app.screen, KeyScreen))
+            await d.press("ctrl+x")
+            await d.until(lambda: d.app.screen is screen)
+            assert load_config().chat.keys == {"regenerate": "ctrl+x"}
+            await d.press("escape", "ctrl+x")
+            await d.until(lambda: d.turns() == ["q", "b"])
+
+    async def test_a_key_that_is_taken_is_refused(self, drive):
+        async with drive() as d:
+            screen = await self.open(d)
+            screen._bind("regenerate", "ctrl+n")
+            assert load_config().chat.keys == {}
+            assert "regenerate" not in d.app._keymap
+
+
+class TestHelp:
+    async def test_f1_opens_and_escape_leaves(self, drive):
+        async with drive() as d:
+            await d.ready()
+            await d.press("f1")
+            await d.until(lambda: isinstance(d.app.screen, HelpScreen))
+            await d.press("escape")
+            assert d.app.screen is d.chat
+
+    def test_it_writes_itself(self):
+        text = str(help_content("", {"regenerate": "ctrl+x"}))
+        assert all(key.id in text and key.tooltip in text for key in bindings.KEYS)
+        assert "Ctrl+X" in text
+
+    def test_one_command(self):
+        assert "/temp" in str(help_content("temp", {}))
+        assert "/model" not in str(help_content("temp", {}))
+
+    def test_ids_are_unique_and_keys_of_one_place_do_not_clash(self):
+        assert len(bindings.BY_ID) == len(bindings.KEYS)
+        for where in bindings.HEADINGS:
+            keys = [k for key in bindings.KEYS if key.where == where for k in key.keys.split(",")]
+            assert len(keys) == len(set(keys)), where
+
+
+async def test_the_palette_offers_the_commands(drive):
+    async with drive() as d:
+        await d.ready()
+        titles = [c.title for c in d.app.get_system_commands(d.chat)]
+        assert "Regen" in titles
+        assert "File" not in titles
