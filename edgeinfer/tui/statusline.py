@@ -17,7 +17,7 @@ def status_parts(screen: ChatScreen) -> tuple[tuple[Part, ...], str]:
     hint = "F1 help"
     if screen.streaming is not None:
         rate = screen.streaming.tokens_per_s
-        parts.append(Part(f"writing {rate:.0f} tok/s" if rate else "reading", 10, "$accent"))
+        parts.append(Part(f"writing {rate:.0f} tok/s" if rate else "writing", 10, "$accent"))
         hint = "Esc stops"
     elif screen.front.summarising is not None:
         parts.append(Part("summarising…", 10, "$accent"))

@@ -9,6 +9,7 @@ import time
 import msgspec
 
 from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.shelf import Shelved
 from edgeinfer.chat.store import Store
 from edgeinfer.config import ChatConfig, Config
 from edgeinfer.host import Host, Start
@@ -33,6 +34,16 @@ def end(prompt=312, cached=280, completion=96, reason="stop", ttft=23.0, decode=
 def words(text):
     """A script that says `text` word by word, with fixed figures at its end."""
     return [*(w + " " for w in text.split(" ")), end()]
+
+
+SHELF = [
+    Shelved(name=MODEL, title="SmolLM2 135M Instruct", parameters="135M", licence="Apache-2.0", context_length=8192,
+            size_bytes=98_362_432, needs_bytes=400 << 20, available_bytes=8 << 30, pulled=True, warm=True),
+    Shelved(name="qwen3-0.6b", title="Qwen3 0.6B", parameters="0.6B", licence="Apache-2.0", context_length=32768,
+            size_bytes=484_000_000, needs_bytes=800 << 20, available_bytes=8 << 30, guessed=True),
+    Shelved(name="mistral-7b-instruct", title="Mistral 7B", parameters="7B", licence="Apache-2.0", context_length=32768,
+            size_bytes=4_370_000_000, needs_bytes=30 << 30, available_bytes=8 << 30),
+]  # fmt: skip
 
 
 class FixedHost(Host):
@@ -92,6 +103,8 @@ async def wait_until(pilot, condition, seconds=10.0):
 
 __all__ = [
     "MODEL",
+    "NOON",
+    "SHELF",
     "FixedHost",
     "Progress",
     "ReasoningDelta",

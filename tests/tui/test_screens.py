@@ -3,10 +3,9 @@
 import threading
 
 import pytest
-from fixed_chat import MODEL, FixedHost
+from fixed_chat import MODEL, SHELF, FixedHost
 
 from edgeinfer.catalog.progress import PullProgress
-from edgeinfer.chat.shelf import Shelved
 from edgeinfer.config import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.runtime.fake import FakeEngine
@@ -18,15 +17,6 @@ from edgeinfer.tui.screens.help import HelpScreen, help_content
 from edgeinfer.tui.screens.models import ModelScreen, pull_words
 from edgeinfer.tui.screens.sessions import SessionScreen, ago
 from edgeinfer.tui.screens.settings import KeyScreen, SettingsScreen
-
-SHELF = [
-    Shelved(name=MODEL, title="SmolLM2 135M Instruct", parameters="135M", licence="Apache-2.0", context_length=8192,
-            size_bytes=98_362_432, needs_bytes=400 << 20, available_bytes=8 << 30, pulled=True, warm=True),
-    Shelved(name="qwen3-0.6b", title="Qwen3 0.6B", parameters="0.6B", licence="Apache-2.0", context_length=32768,
-            size_bytes=484_000_000, needs_bytes=800 << 20, available_bytes=8 << 30, guessed=True),
-    Shelved(name="mistral-7b-instruct", title="Mistral 7B", parameters="7B", licence="Apache-2.0", context_length=32768,
-            size_bytes=4_370_000_000, needs_bytes=30 << 30, available_bytes=8 << 30),
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +61,7 @@ class TestModels:
     async def test_it_shows_size_licence_fit_and_state(self, drive):
         async with drive(size=(120, 40)) as d:
             screen = await open_models(d)
-            rows = [str(models._row(r, False, True)) for r in screen.rows]
+            rows = [str(models._row(r, False, 90)) for r in screen.rows]
             assert "98 MB" in rows[0]
             assert "Apache-2.0" in rows[0]
             assert "warm" in rows[0]
@@ -253,13 +243,13 @@ class TestHelp:
             assert d.app.screen is d.chat
 
     def test_it_writes_itself(self):
-        text = str(help_content("", {"regenerate": "ctrl+x"}))
+        text = str(help_content("", {"regenerate": "ctrl+x"}, 200))
         assert all(key.id in text and key.tooltip in text for key in bindings.KEYS)
         assert "Ctrl+X" in text
 
     def test_one_command(self):
-        assert "/temp" in str(help_content("temp", {}))
-        assert "/model" not in str(help_content("temp", {}))
+        assert "/temp" in str(help_content("temp", {}, 80))
+        assert "/model" not in str(help_content("temp", {}, 80))
 
     def test_ids_are_unique_and_keys_of_one_place_do_not_clash(self):
         assert len(bindings.BY_ID) == len(bindings.KEYS)

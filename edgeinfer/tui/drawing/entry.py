@@ -201,7 +201,7 @@ class Remark(Entry):
 
     def _draw(self, width: int) -> list[Line]:
         rows: list[Line] = []
-        for text in clean(self.text).split("\n"):
+        for text in clean(self.text).split("\n") if self.text else ():
             rows += wrap(styled(text, self.kind), width - 4)
         for text in clean(self.hint).split("\n") if self.hint else ():
             rows += wrap(styled(text, "hint"), width - 4)

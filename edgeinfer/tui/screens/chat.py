@@ -140,6 +140,13 @@ class ChatScreen(Screen[None]):
         if put_back and not self.composer.text:
             self.composer.fill(put_back)
 
+    def next_step(self, error: EdgeInferError, put_back: str) -> None:
+        """A failed turn says what went wrong; say what to do next, and put the input back."""
+        if hint(error):
+            self.remark(Remark("", hint=hint(error)))
+        if put_back and not self.composer.text:
+            self.composer.fill(put_back)
+
     def refresh_status(self) -> None:
         """Header and status line from what is now."""
         parts, at_right = status_parts(self)
@@ -203,7 +210,7 @@ class ChatScreen(Screen[None]):
             self.offer_room(error)
         except EdgeInferError as error:
             self.show_session()
-            self.trouble(error, question.content if question else "")
+            self.next_step(error, question.content if question else "")
 
     def stream(self, answer: Answer) -> None:
         """Show this answer as it comes."""
@@ -228,7 +235,7 @@ class ChatScreen(Screen[None]):
             self.trouble(store_error)
         if error is not None:
             question = self.session.turn(turn.parent_id) if turn.parent_id else None
-            self.trouble(error, question.content if question and not turn.content else "")
+            self.next_step(error, question.content if question and not turn.content else "")
         elif turn.status == "length" and turn.stats.n_ctx and turn.stats.context_tokens >= turn.stats.n_ctx - 1:
             full = ContextLengthError(f"the context of {turn.stats.n_ctx:,} tokens is full", param="messages")
             self.offer_room(full)

@@ -12,7 +12,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from edgeinfer.chat import slash
-from edgeinfer.tui.bindings import HEADINGS, KEYS, Key, shown
+from edgeinfer.tui.bindings import HEADINGS, KEYS, shown
+from edgeinfer.tui.drawing.lines import Line, wrap
 
 
 class HelpScreen(ModalScreen[None]):
@@ -31,36 +32,46 @@ class HelpScreen(ModalScreen[None]):
             sheet.border_title = "Help"
             sheet.border_subtitle = "↑↓ scroll · Esc leaves"
             with VerticalScroll() as scroll:
-                yield Static(help_content(self._command, dict(self.app._keymap)))
+                yield Static("", id="help")
             scroll.can_focus = True
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
 
+    def on_resize(self) -> None:
+        width = self.query_one(VerticalScroll).scrollable_content_region.width
+        self.query_one("#help", Static).update(help_content(self._command, dict(self.app._keymap), width))
 
-def help_content(command: str, keymap: dict[str, str]) -> Content:
+
+def help_content(command: str, keymap: dict[str, str], width: int) -> Content:
     """Commands and keys; `keymap` holds the keys the user has bound otherwise. One command alone when it is named."""
     commands = [c for c in slash.COMMANDS if not command or command in (c.name, *c.aliases)] or list(slash.COMMANDS)
-    usage = [f"/{c.name} {c.argument}".rstrip() for c in commands]
-    width = max(22, *map(len, usage))
-    rows: list[Content | tuple[str, str] | str] = [("Commands\n", "bold $primary")]
-    for line, entry in zip(usage, commands, strict=True):
-        also = f" (also /{', /'.join(entry.aliases)})" if entry.aliases else ""
-        rows += [(f"  {line.ljust(width)}  ", "$accent"), entry.summary, (f"{also}\n", "dim")]
-    if len(commands) == 1:
-        return Content.assemble(*rows)
-    rows += [(f"  {'@PATH'.ljust(width)}  ", "$accent"), "attach a text file, anywhere in a question\n"]
-    for where, heading in HEADINGS.items():
-        rows.append((f"\n{heading}\n", "bold $primary"))
-        for key in (k for k in KEYS if k.where == where):
-            rows += _key(key, keymap, width)
-    rows.append(("\nKeys are rebound in Settings (F4), or under [chat.keys] in config.toml by their names.", "dim"))
-    return Content.assemble(*rows)
+    blocks = [[("Commands", "bold $primary")]]
+    rows = [_row(f"/{c.name} {c.argument}".rstrip(), c.summary, _also(c), width) for c in commands]
+    if len(commands) > 1:
+        rows.append(_row("@PATH", "attach a text file, anywhere in a question", "", width))
+        for where, heading in HEADINGS.items():
+            rows.append([(f"\n{heading}", "bold $primary")])
+            rows += [_row(shown(keymap.get(k.id, k.keys)), k.tooltip, k.id, width) for k in KEYS if k.where == where]
+        rows.append([("\nSettings (F4) rebind keys; config.toml does it by their names, under [chat.keys].", "dim")])
+    return Content("\n").join([Content.assemble(*parts) for parts in [*blocks, *rows]])
 
 
-def _key(key: Key, keymap: dict[str, str], width: int) -> list[tuple[str, str] | str]:
-    return [
-        (f"  {shown(keymap.get(key.id, key.keys)).ljust(width)}  ", "$accent"),
-        key.tooltip,
-        (f"  {key.id}\n", "dim"),
-    ]
+def _also(command: slash.Slash) -> str:
+    return f"also /{', /'.join(command.aliases)}" if command.aliases else ""
+
+
+def _row(label: str, words: str, note: str, width: int) -> list[tuple[str, str]]:
+    """A label and its words beside it, hanging; below it where the label is long."""
+    column = 30 if width >= 80 else 24
+    lines = wrap(Line(f"{words}  {note}".rstrip()), max(width - column - 2, 20))
+    parts = [(f"  {label}".ljust(column), "$accent")]
+    if len(label) + 3 > column:
+        parts = [(f"  {label}\n{' ' * column}", "$accent")]
+    left = len(words)
+    for index, line in enumerate(lines):
+        if index:
+            parts.append((f"\n{' ' * column}", ""))
+        parts += [(line.text[: max(left, 0)], ""), (line.text[max(left, 0) :], "dim")]
+        left -= len(line.text) + 1
+    return parts

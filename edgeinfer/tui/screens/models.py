@@ -66,8 +66,8 @@ class ModelScreen(ModalScreen[str | None]):
         self.rows = rows
         listed = self.query_one(OptionList)
         listed.clear_options()
-        wide = self.app.size.width >= 100
-        listed.add_options(Option(_row(r, r.name == self.wanted and not self.first, wide), id=r.name) for r in rows)
+        room = self.query_one(".sheet").size.width - 8
+        listed.add_options(Option(_row(r, r.name == self.wanted and not self.first, room), id=r.name) for r in rows)
         listed.highlighted = next((i for i, r in enumerate(rows) if r.name == chosen), 0) if rows else None
 
     @property
@@ -162,20 +162,25 @@ class ModelScreen(ModalScreen[str | None]):
         self.query_one(".detail", Static).update(f"✗ {error.message}\n{hint(error)}".strip())
 
 
-def _row(row: Shelved, current: bool, wide: bool) -> Content:
+def _row(row: Shelved, current: bool, room: int) -> Content:
+    """One line of `room` cells: mark, name, parameters, size, licence where there is room, whether it fits, warm or here."""
     state = "warm" if row.warm else "here" if row.pulled else ""
     size = f"{'~' if row.guessed else ''}{size_words(row.size_bytes)}" if row.size_bytes else ""
     fits = {True: "fits", False: "too big", None: ""}[row.fits]
-    name = row.name if len(row.name) <= 34 else row.name[:33] + "…"
-    licence = (row.licence[:16] + "…" if len(row.licence) > 17 else row.licence) if wide else ""
+    licence = 18 if room >= 80 else 0
+    width = max(12, min(36, room - 34 - licence))
     return Content.assemble(
         ("● " if current else "  ", "$accent"),
-        f"{name:<35}",
-        (f"{row.parameters:>6} {size:>9}  ", ""),
-        (f"{licence:<18}" if wide else "", "dim"),
+        f"{_cut(row.name, width):<{width}}",
+        f"{row.parameters:>6} {size:>8}  ",
+        (f"{_cut(row.licence, licence - 1):<{licence}}" if licence else "", "dim"),
         (f"{fits:<8}", "$error" if row.fits is False else "dim"),
         (state, "$success"),
     )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def detail(row: Shelved) -> str:

@@ -46,7 +46,7 @@ class SessionScreen(ModalScreen[int | None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="sheet") as sheet:
             sheet.border_title = "Conversations"
-            sheet.border_subtitle = "Enter opens · Ctrl+R rename · Ctrl+D delete · Ctrl+U undo · Ctrl+E export · Esc"
+            sheet.border_subtitle = "Enter open · ^R rename · ^D delete · ^U undo · ^E export"
             field = Input(self._words, placeholder="Search", id="words")
             field.cursor_blink = False
             yield field
