@@ -174,7 +174,8 @@ def _with_context(model: Any, options: LoadOptions, machine: Machine, progress: 
     partial = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
     n_seq_max = parallel.value if partial else min(256, parallel.value + _SPARE_SEQUENCES)
     n_batch = max(options.n_batch, parallel.value)
-    n_outputs = min(n_batch, parallel.value * (1 + MAX_DRAFT))
+    # llama.cpp aborts when fewer outputs are allowed than there are sequence ids
+    n_outputs = max(n_seq_max, min(n_batch, parallel.value * (1 + MAX_DRAFT)))
     params = context_params(options, cells.value, n_batch, n_seq_max, threads.value)
     params.n_outputs_max = n_outputs
     context, lines = make_context(model, params)
