@@ -76,7 +76,7 @@ def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fet
 
     from edgeinfer.catalog import download  # 75–120 ms: httpx2
 
-    name = todo.file_name or names.file_name(unquote(urlsplit(source.url).path))
+    name = todo.file_name or names.tamed_file_name(unquote(urlsplit(source.url).path))
     siblings = store.split_names(name) or [name]
     found = []
     for index, sibling in enumerate(siblings):
@@ -123,7 +123,7 @@ def _from_here(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
         found.append(
             Fetched(
                 path=ours,
-                file_name=names.file_name(part.name),
+                file_name=names.tamed_file_name(part.name),
                 ours=not in_place,
                 pinned=False,
                 index=index,
@@ -135,7 +135,7 @@ def _from_here(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
 
 def _copied(source: Path, work: Path, job: Job, index: int, n_files: int) -> Path:
     """A copy of `source` that costs nothing where the filesystem can share blocks."""
-    target = work / (names.file_name(source.name) + ".part")
+    target = work / (names.tamed_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)
     with open(source, "rb", buffering=0) as old, room_errors(target), open(target, "wb", buffering=0) as new:

@@ -104,7 +104,7 @@ def layers(header: GgufHeader) -> list[Layer]:
     """Every layer that keeps something. Empty for a model without attention keys: then there is no cache to count."""
     n_layer = header.n_layer
     heads = _per_layer(header, "attention.head_count", n_layer, 0)
-    kv_heads = _per_layer(header, "attention.head_count_kv", n_layer, None) or heads
+    kv_heads = _per_layer(header, "attention.head_count_kv", n_layer, None) or heads or [0] * n_layer
     n_heads = max(heads, default=0)
     default_length = header.n_embd // n_heads if n_heads else 0
     k_length = header.number(header.own("attention.key_length"), default_length)

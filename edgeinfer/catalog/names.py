@@ -1,7 +1,8 @@
 """Names, digests and file names from outside become paths here, and nowhere else.
 
 A model's reference is `NAME` or `NAME:QUANT`. Its folder's name is the name itself, or `name+quant`: `+` is in no name, so
-two references never share a folder. Everything is refused that is not plainly harmless; nothing is cleaned up.
+two references never share a folder. What is not plainly harmless is refused; only names of files that a person already has
+are made harmless instead, because they are hers.
 """
 
 from __future__ import annotations
@@ -82,6 +83,15 @@ def file_name(text: str) -> str:
     if not _FILE.fullmatch(name) or ".." in name:
         raise UsageError(f"{name!r} is no file name this program will write")
     return name
+
+
+def tamed_file_name(text: str) -> str:
+    """The last component of a path or URL as a harmless file name: other characters become `-`.
+
+    Raises UsageError when nothing is left of it.
+    """
+    plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.rstrip("/").rsplit("/", 1)[-1])
+    return file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
 
 
 def is_path(text: str) -> bool:

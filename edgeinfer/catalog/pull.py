@@ -142,10 +142,19 @@ def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None
             raise ChecksumError(f"{one.file_name} of {source} has SHA-256 {found}, not {expected} as {who} says; {kept}")
     one.found_sha256 = found
     try:
-        gguf.check(one.path)
+        _refuse_other_part(gguf.check(one.path), one)
     except InvalidGgufError as error:
         kept = _set_aside(one, work)
         raise InvalidGgufError(f"{source}: {error.message}; {kept}") from error
+
+
+def _refuse_other_part(header: gguf.GgufHeader, one: Fetched) -> None:
+    """A file of a split model must be the part its name says. Raises InvalidGgufError."""
+    index, count = header.split
+    if count > 1 and (index, count) != (one.index, one.n_files):
+        raise InvalidGgufError(
+            f"{one.file_name} is part {index + 1} of {count} by its header, {one.index + 1} of {one.n_files} by its name"
+        )
 
 
 def _pin(todo: Plan, source: str, one: Fetched) -> str:

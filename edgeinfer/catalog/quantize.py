@@ -25,19 +25,23 @@ from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError, UsageError
 
 #: Types llama.cpp refuses without an importance matrix, which is made with a calibration text elsewhere.
-NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S", "IQ3_XXS"})
+NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
 #: What counts as unquantized: quantizing from anything else loses quality twice.
 FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` instead of `NAME:TYPE`; `pure` gives every tensor the same type; `keep_output` leaves the output tensor."""
+    """`name` instead of `NAME:TYPE`; `pure` gives every tensor the same type; `keep_output` leaves the output tensor.
+
+    `score_tokens` bounds how much of the text is scored; 0 takes all of it.
+    """
 
     name: str | None = None
     pure: bool = False
     keep_output: bool = False
     threads: int = 0
     perplexity: bool = True
+    score_tokens: int = 0
 
 
 class Quantized(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +89,7 @@ def quantize(
         before_type=before.quantization,
         twice=before.quantization not in FULL_PRECISION,
     )
-    return _with_perplexity(result, source.paths[0], job) if options.perplexity else result
+    return _with_perplexity(result, source.paths[0], job, options.score_tokens) if options.perplexity else result
 
 
 def _kind(type_name: str) -> int:
@@ -194,9 +198,9 @@ def _publish(
     return record
 
 
-def _with_perplexity(result: Quantized, before: str, job: Job) -> Quantized:
-    first, _ = perplexity(before, job)
-    second, n_tokens = perplexity(str(result.model.paths[0]), job)
+def _with_perplexity(result: Quantized, before: str, job: Job, score_tokens: int) -> Quantized:
+    first, _ = perplexity(before, job, score_tokens)
+    second, n_tokens = perplexity(str(result.model.paths[0]), job, score_tokens)
     return msgspec.structs.replace(result, before_perplexity=first, after_perplexity=second, n_scored_tokens=n_tokens)
 
 
@@ -205,11 +209,12 @@ def perplexity_text() -> Path:
     return Path(__file__).parent.parent / "data" / "perplexity.txt"
 
 
-def perplexity(model: str, job: Job) -> tuple[float, int]:
+def perplexity(model: str, job: Job, score_tokens: int = 0) -> tuple[float, int]:
     """(perplexity on the shipped text, tokens scored) of the GGUF at `model`. Raises QuantizeError, InterruptedByUser."""
+    limit = (str(score_tokens),) if score_tokens else ()
     job.begin("scoring", Path(model).name)
     said: dict[str, object] = {}
-    for said in children.events("edgeinfer.runtime.perplexity", model, str(perplexity_text()), job=job):
+    for said in children.events("edgeinfer.runtime.perplexity", model, str(perplexity_text()), *limit, job=job):
         if said["event"] == "progress":
             job.at(int(str(said["done"])), int(str(said["total"])))
     if said["event"] == "error":

@@ -46,6 +46,14 @@ def test_file_names(text: str) -> None:
     assert names.file_name(text) == text.rsplit("/", 1)[-1]
 
 
+@pytest.mark.parametrize(
+    ("text", "name"), [("/x/My Model (v2).gguf", "My-Model-v2-.gguf"), ("../..x..y", "x.y"), ("ü ber.gguf", "ber.gguf")]
+)
+def test_names_people_have_are_tamed(text: str, name: str) -> None:
+    assert names.tamed_file_name(text) == name
+    assert names.file_name(name) == name
+
+
 @pytest.mark.parametrize("text", ["", "a/", "..", "a/..", ".hidden", "a/x y", "x\0", "x\n", "a" * 201])
 def test_bad_file_names(text: str) -> None:
     with pytest.raises(UsageError):
