@@ -138,8 +138,9 @@ class Constraints:
 
     def _build(self, constraint: Constraint | Lark, tokenizer: Any) -> Any:
         if isinstance(constraint, JsonSchema):
-            return _build_schema(constraint, tokenizer)
-        source, place = lark_of(constraint)
+            source, place = schema_grammar(check_schema(constraint.schema, tokenizer)), "#"
+        else:
+            source, place = lark_of(constraint)
         matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
         wrong = _complaint(matcher)
         if wrong:
@@ -147,17 +148,21 @@ class Constraints:
         return matcher
 
 
-def _build_schema(constraint: JsonSchema, tokenizer: Any) -> Any:
-    schema = normalise(constraint.schema)
+def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
+    """The schema, normalised, once it is sure that a grammar can be made of it.
+
+    Raises UnsupportedConstraintError, `param` the place in it as a JSON pointer.
+    """
+    normalised = normalise(schema)
 
     def complaint(part: dict[str, Any]) -> str:
-        return _complaint(llguidance.LLMatcher(tokenizer, schema_grammar(part), log_level=0))
+        wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(schema_grammar(part), tokenizer)
+        return _brief(messages[0]) if wrong and messages else ""
 
-    matcher = llguidance.LLMatcher(tokenizer, schema_grammar(schema), log_level=0)
-    if _complaint(matcher):
-        place, words = locate(schema, complaint)
+    if complaint(normalised):
+        place, words = locate(normalised, complaint)
         raise UnsupportedConstraintError(f"the schema cannot be honoured at {place}: {words}", param=place)
-    return matcher
+    return normalised
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:
@@ -176,14 +181,22 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
         named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
         return json.dumps({"grammars": [{"name": "start", "lark_grammar": constraint.source}, *named]}), "constraint"
     if isinstance(constraint, JsonSchema):
-        return f"start: {inline_schema(constraint.schema)}", "schema"
+        return f"start: {inline_schema(check_schema(constraint.schema))}", "#"
     if isinstance(constraint, Regex):
-        return str(llguidance.LLMatcher.grammar_from_regex(whole(constraint.pattern))), "pattern"
+        grammar = json.loads(llguidance.LLMatcher.grammar_from_regex(whole(constraint.pattern)))
+        return str(grammar["grammars"][0]["lark_grammar"]), "pattern"
     if isinstance(constraint, Choice):
         if not constraint.options or not all(constraint.options):
             raise UnsupportedConstraintError("a choice needs options, none of them empty", param="options")
         return "start: " + " | ".join(map(quoted, constraint.options)), "options"
     return to_lark(constraint.gbnf), "gbnf"
+
+
+def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """(grammar, the further grammars it names), to be put into a larger one. Raises UnsupportedConstraintError."""
+    if isinstance(constraint, Lark):
+        return constraint.source, constraint.grammars
+    return lark_of(constraint)[0], ()
 
 
 def whole(pattern: str) -> str:

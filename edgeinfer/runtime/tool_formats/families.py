@@ -1,0 +1,93 @@
+"""The families' notations for tool calls, as data. `stream` reads them, `grammar` writes them down as a constraint.
+
+A section is opened by one of `begin` and closed by `end`. In it stand calls: JSON objects with a name and arguments, alone or
+in a list; or, with `named`, a bare name and then the arguments' object. What else may stand between them is in `skip`.
+
+Sources: the models' own chat templates and cards. hermes: Hermes 2 Pro and 3, Qwen 2.5 and 3, SmolLM3. llama: Llama 3.1 and
+3.2. mistral: 7B v0.3 and Nemo (a list), Small 3.2 and Devstral (name and arguments). phi: Phi-4-mini. gemma: Google's guide to
+function calling with Gemma 3, which has no tokens for it. deepseek: R1 and its distillations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """One notation. `arguments` is the key that a call's arguments have when we write one.
+
+    `bare`: a call may also be the whole answer, without `begin`. `fenced`: a section may hold Python calls instead of JSON.
+    `writes` is the form that a required call is given; `call_id` whether ids have nine characters.
+    """
+
+    name: str
+    begin: tuple[str, ...] = ()
+    end: str = ""
+    arguments: str = "arguments"
+    skip: tuple[str, ...] = ()
+    named: bool = False
+    name_ends: tuple[str, ...] = ()
+    bare: bool = False
+    fenced: bool = False
+    parallel: bool = True
+    short_ids: bool = False
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """Everything that is skipped inside of a section, longest first."""
+        return tuple(sorted({*self.skip, *self.begin, *([self.end] if self.end else [])} - {""}, key=len, reverse=True))
+
+
+HERMES = ToolFormat(name="hermes", begin=("<tool_call>",), end="</tool_call>")
+LLAMA = ToolFormat(name="llama", begin=("<|python_tag|>",), arguments="parameters", skip=(";",), bare=True, parallel=False)
+MISTRAL_LIST = ToolFormat(name="mistral", begin=("[TOOL_CALLS]",), short_ids=True)
+MISTRAL_NAMED = ToolFormat(
+    name="mistral-args",
+    begin=("[TOOL_CALLS]",),
+    named=True,
+    name_ends=("[CALL_ID]", "[ARGS]", "{"),
+    short_ids=True,
+)
+PHI = ToolFormat(name="phi", begin=("<|tool_call|>", "functools"), end="<|/tool_call|>")
+GEMMA = ToolFormat(
+    name="gemma", begin=("```tool_code", "```tool_call", "```json"), end="```", arguments="parameters", bare=True, fenced=True
+)
+DEEPSEEK = ToolFormat(
+    name="deepseek",
+    begin=("<｜tool▁calls▁begin｜>",),
+    end="<｜tool▁calls▁end｜>",
+    named=True,
+    name_ends=("\n",),
+    skip=("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "```json", "```", "<｜tool▁call▁end｜>"),
+)
+GENERIC = ToolFormat(
+    name="generic", begin=("<tool_call>", "```json", "```tool_call"), end="</tool_call>", bare=True, fenced=True
+)
+
+FAMILIES = {family.name: family for family in (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, GENERIC)}
+
+#: (what the template's source must hold, the family), tried in order.
+_SIGNS = (
+    (("<tool_call>", "</tool_call>"), HERMES),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
+    (("[TOOL_CALLS]",), MISTRAL_LIST),
+    (("<｜tool▁calls▁begin｜>",), DEEPSEEK),
+    (("<|tool|>",), PHI),
+    (("<|tool_call|>", "<|/tool_call|>"), PHI),
+    (("<|python_tag|>",), LLAMA),
+    (("<|start_header_id|>", '"parameters": '), LLAMA),
+    (("<start_of_turn>",), GEMMA),
+)
+
+
+def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolFormat, str]:
+    """The notation of a model's calls and why: by its template's source, else by its architecture, else generic JSON."""
+    for signs, family in _SIGNS:
+        if all(sign in template for sign in signs):
+            return family, f"the chat template has {signs[0]}"
+    if architecture.startswith("gemma"):
+        return GEMMA, f"the architecture is {architecture}"
+    if "mistral" in name.lower():
+        return MISTRAL_LIST, "the model's name has mistral"
+    return GENERIC, "the chat template shows no notation of its own"

@@ -1,0 +1,144 @@
+"""Reads one JSON object of a tool call while it arrives, a character at a time: its name, and where its arguments stand.
+
+It follows nesting, strings and escapes and no more: whether the text is JSON at all is asked of a real parser at the end. What
+cannot become a call is given up at the first key that no call has, so that an answer in JSON is not held back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+_KEYS = ("name", "type", "id", "function", *ARGUMENT_KEYS)
+#: What JSON has outside of strings, brackets aside.
+_OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789eEtrufalsn")
+#: The longest call, characters; a longer one is text.
+MAX_CALL = 1_000_000
+
+
+class ObjectReader:
+    """One object. `whole`: the object is the arguments themselves, and the name is known already."""
+
+    def __init__(self, name: str = "", *, whole: bool = False) -> None:
+        self.name = name
+        self.raw = ""
+        self.done = False
+        self.failed = False
+        self.args_start = 0 if whole else -1
+        self.args_end = -1
+        self._whole = whole
+        self._depth = 0
+        self._args_depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._string_start = 0
+        self._key: str | None = None
+        self._wrapped = False
+        self._at = 0
+
+    def feed(self, text: str) -> int:
+        """Take characters up to the end of the object; how many were taken. Sets `done` or `failed`."""
+        base = len(self.raw)
+        self.raw += text
+        for i, c in enumerate(text):
+            self._at = base + i
+            if self._in_string:
+                self._string_character(c)
+            else:
+                self._structure(c)
+            if self.done or self.failed:
+                self.raw = self.raw[: self._at + 1]
+                return i + 1
+        self.failed = self.failed or len(self.raw) > MAX_CALL
+        return len(text)
+
+    def _string_character(self, c: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif c == "\\":
+            self._escaped = True
+        elif c == '"':
+            self._in_string = False
+            self._string_ended()
+
+    def _string_ended(self) -> None:
+        if self._whole or self._depth != self._call_depth:
+            return
+        text = self._decode(self.raw[self._string_start : self._at + 1])
+        if self._key is None:
+            if text not in _KEYS:
+                self.failed = True
+            self._key = text if isinstance(text, str) else ""
+        elif self._key == "name":
+            self.name = text if isinstance(text, str) else ""
+
+    @property
+    def _call_depth(self) -> int:
+        """How deep the object with the name is: calls come as `{"function": {…}}` too."""
+        return 2 if self._wrapped else 1
+
+    def _structure(self, c: str) -> None:
+        if self._depth == 0 and c != "{":
+            self.failed = True
+        elif c == '"':
+            self._string_start = self._at
+            self._in_string = True
+        elif c in "{[":
+            self._opened(c)
+        elif c in "}]":
+            self._closed()
+        elif c == "," and self._depth == self._call_depth:
+            self._key = None
+        elif c not in _OUTSIDE_STRINGS:
+            self.failed = True
+
+    def _opened(self, c: str) -> None:
+        if not self._whole and self._depth == self._call_depth and c == "{":
+            if self._key in ARGUMENT_KEYS and self.args_start < 0:
+                self.args_start, self._args_depth = self._at, self._depth
+            elif self._key == "function" and not self._wrapped:
+                self._wrapped, self._key = True, None
+        self._depth += 1
+
+    def _closed(self) -> None:
+        self._depth -= 1
+        if not self._whole and self.args_start >= 0 and self.args_end < 0 and self._depth == self._args_depth:
+            self.args_end = self._at + 1
+        if self._depth <= 0:
+            self.done = True
+            if self._whole:
+                self.args_end = self._at + 1
+
+    @staticmethod
+    def _decode(text: str) -> Any:
+        try:
+            return msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            return None
+
+    def arguments(self) -> str | None:
+        """The arguments as JSON text, once `done`; None when this is no call."""
+        try:
+            call = msgspec.json.decode(self.raw)
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            return None
+        if not isinstance(call, dict):
+            return None
+        if self.args_start >= 0:
+            return self.raw[self.args_start : self.args_end]
+        return _loose_arguments(call.get("function", call))
+
+
+def _loose_arguments(call: Any) -> str | None:
+    """Arguments that are missing, or that are an object in a string, as some models write it."""
+    if not isinstance(call, dict):
+        return None
+    value: Any = next((call[key] for key in ARGUMENT_KEYS if key in call), {})
+    if isinstance(value, str):
+        try:
+            return value if isinstance(msgspec.json.decode(value), dict) else None
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            return None
+    return "{}" if value in ({}, None) else None
