@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import native
 from edgeinfer.runtime.batch import Batch
-from edgeinfer.runtime.constraint_api import Compiler
+from edgeinfer.runtime.constraints import Constraints
+from edgeinfer.runtime.dialogue import load_conversations
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kvcache import KvCache, LlamaMemory
@@ -45,6 +45,7 @@ class LlamaEngine:
         self._loaded = loaded
         self._lora = LoraAdapters(loaded.model, loaded.context, files.lora)
         self._conversations = _conversations(files, loaded)
+        self._constraints = Constraints()
         self._scheduler = _scheduler(loaded, self._lora)
         self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
         self._embedder = Embedder(loaded, options, self._loop.call)
@@ -52,7 +53,7 @@ class LlamaEngine:
             files=files,
             vocab=loaded.vocab,
             conversations=self._conversations,
-            constraints=_constraints(),
+            constraints=self._constraints,
             lora=self._lora,
             n_ctx=loaded.n_ctx,
             max_draft=MAX_DRAFT,
@@ -123,6 +124,7 @@ class LlamaEngine:
         if not self._loaded.can_generate:
             self._embedder.warm_up()
             return
+        self._constraints.prepare(self._loaded.vocab)
         first = self._loaded.vocab.bos if self._loaded.vocab.bos >= 0 else 0
         request = GenerateRequest(
             prompt=(first,) * _WARM_UP_TOKENS, max_tokens=3, ignore_eos=True, cache_prompt=False, sampling=Sampling(seed=0)
@@ -203,27 +205,12 @@ def _conversations(files: ModelFiles, loaded: Loaded) -> Conversations:
         vocab=vocab,
         add_bos=vocab.adds_bos,
     )
-    try:
-        load = importlib.import_module("edgeinfer.runtime.dialogue").load_conversations
-    except ModuleNotFoundError:
-        from edgeinfer.runtime.plain import PlainConversations as load
-    found: Conversations = load(facts)
-    return found
+    return load_conversations(facts)
 
 
 def _own_template(loaded: Loaded) -> str:
     text = native.lib().llama_model_chat_template(loaded.model, None)
     return text.decode("utf-8", "replace") if text else ""
-
-
-def _constraints() -> Compiler:
-    try:
-        found: Any = importlib.import_module("edgeinfer.runtime.constraints").Constraints()
-    except ModuleNotFoundError:
-        from edgeinfer.runtime.plain import NoConstraints
-
-        found = NoConstraints()
-    return found  # type: ignore[no-any-return]
 
 
 def _info(
@@ -258,8 +245,6 @@ def _info(
 
 
 def _description(loaded: Loaded) -> str:
-    import ctypes
-
     buffer = ctypes.create_string_buffer(256)
     native.lib().llama_model_desc(loaded.model, buffer, len(buffer))
     return buffer.value.decode("utf-8", "replace")

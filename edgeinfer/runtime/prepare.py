@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
-from edgeinfer.runtime.constraint_api import CompiledConstraint, Compiler, Matcher
+from edgeinfer.runtime.constraint_api import CompiledConstraint, Compiler, Lark, Matcher
 from edgeinfer.runtime.kvcache import common_prefix
 from edgeinfer.runtime.lora import LoraAdapters
 from edgeinfer.runtime.options import ModelFiles
@@ -124,7 +124,7 @@ class Preparer:
         return a[: common_prefix(a, b)]
 
     def _matcher(self, request: GenerateRequest, prepared: Prepared | None) -> Matcher | None:
-        constraint: Constraint | CompiledConstraint | None = request.constraint
+        constraint: Constraint | Lark | CompiledConstraint | None = request.constraint
         if prepared is not None and prepared.constraint is not None:
             constraint = prepared.constraint
         if constraint is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from edgeinfer.errors import DecodeError, EngineError
+from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
 from edgeinfer.runtime.batch import Batch, Logits
 from edgeinfer.runtime.events import FinishReason
 from edgeinfer.runtime.kvcache import AdapterKey, KvCache, common_prefix
@@ -332,7 +332,15 @@ class Scheduler:
             if part.is_prefill:
                 part.seq.progress()
             if part.has_output:
-                self._sample(part, plain)
+                self._sample_or_fail(part, plain)
+
+    def _sample_or_fail(self, part: Part, plain: int) -> None:
+        """A constraint that outgrew its parser ends its own request and no other."""
+        try:
+            self._sample(part, plain)
+        except InvalidRequestError as error:
+            failed = error
+            self._leave(part.seq, lambda s: s.fail(failed), keep=False)
 
     def _sample(self, part: Part, plain: int) -> None:
         seq = part.seq
