@@ -1,0 +1,207 @@
+"""The books of the KV cache, against a memory that counts cells by itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from edgeinfer.runtime.kvcache import KvCache, Resident, common_prefix
+
+
+class CountingMemory:
+    """Keeps which positions each sequence has in which physical cell, as llama.cpp's unified cache does."""
+
+    def __init__(self, *, can_cut: bool = True) -> None:
+        self.sequences: dict[int, dict[int, object]] = {}
+        self._can_cut = can_cut
+
+    def store(self, seq_id: int, start: int, n: int) -> None:
+        held = self.sequences.setdefault(seq_id, {})
+        for pos in range(start, start + n):
+            assert pos not in held
+            held[pos] = object()
+
+    def remove(self, seq_id: int, start: int, end: int) -> bool:
+        held = self.sequences.get(seq_id, {})
+        if not self._can_cut and start > 0:
+            return False
+        low = max(0, start)
+        for pos in [p for p in held if p >= low and (end < 0 or p < end)]:
+            del held[pos]
+        return True
+
+    def copy(self, source: int, target: int, end: int) -> None:
+        held = self.sequences[source]
+        assert not self.sequences.get(target)
+        self.sequences[target] = {p: c for p, c in held.items() if end < 0 or p < end}
+
+    def shift(self, seq_id: int, start: int, delta: int) -> None:
+        held = self.sequences[seq_id]
+        self.sequences[seq_id] = {(p + delta if p >= start else p): c for p, c in held.items()}
+
+    @property
+    def cells(self) -> int:
+        return len({id(c) for held in self.sequences.values() for c in held.values()})
+
+
+def make(n_cells: int = 64, n_seq_max: int = 4, **options: bool) -> tuple[KvCache, CountingMemory]:
+    memory = CountingMemory(can_cut=not options.get("whole_only", False))
+    return KvCache(memory, n_cells=n_cells, n_seq_max=n_seq_max, **options), memory
+
+
+def fill(kv: KvCache, memory: CountingMemory, resident: Resident, tokens: list[int]) -> None:
+    new = tokens[len(resident.tokens) :]
+    memory.store(resident.seq_id, len(resident.tokens), len(new))
+    kv.extend(resident, new)
+
+
+def claim(kv: KvCache, memory: CountingMemory, tokens: list[int], adapters: tuple[tuple[str, float], ...] = ()) -> Resident:
+    resident = kv.claim(tokens, adapters)
+    assert resident is not None
+    kv.truncate(resident, common_prefix(resident.tokens, tokens[:-1]))
+    fill(kv, memory, resident, tokens)
+    return resident
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 200])
+def test_common_prefix(n: int) -> None:
+    a = list(range(200))
+    b = a[:n] + [-1] * 5
+    assert common_prefix(a, b) == n
+    assert common_prefix(b, a, n // 2) == n
+
+
+def test_next_turn_goes_on_in_place() -> None:
+    kv, memory = make()
+    first = claim(kv, memory, [1, 2, 3])
+    kv.release(first, keep=True)
+    again = kv.claim([1, 2, 3, 4, 5], ())
+    assert again is first
+    assert again.tokens == [1, 2, 3]
+    assert kv.used_cells == memory.cells == 3
+
+
+def test_the_last_token_is_always_computed() -> None:
+    kv, memory = make()
+    kv.release(claim(kv, memory, [1, 2, 3]), keep=True)
+    _, n = kv.match([1, 2, 3], ())
+    assert n == 2
+
+
+def test_a_running_sequence_shares_its_prefix_for_free() -> None:
+    kv, memory = make()
+    leader = claim(kv, memory, list(range(20)))
+    follower = kv.claim([*range(10), 99, 98], ())
+    assert follower is not None
+    assert follower is not leader
+    assert follower.tokens == list(range(10))
+    assert kv.used_cells == memory.cells == 20
+    kv.release(leader, keep=False)
+    assert kv.used_cells == memory.cells == 10
+
+
+def test_other_adapters_share_nothing() -> None:
+    kv, memory = make()
+    kv.release(claim(kv, memory, [1, 2, 3, 4]), keep=True)
+    assert kv.match([1, 2, 3, 4, 5], (("a", 1.0),)) == (None, 0)
+    other = kv.claim([1, 2, 3, 4, 5], (("a", 1.0),))
+    assert other is not None
+    assert other.tokens == []
+
+
+def test_least_recently_used_goes_first_and_pinned_last() -> None:
+    kv, memory = make(n_cells=30, n_seq_max=8)
+    pinned, old, new = (claim(kv, memory, [base + i for i in range(10)]) for base in (100, 200, 300))
+    for resident in (pinned, old, new):
+        kv.release(resident, keep=True)
+    pinned.pinned = True
+    assert kv.make_room(10)
+    assert kv.residents == [pinned, new]
+    assert kv.make_room(20)
+    assert kv.residents == [pinned]
+    assert kv.make_room(30)
+    assert kv.residents == []
+    assert memory.cells == kv.used_cells == 0
+
+
+def test_active_sequences_are_never_evicted() -> None:
+    kv, memory = make(n_cells=16)
+    claim(kv, memory, list(range(10)))
+    assert not kv.make_room(7)
+    assert kv.used_cells == 10
+
+
+def test_every_id_active_means_no_claim() -> None:
+    kv, memory = make(n_seq_max=2)
+    claim(kv, memory, [1, 2])
+    claim(kv, memory, [3, 4])
+    assert kv.claim([5, 6], ()) is None
+
+
+def test_a_shift_moves_what_is_ours_alone() -> None:
+    kv, memory = make()
+    alone = claim(kv, memory, list(range(20)))
+    assert kv.shift(alone, 4, 8)
+    assert alone.tokens == [0, 1, 2, 3, *range(12, 20)]
+    assert sorted(memory.sequences[alone.seq_id]) == list(range(12))
+    assert kv.used_cells == memory.cells == 12
+
+
+def test_a_shift_of_shared_cells_is_refused() -> None:
+    kv, memory = make()
+    ours = claim(kv, memory, list(range(20)))
+    assert kv.claim([*range(10), 99], ()) is not None
+    assert not kv.shift(ours, 4, 8)
+    assert ours.tokens == list(range(20))
+
+
+def test_state_that_cannot_be_cut_is_reused_whole_or_not() -> None:
+    kv, memory = make(whole_only=True)
+    kv.release(claim(kv, memory, [1, 2, 3]), keep=True)
+    assert kv.match([1, 2, 9, 9], ()) == (None, 0)
+    source, n = kv.match([1, 2, 3, 4], ())
+    assert n == 3
+    assert source is not None
+    source.active = True
+    assert not kv.truncate(source, 2)
+    assert source.tokens == []
+    assert kv.used_cells == memory.cells == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_histories_keep_the_books_right(seed: int) -> None:
+    rng = random.Random(seed)
+    kv, memory = make(n_cells=120, n_seq_max=6)
+    active: list[Resident] = []
+    for _ in range(200):
+        action = rng.choice(["claim", "extend", "release", "truncate", "shift", "drop"])
+        if action == "claim" and kv.free_cells >= 30:
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 25))]
+            resident = kv.claim(tokens, ())
+            if resident is not None:
+                kv.truncate(resident, common_prefix(resident.tokens, tokens[:-1]))
+                fill(kv, memory, resident, tokens)
+                active.append(resident)
+        elif action == "extend" and active and kv.make_room(5):
+            resident = rng.choice(active)
+            fill(kv, memory, resident, resident.tokens + [rng.randrange(2) for _ in range(5)])
+        elif action == "release" and active:
+            kv.release(active.pop(rng.randrange(len(active))), keep=rng.random() < 0.7)
+        elif action == "truncate" and active:
+            resident = rng.choice(active)
+            kv.truncate(resident, rng.randrange(len(resident.tokens) + 1))
+        elif action == "shift" and active:
+            resident = rng.choice(active)
+            if len(resident.tokens) > 6:
+                kv.shift(resident, 2, 3)
+        elif action == "drop":
+            kv.make_room(rng.randrange(60))
+        assert kv.used_cells == memory.cells
+        for resident in kv.residents:
+            assert sorted(memory.sequences.get(resident.seq_id, {})) == list(range(len(resident.tokens)))
+    for resident in active:
+        kv.release(resident, keep=False)
+    kv.drop_idle(pinned=True)
+    assert kv.used_cells == memory.cells == 0
+    assert kv.residents == []
