@@ -130,7 +130,7 @@ def timings_line(result: RunResult) -> str:
     """One line for a person: how it started, prompt, first token, rate."""
     usage, timings = result.usage, result.timings
     rate = timings.decode_tokens_per_s(usage.completion_tokens)
-    total = sum(result.start.stages_ms.values())
+    total = max(result.start.stages_ms.values(), default=0.0)
     how = f"{result.start.how}{f' in {total:.0f} ms' if total else ''}"
     return (
         f"{result.model}: {how}; prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached); "

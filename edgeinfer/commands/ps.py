@@ -1,0 +1,33 @@
+"""`edgeinfer ps`: what runs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from edgeinfer.result import Result
+from edgeinfer.snapshots.running import Running, processes
+from edgeinfer.units import bytes_words, duration_words
+
+
+class PsResult(Result, frozen=True, kw_only=True):
+    """This user's running launches."""
+
+    kind: ClassVar[str] = "ps"
+
+    running: tuple[Running, ...]
+
+    def human(self) -> str:
+        if not self.running:
+            return "nothing is running"
+        rows = [("PID", "AGE", "PRIVATE", "SHARED", "COMMAND")]
+        for r in self.running:
+            words = " ".join((r.verb, *r.arguments))
+            age, private, shared = duration_words(r.age_s), bytes_words(r.private_bytes), bytes_words(r.shared_bytes)
+            rows.append((str(r.pid), age, private, shared, words[:80]))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in rows)
+
+
+def ps() -> PsResult:
+    """Look; nothing is changed."""
+    return PsResult(running=tuple(processes()))

@@ -1,0 +1,150 @@
+"""`edgeinfer snapshots list|show|verify|rm|prune`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
+from edgeinfer.host import Host
+from edgeinfer.result import Result
+from edgeinfer.snapshots import format, prune, records, verify
+from edgeinfer.snapshots.records import Details, Listed
+from edgeinfer.units import bytes_words, duration_words
+
+
+class SnapshotsResult(Result, frozen=True, kw_only=True):
+    """Every snapshot, with its state on this machine now."""
+
+    kind: ClassVar[str] = "snapshots"
+
+    snapshots: tuple[Listed, ...]
+    disk_bytes: int
+    limit_bytes: int
+
+    def human(self) -> str:
+        if not self.snapshots:
+            return "no snapshots; `edgeinfer warm MODEL` builds one"
+        rows = [("NAME", "ON DISK", "APPARENT", "CONTEXT", "LAST USED", "STATE")]
+        for s in self.snapshots:
+            used = duration_words(max(0.0, time.time() - s.last_used_s)) + " ago"
+            apparent = bytes_words(s.details.memory_bytes + s.details.images_bytes)
+            rows.append((s.details.name, bytes_words(s.disk_bytes), apparent, s.details.actual.get("n_ctx", ""), used, s.state))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
+        return "\n".join([*lines, f"{bytes_words(self.disk_bytes)} of at most {bytes_words(self.limit_bytes)}"])
+
+
+class SnapshotResult(Result, frozen=True, kw_only=True):
+    """One snapshot."""
+
+    kind: ClassVar[str] = "snapshot"
+
+    snapshot: Details
+    state: str
+    disk_bytes: int
+
+    def human(self) -> str:
+        plain = msgspec.to_builtins(self.snapshot)
+        plain.pop("digests")
+        lines = [f"{name}: {_words(value)}" for name, value in plain.items() if value not in ({}, "", [])]
+        return "\n".join([f"state: {self.state}", f"on disk: {bytes_words(self.disk_bytes)}", *lines])
+
+
+def _words(value: object) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+class VerifyResult(Result, frozen=True, kw_only=True):
+    """Every byte was read and compared."""
+
+    kind: ClassVar[str] = "snapshots-verify"
+
+    name: str
+    files: int
+    read_bytes: int
+
+    def human(self) -> str:
+        return f"{self.name}: {self.files} files, {bytes_words(self.read_bytes)}, all as they were built"
+
+
+class RemovedResult(Result, frozen=True, kw_only=True):
+    """Snapshots that are gone now."""
+
+    kind: ClassVar[str] = "snapshots-removed"
+
+    removed: tuple[str, ...]
+    freed_bytes: int
+
+    def human(self) -> str:
+        if not self.removed:
+            return "nothing to remove"
+        return f"removed {', '.join(self.removed)}; {bytes_words(self.freed_bytes)} freed"
+
+
+def snapshots(options: argparse.Namespace, host: Host) -> Result:
+    """Raises SnapshotMissingError, SnapshotCorruptError, SnapshotStaleError, SnapshotUnsafeError."""
+    action = options.action or "list"
+    if action == "show":
+        return _show(options.name)
+    if action == "verify":
+        return _verify(options.name)
+    if action == "rm":
+        return _remove([_folder(name) for name in options.name])
+    if action == "prune":
+        return _prune(options, host)
+    return _list(host)
+
+
+def _list(host: Host) -> SnapshotsResult:
+    found = records.listed()
+    return SnapshotsResult(
+        snapshots=tuple(found),
+        disk_bytes=sum(s.disk_bytes for s in found),
+        limit_bytes=int(host.config.snapshots.max_total_gib * (1 << 30)),
+    )
+
+
+def _show(name: str) -> SnapshotResult:
+    folder = records.find(name)
+    return SnapshotResult(
+        snapshot=records.read_details(folder), state=records.state_of(folder)[1], disk_bytes=records.disk_bytes(folder)
+    )
+
+
+def _verify(name: str) -> VerifyResult:
+    folder = records.find(name)
+    wrong = verify.wrong_files(folder)
+    if wrong:
+        raise SnapshotCorruptError(
+            f"{', '.join(wrong)} of {folder.name} is not what was built", hint=f"build it again: `edgeinfer warm {name}`"
+        )
+    manifest = format.read_manifest(str(folder))
+    return VerifyResult(name=manifest.name, files=len(manifest.images), read_bytes=sum(manifest.images.values()))
+
+
+def _folder(name: str) -> Path:
+    return records.find(name)
+
+
+def _remove(folders: list[Path]) -> RemovedResult:
+    freed = sum(records.disk_bytes(folder) for folder in folders)
+    for folder in folders:
+        prune.remove(folder)
+    return RemovedResult(removed=tuple(f.name.rpartition(format.SEPARATOR)[0] for f in folders), freed_bytes=freed)
+
+
+def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
+    root = paths.snapshots_dir()
+    if not root.is_dir():
+        raise SnapshotMissingError("there are no snapshots", hint="")
+    if options.all:
+        return _remove(prune.by_last_use(root))
+    sizes = {f.name.rpartition(format.SEPARATOR)[0]: records.disk_bytes(f) for f in prune.by_last_use(root)}
+    removed = [*prune.stale(root), *prune.to_limit(root, host.config.snapshots)]
+    return RemovedResult(removed=tuple(removed), freed_bytes=sum(sizes.get(name, 0) for name in removed))

@@ -1,0 +1,108 @@
+"""`edgeinfer warm`: build a snapshot."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar, TextIO
+
+import msgspec
+
+from edgeinfer import requesting
+from edgeinfer.errors import InterruptedByUser, UsageError
+from edgeinfer.host import Host
+from edgeinfer.result import Result
+from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.snapshots import warm as snapshots_warm
+from edgeinfer.snapshots.records import Details
+from edgeinfer.units import bytes_words
+
+
+class WarmResult(Result, frozen=True, kw_only=True):
+    """A published snapshot. `repack_reason` says why the weights are repacked in it or not."""
+
+    kind: ClassVar[str] = "warm"
+
+    snapshot: Details
+    repack_reason: str
+    wall_s: float
+
+    def human(self) -> str:
+        d = self.snapshot
+        stages = ", ".join(f"{name} {ms / 1000:.1f} s" for name, ms in d.stages_ms.items() if ms >= 50)
+        prefilled = f"; {d.system_tokens} tokens of system prompt computed" if d.system_tokens else ""
+        return (
+            f"{d.name} is warm: {bytes_words(d.disk_bytes)} on disk, {bytes_words(d.memory_bytes)} of memory{prefilled}\n"
+            f"{stages}; {self.wall_s:.1f} s in all\n"
+            f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, {d.tier} tier; "
+            f"weights {self.repack_reason}"
+        )
+
+
+def warm(options: argparse.Namespace, host: Host) -> WarmResult:
+    """Raises what `snapshots.warm.build` raises, UsageError for a system prompt that cannot be read."""
+    began = time.monotonic()
+    model = canonical(options.model or host.config.default_model, host)
+    files = _with_lora(host.files(model), options.lora)
+    config = host.config.snapshots
+    wanted, reason = snapshots_warm.repack_choice(requesting.load_options(options, host.config.load), files, config)
+    order = snapshots_warm.Order(
+        model=model, files=files, options=wanted, system=_system(options.system, files), given_name=options.name
+    )
+    try:
+        details = snapshots_warm.build(order, config, _Talk(sys.stderr, quiet=options.quiet).say)
+    except KeyboardInterrupt as error:
+        raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
+    return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
+
+
+def canonical(model: str, host: Host) -> str:
+    """The name a model is known by here: its full name when it was pulled, its absolute path when it is a file."""
+    from edgeinfer.catalog import names
+
+    return str(Path(model).expanduser().absolute()) if names.is_path(model) else host.files(model).name
+
+
+def _with_lora(files: ModelFiles, paths: list[str]) -> ModelFiles:
+    adapters = {Path(path).stem: str(Path(path).absolute()) for path in paths}
+    for path in adapters.values():
+        if not os.path.isfile(path):
+            raise UsageError(f"{path} is not a file")
+    return msgspec.structs.replace(files, lora={**files.lora, **adapters})
+
+
+def _system(text: str, files: ModelFiles) -> str:
+    if not text.startswith("@"):
+        return text or files.system_prompt
+    try:
+        return Path(text[1:]).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the system prompt cannot be read: {error}") from error
+
+
+class _Talk:
+    """Progress on stderr: one line a stage, rewritten in place on a terminal."""
+
+    def __init__(self, out: TextIO, *, quiet: bool) -> None:
+        self._out, self._quiet = out, quiet
+        self._stage, self._began, self._shown = "", time.monotonic(), 0.0
+
+    def say(self, stage: str, fraction: float | None) -> None:
+        if self._quiet:
+            return
+        now = time.monotonic()
+        if stage != self._stage:
+            self._finish(now)
+            self._stage, self._began, self._shown = stage, now, now
+            self._out.write(f"{stage} …" + ("" if self._out.isatty() else "\n"))
+        elif fraction is not None and self._out.isatty() and now - self._shown > 0.1:
+            self._shown = now
+            self._out.write(f"\r{stage} … {fraction:.0%} ")
+        self._out.flush()
+
+    def _finish(self, now: float) -> None:
+        if self._stage and self._out.isatty():
+            self._out.write(f"\r\x1b[K{self._stage} {now - self._began:.1f} s\n")

@@ -1,0 +1,204 @@
+"""The app process: what a parked process becomes when it is resumed, and what a cold start runs.
+
+Both take a launch request from the link to their launcher (`frames`), become whoever launched them (`freshness`), and then run
+a verb, serve an engine to another process, or answer the canary. The launcher learns how they ended from the supervisor.
+
+`python -m edgeinfer.snapshots.app FD` is the cold one; it has nothing loaded yet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import NoReturn
+
+import msgspec
+
+from edgeinfer.errors import EngineClosedError, SnapshotError
+from edgeinfer.host import Host, LoadProgress, Start
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.snapshots import frames, freshness, native
+from edgeinfer.snapshots.held import Held, asked
+
+#: Roles of a launch request.
+VERB, WORKER, CANARY = b"verb", b"worker", b"canary"
+TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
+
+
+class AppHost(Host):
+    """A process with a launcher behind it: it may hold a resumed model, and gets others from worker processes."""
+
+    def __init__(self, start: Start, link: socket.socket, held: Held | None, listeners: tuple[socket.socket, ...]) -> None:
+        super().__init__(start)
+        self._link = link
+        self._held = held
+        self._listeners = listeners
+        self._asking = threading.Lock()
+
+    @property
+    def listeners(self) -> tuple[socket.socket, ...]:
+        return self._listeners
+
+    @property
+    def held_model(self) -> str:
+        """The model this process was resumed with, or ""."""
+        return self._held.model if self._held and self._held.is_open else ""
+
+    def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+        """The resumed engine when it is this model with these options, else one from a worker; loaded here when cold.
+
+        Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
+        """
+        if self._held is not None:
+            if self._held.serves(model, options):
+                return self._held.take(options)
+            return self.worker(model, options, progress)
+        engine = super().engine(model, options, progress)
+        self._ask_for_warming(model, options)
+        return engine
+
+    def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+        """The engine of `model` in a process of its own, resumed when it is warm; closing it ends the process.
+
+        Raises what loading it raises there, EngineClosedError when that process dies before it is ready.
+        """
+        from edgeinfer.snapshots.worker import RemoteEngine  # 5 ms in a cold process
+
+        with self._asking:
+            requested = frames.join(word for item in asked(options).items() for word in item)
+            raw = msgspec.json.encode(options)
+            frames.send(self._link, {"op": "worker", "model": model, "options": raw, "requested": requested})
+            answer = frames.receive(self._link)
+        if answer is None:
+            raise EngineClosedError("the launcher is gone")
+        if not answer[1]:
+            raise SnapshotError(answer[0]["message"].decode(), hint=answer[0]["hint"].decode() or None)
+        return RemoteEngine(socket.socket(fileno=answer[1][0]), progress)
+
+    def _ask_for_warming(self, model: str, options: LoadOptions) -> None:
+        """Tell the launcher which snapshot would have served this cold start; it builds one when this process has ended."""
+        if self.config.snapshots.auto_warm and self.start.how == "cold":
+            with self._asking:
+                frames.send(self._link, {"op": "warm", "model": model, "options": msgspec.json.encode(options)})
+
+
+def become(link: socket.socket, held: Held | None, resumed_ns: int) -> NoReturn:
+    """Read the launch request and be it. Never returns."""
+    request = frames.receive(link)
+    if request is None:
+        os._exit(125)
+    fields, fds = request
+    code = 70
+    try:
+        known = set(sys.modules)
+        listeners = _take_over(fields, fds, held)
+        start = _start(fields, resumed_ns)
+        code = _play(link, fields, held, start, listeners)
+        _trace_imports(known)
+        atexit._run_exitfuncs()
+        _flush()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        _flush()
+    except BaseException:  # noqa: BLE001  the main of a process
+        sys.excepthook(*sys.exc_info())
+        _flush()
+    try:  # noqa: SIM105
+        frames.send(link, {"op": "exit", "code": code})
+    except OSError:
+        pass
+    os._exit(code)
+
+
+def _take_over(fields: Mapping[str, bytes], fds: list[int], held: Held | None) -> list[socket.socket]:
+    """Entropy first, then descriptors, then everything else. Returns the sockets that came along."""
+    samplers = freshness.reseed(fields["entropy"], held.droppable if held else [])
+    for target, fd in enumerate(fds[:3]):
+        os.dup2(fd, target)
+        os.close(fd)
+    freshness.adopt(fields)
+    freshness.new_streams()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGTSTP, _stop)
+    native.set_name("edgeinfer")
+    native.die_with_parent()
+    if held is not None:
+        held.resume(samplers)
+    return [socket.socket(fileno=fd) for fd in fds[3:]]
+
+
+def _stop(_number: int, _frame: object) -> None:
+    """Ctrl-Z. The default action does nothing in a session without a terminal; the supervisor sees this one."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _start(fields: Mapping[str, bytes], resumed_ns: int) -> Start:
+    """How this launch went, in milliseconds from exec of the launcher."""
+    began = int(fields["exec_ns"])
+    stages = {"launcher": int(fields["main_ns"]), "restore": int(fields["spawn_ns"]), "running": resumed_ns}
+    ms = {name: round((at - began) / 1e6, 1) for name, at in stages.items()}
+    ms["request"] = round((time.monotonic_ns() - began) / 1e6, 1)
+    return Start(
+        how="resumed" if fields["how"] == b"resumed" else "cold",
+        reason=fields["reason"].decode(),
+        snapshot=fields["snapshot"].decode(),
+        stages_ms=ms,
+    )
+
+
+def _play(
+    link: socket.socket, fields: Mapping[str, bytes], held: Held | None, start: Start, sockets: list[socket.socket]
+) -> int:
+    role = fields["role"]
+    if role == VERB:
+        from edgeinfer import cli  # 20 ms in a cold process
+
+        return cli.main(frames.split(fields["argv"]), AppHost(start, link, held, tuple(sockets)))
+    if role == WORKER:
+        from edgeinfer.snapshots.worker import serve  # 5 ms in a cold process
+
+        host = AppHost(start, link, held, ())
+        options = msgspec.json.decode(fields["options"], type=LoadOptions)
+        serve(sockets[0], start, lambda progress: host.engine(fields["model"].decode(), options, progress))
+        return 0
+    if role == CANARY and held is not None:
+        frames.send(link, {"op": "canary", "value": held.sing()})
+        return 0
+    raise ValueError(f"a launch request with the role {role!r}")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:  # noqa: SIM105
+            stream.flush()
+        except (AttributeError, ValueError, OSError):
+            pass
+
+
+def _trace_imports(before: set[str]) -> None:
+    """For the test that keeps the parked process's list of modules complete: what was imported after the resume."""
+    path = os.environ.get(TRACE_IMPORTS)
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("\n".join(sorted(set(sys.modules) - before)))
+
+
+def main() -> NoReturn:
+    """A cold app: the link's descriptor is the only argument."""
+    resumed_ns = time.monotonic_ns()
+    native.die_with_parent()
+    become(socket.socket(fileno=int(sys.argv[1])), None, resumed_ns)
+
+
+if __name__ == "__main__":
+    from edgeinfer.snapshots import app  # classes and functions of the imported module, not of `__main__`
+
+    app.main()

@@ -1,0 +1,188 @@
+"""The only place that runs CRIU: finding one that works, choosing how to run it, and the two commands.
+
+Three tiers, tried in this order, each with the reason it was taken or left:
+
+    root           the caller is root: new pid and mount namespaces suffice
+    unprivileged   a new user, pid and mount namespace; four capabilities that count only inside it
+    capabilities   no namespaces may be made, but the criu binary carries file capabilities: one app at a time
+
+Nothing but the standard library, and what the launcher does not need is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from edgeinfer import places, shipped
+from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
+from edgeinfer.snapshots import native
+from edgeinfer.snapshots.format import Manifest, refuse_unsafe
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+#: Dumping and restoring without privilege came with this version.
+MINIMUM = (4, 1)
+ROOT, UNPRIVILEGED, CAPABILITIES = "root", "unprivileged", "capabilities"
+NAMESPACES = {
+    ROOT: native.CLONE_NEWNS | native.CLONE_NEWPID,
+    UNPRIVILEGED: native.CLONE_NEWNS | native.CLONE_NEWPID | native.CLONE_NEWUSER,
+    CAPABILITIES: 0,
+}
+#: `setcap` words for the third tier.
+FILE_CAPABILITIES = "cap_checkpoint_restore,cap_sys_admin,cap_sys_ptrace,cap_setpcap+ep"
+_TIMEOUT_S = 20
+_TMPFS = "/dev/shm"  # noqa: S108  what is put there is checked: a folder of ours alone
+
+
+class Probe:
+    """What this machine can do: a tier or None, why, and what to type when there is none."""
+
+    __slots__ = ("criu", "fix", "reason", "tier", "version")
+
+    def __init__(self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = "") -> None:
+        self.tier, self.reason, self.fix, self.criu, self.version = tier, reason, fix, criu, version
+
+
+def candidates() -> list[str]:
+    """Where CRIU may be, best first: EDGEINFER_CRIU alone when set; ours (bundled, venv, data directory); PATH."""
+    named = os.environ.get("EDGEINFER_CRIU")
+    if named:
+        return [named]
+    import shutil  # 6 ms; only while warming and in doctor
+
+    bundled = shipped.bundled_criu()
+    ours = [str(bundled or ""), f"{sys.prefix}/criu/bin/criu", f"{places.base('data')}/criu/bin/criu"]
+    places_of_path = [shutil.which("criu") or "", "/usr/sbin/criu", "/usr/local/sbin/criu"]
+    return [path for path in [*ours, *places_of_path] if path and os.access(path, os.X_OK)]
+
+
+def _output(*command: str) -> str:
+    import subprocess  # 8 ms; only while warming and in doctor
+
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+def version_of(criu: str) -> tuple[int, ...]:
+    """The version of a criu binary; empty when it does not run."""
+    for line in _output(criu, "--version").splitlines():
+        name, _, number = line.partition(":")
+        if name.strip() == "Version":
+            return tuple(int(part) for part in number.strip().split(".") if part.isdecimal())
+    return ()
+
+
+def probe() -> Probe:
+    """Find a CRIU that is new enough and the tier it works in. Runs programs: 10 to 100 ms."""
+    if sys.platform != "linux":
+        return Probe(None, "snapshots need Linux")
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        return Probe(None, f"no one has tried snapshots on {os.uname().machine}")
+    found = [(path, version_of(path)) for path in candidates()]
+    fix = "install CRIU >= 4.1 (`apt-get install criu` on Debian 13 and later, `make setup` in a checkout)"
+    if not found:
+        return Probe(None, "there is no criu on this machine", fix)
+    able = [(path, version) for path, version in found if version >= MINIMUM]
+    if not able:
+        path, version = found[0]
+        was = ".".join(map(str, version)) or "of unknown version"
+        return Probe(None, f"{path} is {was}, and 4.1 is the first that can do it", fix)
+    path, version = able[0]
+    return _tier(path, ".".join(map(str, version)))
+
+
+def _tier(criu: str, version: str) -> Probe:
+    tier = ROOT if os.geteuid() == 0 else UNPRIVILEGED
+    why_not = namespaces_refused(tier)
+    if not why_not:
+        return Probe(tier, f"CRIU {version} at {criu}, in namespaces of its own", criu=criu, version=version)
+    if _has_file_capabilities(criu):
+        reason = f"CRIU {version} at {criu} has file capabilities; one resumed process at a time, because {why_not}"
+        return Probe(CAPABILITIES, reason, criu=criu, version=version)
+    fix = (
+        "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), "
+        f"or `sudo setcap {FILE_CAPABILITIES} {criu}`"
+    )
+    return Probe(None, why_not, fix, criu, version)
+
+
+def namespaces_refused(tier: str) -> str:
+    """Why this process may not have the namespaces of a tier, or "" when it may. Makes them, in a child."""
+    import subprocess  # 8 ms; only while warming and in doctor
+
+    from edgeinfer.process import child_command
+
+    try:
+        done = subprocess.run(
+            child_command("edgeinfer.snapshots.supervise", "probe", tier),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"namespaces could not be tried: {error}"
+    if done.returncode == 0:
+        return ""
+    return f"this system does not let you make namespaces ({(done.stderr.strip().splitlines() or ['no reason given'])[-1]})"
+
+
+def _has_file_capabilities(criu: str) -> bool:
+    try:
+        return bool(os.getxattr(criu, "security.capability"))
+    except OSError:
+        return False
+
+
+def work_dir() -> str:
+    """Where CRIU keeps what it learned of the kernel, on a tmpfs where there is one: elsewhere it asks again, 20 to 40 ms."""
+    path = f"{_TMPFS}/edgeinfer-{os.getuid()}" if os.path.isdir(_TMPFS) else places.runtime()
+    try:
+        os.makedirs(path, 0o700, exist_ok=True)
+        refuse_unsafe(path, directory=True)
+    except (OSError, SnapshotUnsafeError):
+        path = places.runtime()
+        os.makedirs(path, 0o700, exist_ok=True)
+        refuse_unsafe(path, directory=True)
+    return path
+
+
+def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn:
+    """Become `criu dump` of a process. The dumped process is gone when it succeeds."""
+    _exec(criu, tier, ["dump", "-t", str(pid), "-D", images, "-o", log, "-v2"])
+
+
+def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int) -> NoReturn:
+    """Become `criu restore`, which ends when the process runs; its descriptors are replaced by ours. It talks on stderr."""
+    inherited = [f"fd[{link_fd}]:socket:[{manifest.link_inode}]", f"fd[{wake_fd}]:pipe:[{manifest.wake_inode}]"]
+    arguments = ["restore", "-D", images, "-d", "-v1"]
+    for descriptor in inherited:
+        arguments += ["--inherit-fd", descriptor]
+    for fd in (link_fd, wake_fd):
+        os.set_inheritable(fd, True)
+    _exec(manifest.criu, manifest.tier, arguments)
+
+
+def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
+    directory = work_dir()
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "XDG_RUNTIME_DIR": directory}
+    if tier == UNPRIVILEGED:
+        native.keep_capabilities(native.CRIU_CAPABILITIES)
+    os.execve(criu, [criu, "--unprivileged", *arguments, "-W", directory], environment)
+
+
+def available() -> Probe:
+    """`probe`, for whoever cannot go on without. Raises SnapshotsUnavailableError with the fix as its hint."""
+    found = probe()
+    if found.tier is None:
+        raise SnapshotsUnavailableError(f"snapshots do not work here: {found.reason}", hint=found.fix or None)
+    return found

@@ -1,0 +1,228 @@
+"""The on-disk format of a snapshot: every name a constant, every document a type, a version. Standard library only.
+
+    SNAPSHOTS/                          0700, this user's
+      NAME@GENERATION/                  0700; GENERATION is a time in hexadecimal, the newest of a NAME counts
+        lock                            held by the process that builds it; never read
+        manifest                        what must hold before CRIU runs; written last, by a rename: it is the publication
+        snapshot.json                   what `snapshots show` tells a person; the launcher never reads it
+        memory.img                      the parked process's private memory, mapped copy-on-write by every resume
+        images/                         CRIU's images: what is left to restore after `memory.img`
+        resume.log                      CRIU's words on the last resume that failed
+
+A folder without `manifest` is being built, or was left behind by a process that died (its lock is free then).
+
+The manifest is lines of tab-separated words, because the launcher reads it in each of its 40 ms: the first line names format
+and version, the last is "end". A backslash, tab or newline in a word is escaped. Text in UTF-8, undecodable bytes kept.
+"""
+
+from __future__ import annotations
+
+import os
+
+from edgeinfer import places
+from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError, SnapshotUnsafeError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAGIC = "edgeinfer-snapshot"
+VERSION = 1
+
+LOCK = "lock"
+MANIFEST = "manifest"
+DETAILS = "snapshot.json"
+MEMORY = "memory.img"
+IMAGES = "images"
+RESUME_LOG = "resume.log"
+DUMP_LOG = "dump.log"
+PARK_LOG = "park.log"
+SEPARATOR, OPTION_SEPARATOR = "@", ","
+
+#: CRIU restores the parked process under this pid in a namespace of its own: so high that no helper there has it.
+PARKED_PID = 30000
+#: The parked process's two descriptors beside stdio: the socket that becomes the link, the pipe that wakes it.
+LINK_FD, WAKE_FD = 60, 61
+
+
+class FileStamp:
+    """A file the process maps or was built from: absolute path, size in bytes, mtime in ns, inode."""
+
+    __slots__ = ("inode", "mtime_ns", "path", "size")
+
+    def __init__(self, path: str, size: int, mtime_ns: int, inode: int) -> None:
+        self.path, self.size, self.mtime_ns, self.inode = path, size, mtime_ns, inode
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileStamp) and all(getattr(self, a) == getattr(other, a) for a in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Manifest:
+    """What must hold for a snapshot to be resumed, and how to resume it.
+
+    `requested` are the load options it was warmed with that differ from their defaults, `actual` what they became.
+    `keys` are values compared with this machine's by name. `images` maps CRIU's images and `memory.img` to sizes in bytes.
+    """
+
+    __slots__ = (
+        "actual", "criu", "files", "images", "keys", "link_inode", "model", "name", "pid", "requested", "tier", "wake_inode",
+    )  # fmt: skip
+
+    def __init__(self, *, name: str, model: str, criu: str, tier: str, pid: int, link_inode: int, wake_inode: int) -> None:
+        self.name, self.model, self.criu, self.tier, self.pid = name, model, criu, tier, pid
+        self.link_inode, self.wake_inode = link_inode, wake_inode
+        self.requested: dict[str, str] = {}
+        self.actual: dict[str, str] = {}
+        self.keys: dict[str, str] = {}
+        self.files: list[FileStamp] = []
+        self.images: dict[str, int] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Manifest) and all(getattr(self, a) == getattr(other, a) for a in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _escaped(word: str) -> str:
+    return word.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n")
+
+
+def _plain(word: str) -> str:
+    if "\\" not in word:
+        return word
+    return "\\".join(part.replace("\\t", "\t").replace("\\n", "\n") for part in word.split("\\\\"))
+
+
+def manifest_text(m: Manifest) -> str:
+    """The manifest as it is written."""
+    rows: list[tuple[object, ...]] = [(MAGIC, VERSION), ("name", m.name), ("model", m.model), ("criu", m.criu)]
+    rows += [("tier", m.tier), ("pid", m.pid), ("link", m.link_inode), ("wake", m.wake_inode)]
+    rows += [("requested", *item) for item in m.requested.items()]
+    rows += [("actual", *item) for item in m.actual.items()]
+    rows += [("key", *item) for item in m.keys.items()]
+    rows += [("file", f.size, f.mtime_ns, f.inode, f.path) for f in m.files]
+    rows += [("image", size, name) for name, size in m.images.items()]
+    return "".join("\t".join(_escaped(str(word)) for word in row) + "\n" for row in [*rows, ("end",)])
+
+
+def parse_manifest(text: str, where: str) -> Manifest:
+    """The manifest of a text. Raises SnapshotStaleError for another version, SnapshotCorruptError when it is not whole."""
+    rows = [line.split("\t") for line in text.split("\n")]
+    if rows[0][0] != MAGIC or rows[-2:] != [["end"], [""]]:
+        raise SnapshotCorruptError(f"{where} is not a whole manifest")
+    if rows[0][1:] != [str(VERSION)]:
+        raise SnapshotStaleError(f"{where} has another format than this edgeinfer writes", key="schema")
+    try:
+        return _from_rows(rows[1:-2])
+    except (KeyError, ValueError, IndexError) as error:
+        raise SnapshotCorruptError(f"{where} cannot be understood: {error!r}") from error
+
+
+def _from_rows(rows: list[list[str]]) -> Manifest:
+    one = {row[0]: _plain(row[1]) for row in rows}
+    manifest = Manifest(
+        name=one["name"],
+        model=one["model"],
+        criu=one["criu"],
+        tier=one["tier"],
+        pid=int(one["pid"]),
+        link_inode=int(one["link"]),
+        wake_inode=int(one["wake"]),
+    )
+    tables = {"requested": manifest.requested, "actual": manifest.actual, "key": manifest.keys}
+    for row in rows:
+        if row[0] == "file":
+            manifest.files.append(FileStamp(_plain(row[4]), int(row[1]), int(row[2]), int(row[3])))
+        elif row[0] == "image":
+            manifest.images[_plain(row[2])] = int(row[1])
+        elif row[0] in tables:
+            tables[row[0]][row[1]] = _plain(row[2])
+    return manifest
+
+
+def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
+    """The status of a file or folder of a snapshot, which must be this user's alone.
+
+    Raises SnapshotUnsafeError for a symlink, another owner, or a mode that lets others read or write;
+    SnapshotMissingError when it is not there.
+    """
+    try:
+        info = os.lstat(path)
+    except OSError as error:
+        raise SnapshotMissingError(f"{path} is not there: {error.strerror}") from error
+    kind = info.st_mode & 0o170000
+    if kind != (0o040000 if directory else 0o100000):
+        raise SnapshotUnsafeError(f"{path} must be a {'directory' if directory else 'plain file'}, and no symlink")
+    if info.st_uid != os.getuid():
+        raise SnapshotUnsafeError(f"{path} belongs to user {info.st_uid}, not to you")
+    if info.st_mode & 0o077:
+        raise SnapshotUnsafeError(f"{path} must be yours alone, with mode {info.st_mode & 0o700:o}", hint=f"chmod go= {path}")
+    return info
+
+
+def refuse_unsafe_ancestors(path: str) -> None:
+    """Raise SnapshotUnsafeError when a folder above `path` lets others replace it: not ours, or writable and not sticky."""
+    while path != "/":
+        path = os.path.dirname(path)
+        info = os.stat(path)
+        others_write = info.st_mode & 0o022 and not info.st_mode & 0o1000
+        if info.st_uid not in (0, os.getuid()) or others_write:
+            raise SnapshotUnsafeError(f"{path}, above the snapshots, can be changed by others", hint=f"chmod go-w {path}")
+
+
+def read_manifest(folder: str) -> Manifest:
+    """The manifest in a snapshot's folder.
+
+    Raises SnapshotMissingError when there is none, SnapshotUnsafeError, SnapshotCorruptError, SnapshotStaleError.
+    """
+    refuse_unsafe(folder, directory=True)
+    path = f"{folder}/{MANIFEST}"
+    refuse_unsafe(path, directory=False)
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return parse_manifest(file.read(), path)
+
+
+def safe_name(model: str) -> str:
+    """A model's name, or the path of its file, as the first part of a snapshot's name: no separator, no slash."""
+    if "/" in model or model.endswith(".gguf"):
+        import zlib  # 0.2 ms, only for a model that is a path
+
+        path = os.path.abspath(os.path.expanduser(model))
+        model = f"{os.path.basename(path)}+{zlib.crc32(os.fsencode(path)):08x}"
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._+-") else "+" for c in model).lstrip(".") or "model"
+
+
+def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str:
+    """`MODEL`, `MODEL,ctx8192,…` after the options that are not default, or `MODEL,GIVEN`."""
+    words = [given] if given else [name.removeprefix("n_") + value for name, value in sorted(requested.items())]
+    return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, words)])
+
+
+def model_part(name: str) -> str:
+    """The part of a snapshot's name that says which model it is of."""
+    return name.partition(OPTION_SEPARATOR)[0]
+
+
+def folder_name(name: str, generation: int) -> str:
+    """A new snapshot's folder. `generation` is a time in ns: later ones sort later."""
+    return f"{name}{SEPARATOR}{generation:016x}"
+
+
+def generations(root: str | None = None) -> dict[str, list[str]]:
+    """The folders of every name that have a manifest, newest first; empty when there are no snapshots."""
+    root = root or places.snapshots()
+    found: dict[str, list[str]] = {}
+    for folder in sorted(_folders(root), reverse=True):
+        if os.path.lexists(f"{root}/{folder}/{MANIFEST}"):
+            found.setdefault(folder.rpartition(SEPARATOR)[0], []).append(f"{root}/{folder}")
+    return found
+
+
+def _folders(root: str) -> Iterator[str]:
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return
+    yield from (name for name in names if SEPARATOR in name and not name.startswith("."))

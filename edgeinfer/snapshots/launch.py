@@ -1,0 +1,420 @@
+"""The launcher's work for a verb that needs a model: start the app, stand in for it at the terminal, end as it ended.
+
+One loop over pipes and sockets. An app is resumed from a snapshot or started cold; either way it has a supervisor that reports
+on a pipe, and a link on which it may ask for workers (`{"op": "worker"}`), name the snapshot that would have helped
+(`"warm"`), and say that it has ended (`"exit"`).
+
+Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
+import _socket
+import os
+import select
+import sys
+import time
+
+from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError
+from edgeinfer.snapshots import choose, format, frames, supervise
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+#: Signals after which an app that ended was asked to, and is not started again.
+_ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT)
+#: Seconds to wait before `serve`'s app is resumed again, by how many crashes there were in a row.
+_BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
+#: An app that lived so long had a healthy start: the next crash is the first again.
+_HEALTHY_S = 60.0
+#: The exit code of an exception nobody foresaw (`cli.main`); `serve` survives it like a signal.
+_UNEXPECTED = 70
+_LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_DATA", "RLIMIT_AS", "RLIMIT_STACK")
+
+
+class App:
+    """A running app: its supervisor and its link. `payload` is what a worker serves its engine on, until it has it."""
+
+    def __init__(self, child: supervise.Child, link: _socket.socket, role: str) -> None:
+        self.child, self.link, self.role = child, link, role
+        self.how, self.snapshot = "cold", ""
+        self.restored = False
+        self.request: dict[str, frames.Value] = {}
+        self.fds: list[int] = []
+        self.began = time.monotonic()
+        self.report = b""
+
+
+class Launcher:
+    """One launch of one verb."""
+
+    def __init__(self, argv: list[str], exec_ns: int, main_ns: int) -> None:
+        self.argv, self._exec_ns, self._main_ns = argv, exec_ns, main_ns
+        self._apps: list[App] = []
+        self._main: App | None = None
+        self._listeners: list[_socket.socket] = []
+        self._warm: dict[str, bytes] | None = None
+        self._asked_to_end = False
+        self._crashes = 0
+        self._terminal = _terminal_modes()
+        self._poll = select.poll()
+
+    # --- starting
+
+    def run(self) -> NoReturn:
+        """Never returns."""
+        wish = choose.wish(self.argv)
+        for number in supervise.FORWARDED:
+            _signal.signal(number, self._forward)
+        if self.argv[0] == "serve":
+            self._listeners = _listen(self.argv)
+        request: dict[str, frames.Value] = {"role": "verb", "argv": frames.join(self.argv)}
+        fds = [0, 1, 2, *(listener.fileno() for listener in self._listeners)]
+        self._verb = (wish, request, fds)
+        try:
+            self._main = self._start(wish, request, fds)
+        except EdgeInferError as error:
+            _fail(error)
+        while True:
+            self._turn()
+
+    def _start(self, wish: choose.Wish, request: dict[str, frames.Value], fds: list[int]) -> App:
+        """Resume when that is wished and possible, else start cold. Raises what `find` raises when it is insisted on."""
+        reason = "you asked for a cold start (--resume=never)"
+        if wish.resume != "never":
+            try:
+                folder, manifest = choose.find(wish.model, wish.options)
+                return self._resume(folder, manifest, request, fds)
+            except EdgeInferError as error:
+                if wish.resume == "always":
+                    raise
+                reason = self._explain(error, str(request["role"]))
+            except OSError as error:
+                reason = self._explain(EdgeInferError(f"the snapshot could not be resumed: {error}"), str(request["role"]))
+        return self._cold(request, fds, reason)
+
+    def _resume(self, folder: str, manifest: format.Manifest, request: dict[str, frames.Value], fds: list[int]) -> App:
+        ours, theirs = _socket.socketpair()
+        spawn_ns = time.monotonic_ns()
+        child = supervise.resume(manifest, folder, theirs.fileno())
+        theirs.close()
+        app = self._adopt(App(child, ours, str(request["role"])), request, fds)
+        app.how, app.snapshot = "resumed", manifest.name
+        self._send(app, spawn_ns, "")
+        _quietly(os.utime, f"{folder}/{format.LOCK}")  # the last use, for the least recently used to be pruned
+        return app
+
+    def _cold(self, request: dict[str, frames.Value], fds: list[int], reason: str) -> App:
+        from edgeinfer.process import child_command
+
+        ours, theirs = _socket.socketpair()
+        spawn_ns = time.monotonic_ns()
+        command = child_command("edgeinfer.snapshots.app", str(theirs.fileno()))
+        child = supervise.start(command, theirs.fileno(), dict(os.environ))
+        theirs.close()
+        app = self._adopt(App(child, ours, str(request["role"])), request, fds)
+        app.restored = True
+        self._send(app, spawn_ns, reason)
+        if app.role == "worker":
+            _close_all(app.fds)
+        return app
+
+    def _adopt(self, app: App, request: dict[str, frames.Value], fds: list[int]) -> App:
+        app.request, app.fds = request, fds
+        self._apps.append(app)
+        self._poll.register(app.child.status_fd, select.POLLIN)
+        self._poll.register(app.link.fileno(), select.POLLIN)
+        return app
+
+    def _send(self, app: App, spawn_ns: int, reason: str) -> None:
+        stamps = {"exec_ns": self._exec_ns, "main_ns": self._main_ns, "spawn_ns": spawn_ns}
+        if app.role == "worker":  # its launch began when it was asked for
+            stamps = dict.fromkeys(stamps, spawn_ns)
+        how: dict[str, frames.Value] = {"how": app.how, "snapshot": app.snapshot, "reason": reason}
+        message = {"op": "launch", **app.request, **_this_process(), **stamps, **how}
+        _quietly(frames.send, app.link, message, app.fds)  # it may be gone already: its supervisor tells why
+
+    def _explain(self, error: EdgeInferError, role: str) -> str:
+        """One line on stderr about a cold start: the reason and the fix. A chat shows it in its status line instead."""
+        reason = error.message
+        if role == "verb" and self.argv[0] != "chat":
+            if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
+                fix = "it is built when this ends; `edgeinfer warm` does it now"
+            else:
+                from edgeinfer import words  # 1 ms, and only before a cold start
+
+                fix = words.hint(error)
+            sys.stderr.write(f"edgeinfer: cold start: {reason} ({fix})\n")
+        return reason
+
+    # --- running
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and deal with it. Signals are handled in between."""
+        for fd, _ in self._poll.poll():
+            for app in list(self._apps):
+                if fd == app.child.status_fd:
+                    self._hear_supervisor(app)
+                elif fd == app.link.fileno():
+                    self._hear_app(app)
+
+    def _forward(self, number: int, _frame: object) -> None:
+        """A signal from the terminal or from outside goes to the app. A stop stops us when the app has stopped."""
+        self._asked_to_end |= number in _ASKED_TO_END
+        for app in self._apps:
+            if app.role == "verb" or number == _signal.SIGCONT:
+                _quietly(os.kill, app.child.pid, number)
+        if self._main is None and number in _ASKED_TO_END:
+            _die_of(number)
+
+    def _hear_supervisor(self, app: App) -> None:
+        data = os.read(app.child.status_fd, 4096)
+        app.report += data
+        *lines, app.report = app.report.split(b"\n")
+        for line in lines:
+            self._reported(app, line.decode(errors="replace"))
+        if not data and app in self._apps:
+            self._ended(app, "signal 9")
+
+    def _reported(self, app: App, line: str) -> None:
+        what, _, rest = line.partition(" ")
+        if what == "restored":
+            app.restored = True
+            _close_all(app.fds if app.role == "worker" else [])
+        elif what == "stopped" and app is self._main:
+            os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
+        elif what == "failed":
+            self._failed(app, rest)
+        elif what in ("exit", "signal"):
+            self._ended(app, line)
+
+    def _failed(self, app: App, why: str) -> None:
+        """A restore failed, which the manifest did not foresee: start cold, with the same request."""
+        self._forget(app)
+        if app.how == "cold":
+            self._finish(app, f"exit {_UNEXPECTED}", why)
+            return
+        if self._verb[0].resume == "always" and app.role == "verb":
+            _fail(EdgeInferError(f"the snapshot could not be resumed: {why}", hint="build it again: `edgeinfer warm`"))
+        reason = self._explain(EdgeInferError(f"CRIU could not restore the snapshot: {why[:300]}"), app.role)
+        again = self._cold(app.request, app.fds, reason)
+        if app is self._main:
+            self._main = again
+
+    def _ended(self, app: App, how: str) -> None:
+        self._forget(app)
+        if app is self._main:
+            self._finish(app, how)
+
+    def _forget(self, app: App) -> None:
+        self._apps.remove(app)
+        self._poll.unregister(app.child.status_fd)
+        _quietly(self._poll.unregister, app.link.fileno())
+        os.close(app.child.status_fd)
+        app.link.close()
+        _quietly(os.waitpid, app.child.pid, 0)
+
+    def _hear_app(self, app: App) -> None:
+        received = frames.receive(app.link)
+        if received is None:
+            self._poll.unregister(app.link.fileno())
+            return
+        fields, _ = received
+        op = fields.get("op", b"")
+        if op == b"exit" and app is self._main:
+            code = int(fields["code"])
+            if not (self._listeners and code == _UNEXPECTED and not self._asked_to_end):
+                self._leave(code)
+        elif op == b"worker":
+            self._worker(app, fields)
+        elif op == b"warm":
+            self._warm = fields
+
+    def _worker(self, app: App, fields: dict[str, bytes]) -> None:
+        """Start a process that serves an engine, and give the app the other end of its socket."""
+        theirs, ours = _socket.socketpair()
+        model, options = os.fsdecode(fields["model"]), fields["options"]
+        wish = choose.Wish(model, choose.from_words(fields.get("requested", b"")), self._verb[0].resume)
+        request: dict[str, frames.Value] = {"role": "worker", "model": model, "options": options, "argv": b""}
+        try:
+            self._start(wish, request, [0, 1, 2, ours.detach()])
+        except EdgeInferError as error:
+            theirs.close()
+            frames.send(app.link, {"op": "refused", "code": error.code, "message": error.message, "hint": error.hint or ""})
+            return
+        frames.send(app.link, {"op": "worker"}, [theirs.fileno()])
+        theirs.close()
+
+    # --- ending
+
+    def _finish(self, app: App, how: str, why: str = "") -> None:
+        """The app of the verb has ended: again for a `serve` that crashed, else end like it."""
+        what, _, number = how.partition(" ")
+        crashed = what == "signal" or int(number) == _UNEXPECTED
+        if crashed:
+            _restore_terminal(self._terminal)
+        if crashed and self._listeners and not self._asked_to_end:
+            self._again(app, how)
+            return
+        if what == "exit":
+            self._leave(int(number))
+        if int(number) not in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGPIPE):
+            sys.stderr.write(f"\nedgeinfer: the app was killed by signal {number}{f' ({why})' if why else ''}\n")
+            sys.stderr.flush()
+            self._leave(128 + int(number))
+        _die_of(int(number))
+
+    def _again(self, app: App, how: str) -> None:
+        alive_s = time.monotonic() - app.began
+        self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
+        wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]
+        sys.stderr.write(f"edgeinfer: the app ended ({how}) after {alive_s:.1f} s; starting it again in {wait_s:g} s\n")
+        sys.stderr.flush()
+        self._main = None
+        if wait_s:
+            time.sleep(wait_s)
+        self._exec_ns = self._main_ns = time.monotonic_ns()
+        wish, request, fds = self._verb
+        self._main = self._start(wish, request, fds)
+
+    def _leave(self, code: int) -> NoReturn:
+        if self._warm is not None:
+            self._warm_later()
+        os._exit(code)
+
+    def _warm_later(self) -> None:
+        """Build the snapshot that would have helped, in a process that nobody waits for."""
+        from edgeinfer.process import child_command
+
+        assert self._warm is not None
+        model, options = os.fsdecode(self._warm["model"]), os.fsdecode(self._warm["options"])
+        command = child_command("edgeinfer.snapshots.autowarm", model, options)
+        if os.fork() == 0:
+            try:
+                os.setsid()
+                null = os.open("/dev/null", os.O_RDWR)
+                for fd in (0, 1, 2):
+                    os.dup2(null, fd)
+                os.closerange(3, 4096)
+                os.execv(command[0], command)
+            finally:
+                os._exit(127)
+
+
+def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:
+    """Run the verb in a process that is resumed or started for it. Never returns."""
+    Launcher(argv, exec_ns, main_ns).run()
+
+
+def _this_process() -> dict[str, frames.Value]:
+    """What the app takes over from us."""
+    import resource  # 0.2 ms
+
+    umask = os.umask(0o077)
+    os.umask(umask)
+    limits: list[str] = []
+    for name in _LIMITS:
+        limits += [name, str(resource.getrlimit(getattr(resource, name))[0])]
+    try:
+        cwd = os.getcwd()
+    except OSError:
+        cwd = "/"
+    environment = b"\0".join(name + b"=" + value for name, value in os.environb.items())
+    return {
+        "env": environment,
+        "cwd": cwd,
+        "umask": umask,
+        "affinity": frames.join(str(n) for n in os.sched_getaffinity(0)),
+        "limits": frames.join(limits),
+        "entropy": os.urandom(64),
+    }
+
+
+def _listen(argv: list[str]) -> list[_socket.socket]:
+    """The sockets of `serve`, bound before anything is loaded; none when they cannot be: the app will say why."""
+    count = os.environ.get("LISTEN_FDS", "")
+    if count.isdigit() and os.environ.get("LISTEN_PID") == str(os.getpid()):
+        for name in ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
+            os.environ.pop(name, None)
+        return [_socket.socket(fileno=fd) for fd in range(3, 3 + int(count))]
+    serve = choose.read_config().get("serve", {})
+    host = choose.option(argv, "--host") or str(serve.get("host", "127.0.0.1"))
+    port = choose.option(argv, "--port") or str(serve.get("port", 8080))
+    found: list[_socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in _socket.getaddrinfo(
+            host, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
+        ):
+            if found and port == "0":
+                break  # one free port, not one for each family
+            listener = _socket.socket(family, kind, protocol)
+            listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+            if family == _socket.AF_INET6:
+                listener.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(1024)
+            found.append(listener)
+    except (OSError, ValueError, OverflowError):
+        for listener in found:
+            listener.close()
+        return []
+    return found
+
+
+def _quietly(call: Callable[..., object], *arguments: object) -> None:
+    """What `contextlib.suppress` does, whose import costs 3 ms: the other side, or what is undone, may be gone already."""
+    try:  # noqa: SIM105
+        call(*arguments)
+    except (OSError, KeyError):
+        pass
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds[3:]:
+        os.close(fd)
+    del fds[3:]
+
+
+def _terminal_modes() -> list[object] | None:
+    """The terminal's modes before the app, to be put back when it dies without doing so."""
+    if not os.isatty(0):
+        return None
+    import termios  # 0.1 ms
+
+    try:
+        return termios.tcgetattr(0)
+    except termios.error:
+        return None
+
+
+def _restore_terminal(modes: list[object] | None) -> None:
+    if modes is None:
+        return
+    import termios
+
+    try:
+        termios.tcsetattr(0, termios.TCSANOW, modes)  # type: ignore[arg-type]
+        if os.isatty(1):  # out of the alternate screen, cursor on, mouse, focus and paste reports off
+            os.write(
+                1, b"\x1b[?1049l\x1b[?25h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1004l\x1b[?2004l\x1b[<u\x1b[0m\r\n"
+            )
+    except (termios.error, OSError):
+        pass
+
+
+def _fail(error: EdgeInferError) -> NoReturn:
+    from edgeinfer import words
+
+    sys.stderr.write(words.words(error) + "\n")
+    sys.stderr.flush()
+    os._exit(words.exit_code(error))
+
+
+def _die_of(number: int) -> NoReturn:
+    """End by this signal, so that whoever waits for us sees what the app died of."""
+    _signal.signal(number, _signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)

@@ -1,0 +1,127 @@
+"""Which of our processes run: found in /proc, where a launcher and its workers cannot lie about being alive.
+
+No records are written: an app has the same pid in a namespace of its own every time it is resumed, and files named after pids
+would outlive a `kill -9`. A launcher is known by its program and its arguments, an app by its launcher being its ancestor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.launcher import LAUNCH_VERBS
+
+_APP_NAMES = ("edgeinfer",)
+
+
+class Running(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
+
+    `private_bytes` is memory nobody else has, `shared_bytes` what comes from files and is shared or can be given back.
+    """
+
+    pid: int
+    verb: str
+    arguments: tuple[str, ...]
+    age_s: float
+    apps: int
+    private_bytes: int
+    shared_bytes: int
+
+
+def processes() -> list[Running]:
+    """This user's launches, oldest first."""
+    parents, mine = _parents(), os.getpid()
+    found = []
+    for pid in parents:
+        typed = _typed(pid)
+        if typed is None or pid == mine or _typed(parents.get(pid, 0)) == typed:
+            continue
+        below = _below(pid, parents)
+        sizes = [_memory(child) for child in (pid, *below)]
+        found.append(
+            Running(
+                pid=pid,
+                verb=typed[0],
+                arguments=tuple(typed[1:]),
+                age_s=_age_s(pid),
+                apps=sum(1 for child in below if _comm(child) in _APP_NAMES),
+                private_bytes=sum(private for private, _ in sizes),
+                shared_bytes=max((shared for _, shared in sizes), default=0),
+            )
+        )
+    return sorted(found, key=lambda running: -running.age_s)
+
+
+def _parents() -> dict[int, int]:
+    """Parent of every process of this user."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        try:
+            if entry.stat().st_uid != os.getuid():
+                continue
+            found[int(entry.name)] = int(_stat(int(entry.name))[1])
+        except (OSError, IndexError):
+            continue  # it ended just now
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the command's name: state, parent, …"""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _typed(pid: int) -> list[str] | None:
+    """The verb and arguments of a launcher, or None when this process is none."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return None
+    for at, word in enumerate(words[:3]):
+        if os.path.basename(word) in ("edgeinfer", "edgeinfer-launcher") and not word.endswith(".py"):
+            rest = words[at + 1 :] or ["chat"]
+            return rest if rest[0] in LAUNCH_VERBS else None
+    return None
+
+
+def _below(pid: int, parents: dict[int, int]) -> list[int]:
+    """Every descendant."""
+    found: list[int] = []
+    wave = [pid]
+    while wave:
+        wave = [child for child, parent in parents.items() if parent in wave]
+        found += wave
+    return found
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _age_s(pid: int) -> float:
+    try:
+        started = int(_stat(pid)[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    """Anonymous and file-backed resident bytes."""
+    sizes = {"RssAnon:": 0, "RssFile:": 0}
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            name, _, rest = line.partition("\t")
+            if name in sizes:
+                sizes[name] = int(rest.split()[0]) * 1024
+    except OSError:
+        pass
+    return sizes["RssAnon:"], sizes["RssFile:"]
