@@ -42,7 +42,6 @@ def chat(options: argparse.Namespace, host: Host) -> ChatResult:
     if terminal is None:
         return _plain(launch)
     TerminalDriver.out = terminal
-    TerminalDriver.suspender = getattr(host, "suspend", None)
     from edgeinfer.tui.app import ChatApp
 
     app = ChatApp(launch)

@@ -7,10 +7,12 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.cache import LRUCache
+from textual.css.model import RuleSet
 from textual.screen import Screen
 
 from edgeinfer.chat import slash
@@ -22,6 +24,9 @@ from edgeinfer.tui.themes import DARK, LIGHT
 
 if TYPE_CHECKING:
     from textual.driver import Driver
+
+#: Parsed style sheets by theme, left by `edgeinfer.tui.preload` in a process that will be parked: 10 ms of the first paint.
+PARSED: dict[str, LRUCache[tuple[Any, ...], list[RuleSet]]] = {}
 
 
 class ChatApp(App[None]):
@@ -39,9 +44,24 @@ class ChatApp(App[None]):
         self.crash: Exception | None = None
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self.theme = launch.config.theme if launch.config.theme in self.available_themes else DARK.name
+        self._styled_for = self._begin_with(launch.config.theme)
         self.set_keymap({name: keys for name, keys in launch.config.keys.items() if name in BY_ID})
         self.chat = ChatScreen(launch)
+
+    def _begin_with(self, theme: str) -> str:
+        """Take the theme before anything is styled: set later, it would parse and apply every style a second time."""
+        name = theme if theme in self.available_themes else DARK.name
+        self.set_reactive(App.theme, name)
+        self.stylesheet.set_variables(self.get_css_variables())
+        if name in PARSED:
+            self.stylesheet._parse_cache = PARSED[name]
+        return name
+
+    def refresh_css(self, animate: bool = True) -> None:
+        """Textual calls this once for the theme it begins with, which is on already."""
+        if self._styled_for != self.theme:
+            self._styled_for = self.theme
+            super().refresh_css(animate)
 
     def get_default_screen(self) -> Screen[object]:
         return self.chat  # type: ignore[return-value]

@@ -1,0 +1,89 @@
+"""The app once, without a terminal: whatever is imported, parsed or compiled on first use is here afterwards.
+
+No user, no configuration, no file: the store is in memory, and the engine is a scripted one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from textual.cache import LRUCache
+from textual.pilot import Pilot
+
+from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.migrate import migrate
+from edgeinfer.chat.store import Store
+from edgeinfer.config import ChatConfig, Config
+from edgeinfer.host import Host, LoadProgress, Start
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.tui import app as app_module
+from edgeinfer.tui.app import ChatApp
+from edgeinfer.tui.themes import DARK, LIGHT
+
+_ANSWER = (
+    "# Title\n\nSome *em*, **strong**, ~~struck~~ `code`, a [link](https://example.com).\n\n> quote\n\n1. one\n   - nested\n\n"
+    "| a | b |\n|---|---|\n| 1 | 2 |\n\n"
+    + "".join(
+        f"```{name}\nx = 1  # one\n```\n\n" for name in ("python", "bash", "c", "javascript", "json", "html", "rust", "sql")
+    )
+)
+_KEYS = ("f1", "escape", "f4", "escape", "f3", "escape", "slash", "s", "tab", "ctrl+up", "escape", "pageup", "ctrl+end")
+
+
+class _RehearsalHost(Host):
+    """Never loads a model, never reads a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__(Start(how="resumed"), Config())
+        self._fake = FakeEngine([[_ANSWER]])
+
+    def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+        return self._fake
+
+
+def rehearse() -> None:
+    """Run through it once for each of our themes, and keep what was parsed."""
+    kept = {name: os.environ.pop(name) for name in ("NO_COLOR", "TEXTUAL_THEME") if name in os.environ}
+    try:
+        for theme in (LIGHT.name, DARK.name):
+            parsed = app_module.PARSED[theme] = LRUCache(1024)
+            app = ChatApp(_launch(theme), driver_class=None)
+            app.stylesheet._parse_cache = parsed
+            asyncio.run(app.run_async(headless=True, size=(80, 24), auto_pilot=_pilot(app)))
+    finally:
+        os.environ.update(kept)
+
+
+def _launch(theme: str) -> Launch:
+    return Launch(
+        host=_RehearsalHost(),
+        model="rehearsal",
+        options=LoadOptions(),
+        config=ChatConfig(theme=theme),
+        open_store=_store,
+    )
+
+
+def _store() -> Store:
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(db, "rehearsal")
+    return Store(db, "rehearsal")
+
+
+def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
+    async def play(pilot: Pilot[Any]) -> None:
+        while app.chat.session.engine is None:
+            await pilot.pause(0.01)
+        app.chat.send("words", None)
+        while app.chat.streaming is not None:
+            await pilot.pause(0.01)
+        await pilot.press(*_KEYS)
+        app.leave()
+
+    return play
