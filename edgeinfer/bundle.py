@@ -53,8 +53,8 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 def field(record: PulledModel) -> str:
-    """What the bootloader's field says of a bundled model: its folder's name and 12 digits of its SHA-256."""
-    return f"{record.reference.folder[:60]}-{record.sha256[:12]}"
+    """What the bootloader's field says of a bundled model: its name and 12 digits of its SHA-256."""
+    return f"{record.name}-{record.sha256[:12]}"
 
 
 def write(shipped: Shipped, record: PulledModel, out: Path, progress: Progress) -> int:

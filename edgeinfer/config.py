@@ -99,7 +99,7 @@ def load_config(path: Path | None = None) -> Config:
     try:
         text = source.read_text("utf-8")
     except FileNotFoundError:
-        return Config()
+        text = ""
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror}") from error
     try:
@@ -107,6 +107,9 @@ def load_config(path: Path | None = None) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
     refuse_unknown_keys(document, Config, str(source))
+    bundled = os.environ.get("EDGEINFER_BUNDLED_MODEL")  # a shipped file with a model inside names it (`edgeinfer.shipped`)
+    if bundled:
+        document.setdefault("default-model", bundled)
     try:
         return msgspec.convert(document, Config)
     except msgspec.ValidationError as error:

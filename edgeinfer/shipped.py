@@ -57,7 +57,7 @@ def start() -> NoReturn:
     os.environ[FILE_VARIABLE] = sys._edgeinfer_file  # type: ignore[attr-defined]
     model: str = sys._edgeinfer_model  # type: ignore[attr-defined]
     if model:
-        os.environ[MODEL_VARIABLE] = model
+        os.environ[MODEL_VARIABLE] = model.rpartition("-")[0]  # without the digits of its digest
     from edgeinfer.launcher import main  # not before sys.frozen is set: the launcher asks for it
 
     sys.exit(main())
