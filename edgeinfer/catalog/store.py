@@ -24,7 +24,7 @@ from edgeinfer.catalog import gguf, names, sources
 from edgeinfer.catalog.disk import write_whole
 from edgeinfer.catalog.models import Catalog, Model, load_catalog, nearest
 from edgeinfer.catalog.names import Reference
-from edgeinfer.errors import CatalogError, InvalidGgufError, ModelNotPulledError, UnknownModelError
+from edgeinfer.errors import CatalogError, InvalidGgufError, ModelNotPulledError, UnknownModelError, UsageError
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
@@ -157,6 +157,17 @@ def model_files(name_or_path: str) -> ModelFiles:
     for path, file in zip(pulled.paths, pulled.files, strict=True):
         _vouch(path, file, pulled.name)
     return _files(pulled, catalog.get(pulled.base))
+
+
+def is_model(text: str) -> bool:
+    """Whether `text` is meant as a model: a GGUF file that exists, or a name that is known or pulled. Raises nothing."""
+    if names.is_path(text):
+        return text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
+    try:
+        ref = names.reference(text)
+    except UsageError:
+        return False
+    return ref.name in load_catalog().models or find_pulled(text) is not None
 
 
 def missing(text: str, catalog: Catalog) -> CatalogError:
