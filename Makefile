@@ -5,7 +5,7 @@ MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup run test check docs clean distclean bench binary
+.PHONY: help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -34,6 +34,15 @@ docs: setup      ## write the generated parts of the docs again
 
 bench: setup     ## load, prefill and decode rates beside a bare llama_decode loop
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-serve: setup ## the endpoint beside llama-server (PATH, or EDGEINFER_LLAMA_SERVER), 1 to 32 clients
+	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
+
+fuzz-http: setup ## schemathesis over the OpenAPI document, 5,000 cases and more
+	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/http/test_openapi.py -s $(ARGS)
+
+leak-http: setup ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
+	$(BIN)/python benchmarks/leak_http.py $(ARGS)
 
 binary: setup    ## dist/edgeinfer, one file (MODEL=NAME puts a model inside; ARGS=--without-criu leaves CRIU out)
 	$(BIN)/python build/release.py $(if $(filter command line environment,$(origin MODEL)),--model $(MODEL)) $(ARGS)

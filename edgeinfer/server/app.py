@@ -73,7 +73,7 @@ class _FrontDoor:
         except EdgeInferError as error:
             await self._refuse(exchange, from_error(error), scope, receive, sending)
         except HTTPException as error:
-            await self._refuse(exchange, _from_router(error), scope, receive, sending)
+            await self._refuse(exchange, self._from_router(error, scope), scope, receive, sending)
         except Exception as error:  # noqa: BLE001  the front door of the process: a defect is a 500 with a request id
             self._endpoint.log.error("internal", error, request_id=request_id)
             await self._refuse(exchange, internal(request_id), scope, receive, sending)
@@ -114,6 +114,15 @@ class _FrontDoor:
                 return self._operations.get((scope["method"], route.path))
         return None
 
+    def _from_router(self, error: HTTPException, scope: Scope) -> Problem:
+        """Starlette's 404 and 405 as ours; Allow names the methods of every operation on the path."""
+        if error.status_code != 405:
+            return Problem(error.status_code, "No such route.", code="not_found")
+        matching = (r for r in self._router.routes if isinstance(r, Route) and r.matches(scope)[0] is not Match.NONE)
+        allow = sorted({method for route in matching for method in route.methods or () if method != "HEAD"})
+        headers = {"allow": ", ".join(allow)}
+        return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=headers)
+
     async def _refuse(self, exchange: Exchange, problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
         exchange.how = problem.code or ""
         if exchange.status:
@@ -144,13 +153,6 @@ class _FrontDoor:
             completion_tokens=exchange.completion_tokens,
             finish=exchange.how,
         )
-
-
-def _from_router(error: HTTPException) -> Problem:
-    headers = dict(error.headers or {})
-    if error.status_code == 405:
-        return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=headers)
-    return Problem(error.status_code, "No such route.", code="not_found", headers=headers)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

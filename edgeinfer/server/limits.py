@@ -16,7 +16,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 32 << 10
     max_headers: int = 100
-    max_url_bytes: int = 16 << 10
+    max_url_bytes: int = 96 << 10
     max_connections: int = 1024
     max_requests: int = 256
     max_per_key: int = 64

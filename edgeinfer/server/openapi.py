@@ -22,6 +22,8 @@ _REFUSALS = {
     "500": "A defect of ours.",
     "503": "The queue is full, the model is not available, or the endpoint shuts down; Retry-After says when to come back.",
 }
+#: One server-sent event; its data is JSON, or [DONE].
+_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
 
 
@@ -84,7 +86,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     if operation.reply is not None:
         content = _json(operation.reply)
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     error = AnthropicError if operation.dialect == "anthropic" else ErrorReply
     said = dict(_REFUSALS)
     if operation.body is not None:

@@ -115,7 +115,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/infer",
         handler=native.infer_get,
         summary="One prompt, one answer.",
-        query=native_wire.InferRequest,
+        query=native_wire.InferQuery,
         reply=native_wire.InferReply,
     ),
     Operation(

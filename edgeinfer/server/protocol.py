@@ -62,7 +62,7 @@ class _Guarded(HttpToolsProtocol):
             self._arm(self.guard.header_s)
         self._header_bytes += len(data)
         super().data_received(data)
-        if self._in_headers and self._header_bytes > self.guard.max_header_bytes:
+        if self._in_headers and self._header_bytes > self.guard.max_header_bytes + self.guard.max_url_bytes:
             self._refuse(431)  # the parser holds an unfinished header back without a limit of its own
 
     # --- parser callbacks

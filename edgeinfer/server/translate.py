@@ -89,7 +89,7 @@ def completion(body: openai.CompletionRequest, info: EngineInfo) -> list[Generat
     return requests
 
 
-def infer(body: native.InferRequest, info: EngineInfo) -> GenerateRequest:
+def infer(body: native.InferRequest | native.InferQuery, info: EngineInfo) -> GenerateRequest:
     """One prompt as the user's only turn; the model's own system prompt unless another is given."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
@@ -97,11 +97,10 @@ def infer(body: native.InferRequest, info: EngineInfo) -> GenerateRequest:
     if body.temperature is not None:
         sampling = msgspec.structs.replace(sampling, temperature=body.temperature)
     user = Message(role="user", content=body.prompt)
+    stop = tuple(body.stop or ()) if isinstance(body, native.InferRequest) else ()
     if not info.has_chat_template:
-        return GenerateRequest(
-            prompt=body.prompt, sampling=sampling, max_tokens=body.max_tokens or 256, stop=tuple(body.stop or ())
-        )
-    return GenerateRequest(messages=(*turns, user), sampling=sampling, max_tokens=body.max_tokens, stop=tuple(body.stop or ()))
+        return GenerateRequest(prompt=body.prompt, sampling=sampling, max_tokens=body.max_tokens or 256, stop=stop)
+    return GenerateRequest(messages=(*turns, user), sampling=sampling, max_tokens=body.max_tokens, stop=stop)
 
 
 def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:

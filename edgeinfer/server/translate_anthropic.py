@@ -90,7 +90,7 @@ def _assistant(turn: anthropic.AssistantTurn, place: int) -> Message:
     )
 
 
-def _joined(content: str | Sequence[anthropic.TextBlock], between: str) -> str:
+def _joined(content: str | Sequence[anthropic.TextOnlyBlock], between: str) -> str:
     return content if isinstance(content, str) else between.join(block.text for block in content)
 
 

@@ -42,7 +42,9 @@ def keyed(serve_module):
     return serve_module(gate=Gate(keys=Keys([KEY, "another-key-0123456789"])))
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0"]
+)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
 def test_a_foreign_host_is_refused_on_every_route(here, host, operation):
     answer = here.client.request(operation.method, operation.path.replace("{id}", "fake"), headers={"host": host})
@@ -208,9 +210,29 @@ def test_tls_needs_both_files(tmp_path):
 def test_tls_is_served(serve, tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            key,
+            "-out",
+            cert,
+        ],
+        check=True,
+        capture_output=True,
+    )
     here = serve(options=RunOptions(tls_cert=str(cert), tls_key=str(key)))
     with httpx2.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
         assert client.get(f"{here.url}/health").json()["status"] == "ok"

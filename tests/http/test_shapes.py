@@ -30,8 +30,12 @@ CALLS = [
     ToolCallDelta(0, arguments='{"x":'),
     ToolCallDelta(0, arguments="1}"),
     ToolCallDelta(1, id="call_b", name="g", arguments="{}"),
-    Finished(reason="tool_calls", usage=Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=7, reasoning_tokens=2), timings=Timings(ttft_ms=2, prefill_ms=2, decode_ms=12)),
-]  # fmt: skip
+    Finished(
+        reason="tool_calls",
+        usage=Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=7, reasoning_tokens=2),
+        timings=Timings(ttft_ms=2, prefill_ms=2, decode_ms=12),
+    ),
+]
 
 
 def _sse(text: str) -> list[tuple[str, dict]]:
@@ -122,7 +126,12 @@ def test_completions_logprobs_have_offsets(serve):
     tokens = [TextDelta(t, (TokenLogprobs(Logprob(1, t.encode(), -1.0), (Logprob(2, b"z", -2.0),)),)) for t in ("ab", "c")]
     here = serve(FakeEngine([tokens]))
     whole = here.client.post("/v1/completions", json={"prompt": "p", "logprobs": 1}).json()["choices"][0]["logprobs"]
-    assert whole == {"tokens": ["ab", "c"], "token_logprobs": [-1.0, -1.0], "top_logprobs": [{"z": -2.0}] * 2, "text_offset": [0, 2]}
+    assert whole == {
+        "tokens": ["ab", "c"],
+        "token_logprobs": [-1.0, -1.0],
+        "top_logprobs": [{"z": -2.0}] * 2,
+        "text_offset": [0, 2],
+    }
     text = here.client.post("/v1/completions", json={"prompt": "p", "logprobs": 1, "stream": True}).text
     offsets = [o for _, c in _sse(text) for o in (c["choices"][0].get("logprobs") or {}).get("text_offset", [])]
     assert offsets == [0, 2]
@@ -175,9 +184,21 @@ def test_anthropic_tool_results_become_turns(serve):
     here = serve(engine)
     turns = [
         {"role": "user", "content": "weather?"},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "sun"}]}, {"type": "text", "text": "so?"}]},
-    ]  # fmt: skip
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm"},
+                {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "sun"}]},
+                {"type": "text", "text": "so?"},
+            ],
+        },
+    ]
     here.client.post("/v1/messages", json={"max_tokens": 1, "messages": turns, "system": [{"type": "text", "text": "S"}]})
     roles = [(m.role, m.content) for m in engine.requests[0].messages]
     assert roles == [("system", "S"), ("user", "weather?"), ("assistant", ""), ("tool", "sun"), ("user", "so?")]
@@ -245,12 +266,30 @@ def test_a_failure_of_a_whole_answer_is_a_500(serve):
 
 def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
     engine = FakeEngine()
-    serve(engine).chat(top_k=3, min_p=0.1, dry_multiplier=0.8, mirostat=2, logit_bias={"7": -100}, seed=-1, stop="x", overflow="shift", deadline_s=9, ignore_eos=True, cache_prompt=False)  # fmt: skip
+    serve(engine).chat(
+        top_k=3,
+        min_p=0.1,
+        dry_multiplier=0.8,
+        mirostat=2,
+        logit_bias={"7": -100},
+        seed=-1,
+        stop="x",
+        overflow="shift",
+        deadline_s=9,
+        ignore_eos=True,
+        cache_prompt=False,
+    )
     (request,) = engine.requests
     s = request.sampling
     assert (s.top_k, s.min_p, s.dry_multiplier, s.mirostat, s.logit_bias, s.seed) == (3, 0.1, 0.8, 2, {7: -100.0}, None)
     assert s.temperature == engine.info.sampling.temperature
-    assert (request.stop, request.overflow, request.deadline_s, request.ignore_eos, request.cache_prompt) == (("x",), "shift", 9, True, False)
+    assert (request.stop, request.overflow, request.deadline_s, request.ignore_eos, request.cache_prompt) == (
+        ("x",),
+        "shift",
+        9,
+        True,
+        False,
+    )
 
 
 def test_effort_and_template_arguments_reach_the_template(serve):
@@ -282,7 +321,9 @@ def test_tokens_templates_and_ranks(serve):
     assert client.post("/detokenize", json={"tokens": [104, 105]}).json() == {"content": "hi"}
     assert client.post("/detokenize", json={"tokens": [70_000]}).json()["error"]["param"] == "tokens"
     assert client.post("/apply-template", json={"messages": HI}).json() == {"prompt": "user: hi\nassistant:"}
-    ranks = client.post("/v1/rerank", json={"query": "red fox", "documents": ["a dog", "a red fox"], "top_n": 1, "return_documents": True})
+    ranks = client.post(
+        "/v1/rerank", json={"query": "red fox", "documents": ["a dog", "a red fox"], "top_n": 1, "return_documents": True}
+    )
     assert ranks.json()["results"] == [{"index": 1, "relevance_score": 1.0, "document": {"text": "a red fox"}}]
     count = client.post("/v1/messages/count_tokens", json={"messages": HI}).json()
     assert count == {"input_tokens": len("user: hi\nassistant:")}

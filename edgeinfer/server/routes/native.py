@@ -126,17 +126,17 @@ class _InferRenderer(ChatRenderer):
 
 
 async def infer_get(request: Request) -> Response:
-    return await _infer(request, decode_query(request, wire.InferRequest))
+    return await _infer(request, decode_query(request, wire.InferQuery))
 
 
 async def infer_post(request: Request) -> Response:
     """The prompt in the query, as `curl -d '' …/infer?prompt=`, or in a JSON body."""
     if request.query_params:
-        return await _infer(request, decode_query(request, wire.InferRequest))
+        return await _infer(request, decode_query(request, wire.InferQuery))
     return await _infer(request, await decode(request, wire.InferRequest))
 
 
-async def _infer(request: Request, body: wire.InferRequest) -> Response:
+async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) -> Response:
     exchange = exchange_of(request)
 
     def renderer(model: str, info: EngineInfo) -> ChatRenderer:

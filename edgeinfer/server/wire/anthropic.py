@@ -44,6 +44,15 @@ class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
     citations: Annotated[list[JsonObject], Meta(max_length=0)] | None = None
 
 
+class TextOnlyBlock(Wire, frozen=True, kw_only=True):
+    """A text block where nothing but text may stand."""
+
+    type: Literal["text"]
+    text: Text
+    cache_control: CacheControl | None = None
+    citations: Annotated[list[JsonObject], Meta(max_length=0)] | None = None
+
+
 class ThinkingBlock(Wire, frozen=True, tag="thinking", tag_field="type"):
     thinking: Text
     signature: Text = ""
@@ -58,13 +67,13 @@ class ToolUseBlock(Wire, frozen=True, tag="tool_use", tag_field="type"):
 
 class ToolResultBlock(Wire, frozen=True, tag="tool_result", tag_field="type"):
     tool_use_id: ShortText
-    content: str | Annotated[list[TextBlock], Meta(max_length=4096)] | None = None
+    content: str | Annotated[list[TextOnlyBlock], Meta(max_length=1024)] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
 
-UserBlocks = Annotated[list[TextBlock | ToolResultBlock], Meta(max_length=4096)]
-AssistantBlocks = Annotated[list[TextBlock | ThinkingBlock | ToolUseBlock], Meta(max_length=4096)]
+UserBlocks = Annotated[list[TextBlock | ToolResultBlock], Meta(max_length=1024)]
+AssistantBlocks = Annotated[list[TextBlock | ThinkingBlock | ToolUseBlock], Meta(max_length=1024)]
 
 
 class UserTurn(Wire, frozen=True, tag="user", tag_field="role"):
@@ -75,8 +84,8 @@ class AssistantTurn(Wire, frozen=True, tag="assistant", tag_field="role"):
     content: str | AssistantBlocks
 
 
-class SystemTurn(Wire, tag="system", tag_field="role"):
-    content: str | Annotated[list[TextBlock], Meta(max_length=1024)]
+class SystemTurn(Wire, frozen=True, tag="system", tag_field="role"):
+    content: str | Annotated[list[TextOnlyBlock], Meta(max_length=1024)]
 
 
 class AnthropicTool(Wire, frozen=True, kw_only=True):
@@ -133,9 +142,9 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
 class CountRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
-    messages: Annotated[list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1, max_length=16_384)]
+    messages: Annotated[list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1, max_length=4096)]
     model: ModelName | None = None
-    system: str | Annotated[list[TextBlock], Meta(max_length=1024)] | None = None
+    system: str | Annotated[list[TextOnlyBlock], Meta(max_length=1024)] | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=256)] | None = None
     tool_choice: AutoChoice | AnyChoice | OneChoice | NoChoice | None = None
     thinking: ThinkingOff | ThinkingAdaptive | None = None

@@ -26,7 +26,8 @@ _INT32 = 1 << 31
 ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="A pulled model's name.")]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
-Text = Annotated[str, Meta(max_length=1 << 26)]
+#: Bounded by the body limit alone.
+Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
 Temperature = Annotated[float, Meta(ge=0, le=2)]

@@ -48,7 +48,7 @@ class TokenizeReply(Reply, frozen=True, kw_only=True):
 class DetokenizeRequest(Wire, frozen=True, kw_only=True):
     """POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=1 << 22)]
+    tokens: list[TokenId]
     model: ModelName | None = None
     keep_alive: KeepAlive | None = None
 
@@ -77,8 +77,8 @@ class RerankDocument(Wire, frozen=True, kw_only=True):
 class RerankRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/rerank."""
 
-    query: Annotated[str, Meta(min_length=1, max_length=1 << 20)]
-    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=4096)]
+    query: Annotated[str, Meta(min_length=1, max_length=65_536)]
+    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=1024)]
     model: ModelName | None = None
     top_n: Annotated[int, Meta(ge=1, le=4096)] | None = None
     return_documents: bool = False
@@ -105,17 +105,28 @@ class RerankReply(Reply, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
 
 
-class InferRequest(Wire, frozen=True, kw_only=True):
-    """POST /infer: one prompt, one answer. GET /infer takes the same names in the query."""
+class InferFields(Wire, frozen=True, kw_only=True):
+    """What both ways of asking share."""
 
-    prompt: Annotated[str, Meta(min_length=1, max_length=1 << 24)]
     model: ModelName | None = None
-    system: Text | None = None
+    system: Annotated[str, Meta(max_length=4096)] | None = None
     max_tokens: TokenCount | None = None
     temperature: Temperature | None = None
     seed: Seed | None = None
-    stop: StopList | None = None
     keep_alive: KeepAlive | None = None
+
+
+class InferQuery(InferFields, frozen=True, kw_only=True):
+    """GET /infer, and POST /infer with a query: one prompt, one answer. A longer prompt belongs into a body."""
+
+    prompt: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class InferRequest(InferFields, frozen=True, kw_only=True):
+    """POST /infer with a body."""
+
+    prompt: Annotated[str, Meta(min_length=1, max_length=1_048_576)]
+    stop: StopList | None = None
 
 
 class InferReply(Reply, frozen=True, kw_only=True):

@@ -37,13 +37,14 @@ from edgeinfer.server.wire.base import (
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-class TextPart(Wire, frozen=True, tag="text", tag_field="type"):
+class TextPart(Wire, frozen=True, kw_only=True):
     """A text part of a message."""
 
+    type: Literal["text"]
     text: Text
 
 
-Content = str | Annotated[list[TextPart], Meta(max_length=4096)]
+Content = str | Annotated[list[TextPart], Meta(max_length=1024)]
 
 
 class FunctionCall(Wire, frozen=True, kw_only=True):
@@ -103,7 +104,7 @@ class ToolMessage(Wire, frozen=True, tag="tool", tag_field="role"):
 
 
 ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=16_384)]
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
 class FunctionTool(Wire, frozen=True, kw_only=True):
@@ -225,9 +226,9 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
 
 
-TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 22)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 #: A text, several, a list of token ids, or several. A list holds one kind; `translate` checks it.
-Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=1 << 22)]
+Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):

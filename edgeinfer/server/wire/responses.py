@@ -45,7 +45,7 @@ class ReasoningText(Wire, frozen=True, tag="reasoning_text", tag_field="type"):
     text: Text
 
 
-MessageContent = str | Annotated[list[InputText | OutputText], Meta(max_length=4096)]
+MessageContent = str | Annotated[list[InputText | OutputText], Meta(max_length=1024)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -70,7 +70,7 @@ class FunctionCallItem(Wire, frozen=True, tag="function_call", tag_field="type")
 
 class FunctionOutputItem(Wire, frozen=True, tag="function_call_output", tag_field="type"):
     call_id: ShortText
-    output: str | Annotated[list[InputText], Meta(max_length=4096)]
+    output: str | Annotated[list[InputText], Meta(max_length=1024)]
     id: ShortText | None = None
     status: ItemStatus | None = None
 
@@ -121,14 +121,14 @@ class ReasoningConfig(Wire, frozen=True, kw_only=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
-class StreamOptions(Wire, frozen=True, kw_only=True):
+class ResponsesStreamOptions(Wire, frozen=True, kw_only=True):
     include_obfuscation: Literal[False] | None = None
 
 
 class ResponsesRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/responses. `input` items are checked one by one after the body, so that each error names its place."""
 
-    input: str | Annotated[list[JsonObject], Meta(min_length=1, max_length=16_384)]
+    input: str | Annotated[list[JsonObject], Meta(min_length=1, max_length=4096)]
     model: ModelName | None = None
     instructions: Text | None = None
     max_output_tokens: TokenCount | None = None
@@ -136,7 +136,7 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     tools: Annotated[list[ResponseFunctionTool], Meta(max_length=256)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None

@@ -1,0 +1,207 @@
+"""`edgeinfer batch`: the format, resuming after a kill, and nothing lost or done twice."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from edgeinfer.arguments import launch
+from edgeinfer.commands.batch import batch
+from edgeinfer.config import Config
+from edgeinfer.errors import ModelBusyError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.options import ModelFiles
+
+
+class FakeHost(Host):
+    """Gives out one scripted engine."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__(config=Config(default_model="fake"))
+        self.fake = engine
+
+    def files(self, model):
+        return ModelFiles(name=model, paths=())
+
+    def engine(self, model, options, progress=None):
+        return self.fake
+
+
+def _options(*typed: str) -> argparse.Namespace:
+    verbs = argparse.ArgumentParser().add_subparsers()
+    launch._add_batch(verbs)
+    return verbs.choices["batch"].parse_args(typed)
+
+
+def _chat(custom_id: str, **body) -> dict:
+    body = {"messages": [{"role": "user", "content": custom_id}], "max_tokens": 4, "temperature": 0} | body
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(*lines: object):
+        path = tmp_path / "in.jsonl"
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        return str(path), str(tmp_path / "out.jsonl")
+
+    return write
+
+
+def _run(files_, engine=None, *typed):
+    engine = engine or FakeEngine(
+        lambda request: [f"<{(request.messages or [None])[-1].content if request.messages else request.prompt}>"]
+    )
+    return batch(_options(*files_, "--quiet", *typed), FakeHost(engine)), engine
+
+
+def _answers(path: str) -> dict[str, dict]:
+    with open(path) as file:
+        lines = [json.loads(line) for line in file]
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line for line in lines}
+
+
+def test_every_line_is_answered_in_openais_format(files):
+    lines = [
+        _chat("a"),
+        {"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "p"}},
+        {"custom_id": "c", "url": "/v1/embeddings", "body": {"input": "x"}},
+        {"custom_id": "d", "url": "/v1/responses", "body": {"input": "y"}},
+    ]
+    paths = files(*lines)
+    result, _ = _run(paths)
+    assert (result.done, result.failed, result.skipped, result.total) == (4, 0, 0, 4)
+    answers = _answers(paths[1])
+    assert answers["a"]["response"]["status_code"] == 200
+    assert answers["a"]["response"]["body"]["choices"][0]["message"]["content"] == "<a>"
+    assert answers["b"]["response"]["body"]["choices"][0]["text"] == "<p>"
+    assert answers["c"]["response"]["body"]["data"][0]["object"] == "embedding"
+    assert answers["d"]["response"]["body"]["output"][0]["content"][0]["text"] == "<y>"
+    assert answers["a"]["error"] is None
+    assert result.exit_code == 0
+    assert "4 done" in result.human()
+
+
+def test_a_wrong_request_is_an_answer_with_its_status(files):
+    paths = files(_chat("good"), _chat("bad", temperature=9), _chat("gone", model="nobody"))
+    result, _ = _run(paths)
+    answers = _answers(paths[1])
+    assert answers["bad"]["response"]["status_code"] == 400
+    assert answers["bad"]["response"]["body"]["error"]["param"] == "temperature"
+    assert answers["gone"]["response"]["status_code"] == 404
+    assert (result.failed, result.exit_code) == (2, 1)
+
+
+def test_a_second_run_does_only_what_is_missing(files):
+    paths = files(*(_chat(str(n)) for n in range(10)))
+    _run(paths)
+    with open(paths[1]) as file:
+        kept = file.readlines()[:6]
+    with open(paths[1], "w") as file:
+        file.writelines(kept)
+        file.write('{"id":"torn","custom_id":"9"')
+    result, engine = _run(paths)
+    assert (result.done, result.skipped) == (4, 6)
+    assert len(engine.requests) == 4
+    assert set(_answers(paths[1])) == {str(n) for n in range(10)}
+    result, engine = _run(paths)
+    assert (result.done, result.skipped, len(engine.requests)) == (0, 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "in.jsonl:2"),
+        ({"custom_id": "x", "url": "/v1/files", "body": {}}, "url"),
+        ({"custom_id": "x", "url": "/v1/completions"}, "body"),
+        ({"custom_id": "x", "url": "/v1/completions", "body": {}, "priority": 1}, "priority"),
+        ({"custom_id": "a", "url": "/v1/completions", "body": {}}, "also on line 1"),
+        (_chat("x", stream=True), "stream"),
+        ({"custom_id": "x", "method": "GET", "url": "/v1/completions", "body": {}}, "method"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named_before_anything_runs(files, line, said):
+    paths = files(_chat("a"), line)
+    with pytest.raises(UsageError, match=said):
+        _run(paths)
+    assert not os.path.exists(paths[1])
+
+
+def test_an_output_file_of_something_else_is_left_alone(files):
+    paths = files(_chat("a"))
+    with open(paths[1], "w") as file:
+        file.write("my notes\n")
+    with pytest.raises(UsageError):
+        _run(paths)
+    with open(paths[1]) as file:
+        assert file.read() == "my notes\n"
+
+
+def test_two_runs_do_not_share_an_output(files):
+    paths = files(_chat("a"))
+    with open(paths[1], "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ModelBusyError):
+            _run(paths)
+
+
+def test_a_missing_input_is_said(tmp_path):
+    with pytest.raises(UsageError, match=r"nowhere\.jsonl"):
+        _run((str(tmp_path / "nowhere.jsonl"), str(tmp_path / "out")))
+
+
+def test_a_full_queue_is_waited_for(files):
+    paths = files(*(_chat(str(n)) for n in range(12)))
+    engine = FakeEngine([["x"]], max_inside=2)
+    result, _ = _run(paths, engine, "--concurrency", "6")
+    assert (result.done, result.failed) == (12, 0)
+
+
+@pytest.mark.model
+def test_after_a_kill_nothing_is_lost_and_nothing_is_doubled(files, smollm2, until):
+    paths = files(*(_chat(f"say {n}") for n in range(24)))
+    words = [
+        "batch",
+        *paths,
+        "--model",
+        str(smollm2),
+        "--threads",
+        "1",
+        "--ctx",
+        "1024",
+        "--parallel",
+        "2",
+        "--quiet",
+        "--json",
+    ]
+    code = "import sys; from edgeinfer.cli import main; sys.exit(main())"
+
+    def lines() -> int:
+        try:
+            with open(paths[1], "rb") as file:
+                return file.read().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    for wanted in (3, 9):
+        with subprocess.Popen(
+            [sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
+            until(lambda wanted=wanted: lines() >= wanted, "some answers", 120)
+            process.send_signal(signal.SIGKILL)
+    killed_at = lines()
+    assert 9 <= killed_at < 24
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout)["result"]
+    assert result["skipped"] + result["done"] == 24
+    assert result["skipped"] >= killed_at - 1
+    assert set(_answers(paths[1])) == {f"say {n}" for n in range(24)}

@@ -1,0 +1,219 @@
+"""A thousand hostile requests, and clients that vanish: the next honest request is answered and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import struct
+import threading
+
+import pytest
+
+from edgeinfer.runtime.fake import Delay, FakeEngine, Gate
+from edgeinfer.server.limits import Limits
+
+BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+STREAM = json.dumps({"stream": True, "messages": [{"role": "user", "content": "hi"}]}).encode()
+JSON = b"content-type: application/json\r\n"
+
+
+def _post(body: bytes, path: bytes = b"/v1/chat/completions", length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    return b"POST " + path + b" HTTP/1.1\r\nhost: localhost\r\n" + JSON + b"content-length: %d\r\n\r\n" % size + body
+
+
+def _hostile(rng: random.Random) -> bytes:
+    """One malformed, lying, torn or absurd request."""
+    paths = [b"/v1/chat/completions", b"/v1/completions", b"/v1/messages", b"/v1/responses", b"/tokenize", b"/infer"]
+    path = rng.choice(paths)
+    kind = rng.randrange(16)
+    noise = rng.randbytes(rng.randrange(1, 200))
+    number = rng.choice([b"1e400", b"-1e400", b"9" * 400, b"-" + b"9" * 400, b"0x10", b"1.", b"NaN", b"-0", b"1e-999"])
+    match kind:
+        case 0:
+            return noise
+        case 1:
+            return _post(BODY[: rng.randrange(len(BODY))], path)
+        case 2:
+            return _post(BODY, path, len(BODY) - rng.randrange(1, 20))
+        case 3:
+            return _post(BODY, path, rng.choice([0, 2**31, 2**63, 2**64, 10**30]))
+        case 4:
+            return _post(b'{"messages":[{"role":"user","content":"' + noise + b'"}]}', path)
+        case 5:
+            return _post(b'{"max_tokens":' + number + b',"messages":[{"role":"user","content":"x"}],"prompt":"x"}', path)
+        case 6:
+            depth = rng.choice([500, 5_000, 100_000])
+            return _post(b'{"messages":' + b"[" * depth + b"]" * depth + b"}", path)
+        case 7:
+            return _post(b'{"messages":[{"role":"user","content":"x"}],"tools":' + b'[{"a":' * 20_000, path)
+        case 8:
+            return (
+                b"POST "
+                + path
+                + b" HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+                + JSON
+                + b"\r\nfffffffff\r\n"
+            )
+        case 9:
+            return (
+                b"POST "
+                + path
+                + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n"
+                + JSON
+                + b"\r\n0\r\n\r\n"
+            )
+        case 10:
+            return (
+                b"GET " + path + b"?" + noise.replace(b"\n", b"").replace(b" ", b"") + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
+            )
+        case 11:
+            return rng.choice(
+                [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"CONNECT a:1 HTTP/1.1\r\n\r\n"]
+            )
+        case 12:
+            return b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nx"
+        case 13:
+            return b"GET /health HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n"
+        case 14:
+            return _post(
+                b'{"prompt":[' + b",".join([rng.choice([b"1", b"[1]", b'"x"', b"-1", b"2e9"])] * rng.randrange(1, 300)) + b"]}",
+                b"/v1/completions",
+            )
+    return _post(BODY, rng.choice([b"/v1/%00", b"/../../etc/passwd", b"//", b"/v1/models/" + b"%2e" * 50, b"/v1/models/%ff"]))
+
+
+def _send_and_leave(port: int, request: bytes, rng: random.Random) -> None:
+    """Send, perhaps read a little, perhaps reset."""
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.settimeout(0.02)
+        try:
+            client.sendall(request)
+            if rng.random() < 0.5:
+                client.recv(4096)
+        except OSError:
+            pass
+        if rng.random() < 0.3:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_thousand_hostile_requests_change_nothing(serve, until):
+    engine = FakeEngine([["a", "b"]])
+    here = serve(engine, limits=Limits(header_s=0.5, body_s=0.5, idle_s=1))
+    assert here.chat().status_code == 200
+    before = _descriptors()
+    rng = random.Random(20_260_101)
+    for number in range(1000):
+        _send_and_leave(here.port, _hostile(rng), rng)
+        if number % 100 == 99:
+            assert here.chat().status_code == 200, f"after {number + 1} hostile requests"
+    until(lambda: here.endpoint.in_flight == 0, "every request to end")
+    until(lambda: engine.metrics().running == 0, "every generation to end")
+    until(lambda: _descriptors() <= before, "every connection to be closed")
+    assert here.client.get("/health").status_code == 200
+    assert '"event":"internal"' not in here.log.getvalue()
+
+
+def test_a_disconnect_in_the_middle_of_a_stream_cancels(serve, until):
+    gates = [Gate(threading.Event()) for _ in range(20)]
+    engine = FakeEngine([["a", gate, "b"] for gate in gates])
+    here = serve(engine)
+    for gate in gates:
+        client = socket.create_connection(("127.0.0.1", here.port))
+        client.sendall(_post(STREAM))
+        assert gate.reached.wait(20)
+        client.close()
+    until(lambda: engine.metrics().cancelled_total == 20, "all twenty to be cancelled")
+    assert not here.endpoint.running
+    assert here.endpoint.in_flight == 0
+
+
+def test_a_disconnect_before_a_whole_answer_cancels(serve, until):
+    gate = Gate(threading.Event())
+    engine = FakeEngine([["a", gate, "b"], ["next"]])
+    here = serve(engine)
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.sendall(_post(BODY))
+        assert gate.reached.wait(20)
+    until(lambda: engine.metrics().cancelled_total == 1, "the generation to be cancelled")
+    assert here.chat().json()["choices"][0]["message"]["content"] == "next"
+
+
+def test_several_answers_are_all_cancelled_together(serve, until):
+    gate = Gate(threading.Event())
+    engine = FakeEngine([["a", gate, "b"]])
+    here = serve(engine)
+    body = json.dumps(json.loads(STREAM) | {"n": 4}).encode()
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.sendall(_post(body))
+        until(lambda: engine.metrics().running == 4, "all four to run")
+    until(lambda: engine.metrics().cancelled_total == 4, "all four to be cancelled")
+
+
+def test_pipelined_requests_are_answered_in_order(serve, raw_exchange):
+    here = serve(FakeEngine([["one"], ["two"]]))
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.settimeout(20)
+        client.sendall(_post(BODY) + _post(BODY))
+        reply = b""
+        while reply.count(b'"timings"') < 2:
+            piece = client.recv(65_536)
+            assert piece
+            reply += piece
+    assert reply.index(b'"one"') < reply.index(b'"two"')
+
+
+def test_smuggling_is_not_possible(serve, raw_exchange):
+    here = serve()
+    head = b"POST /infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+    both = head + b"0\r\n\r\nGET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    assert b" 400 " in raw_exchange(here.port, both).splitlines()[0]
+
+
+@pytest.mark.parametrize("count", [2000])
+def test_nothing_leaks_over_many_requests(serve, until, count):
+    """Descriptors, tasks, leases and memory are flat; the 10,000 against the real engine are `make leak-http`."""
+    engine = FakeEngine([["a", "b", "c"]])
+    here = serve(engine)
+
+    def some(n: int) -> None:
+        for number in range(n):
+            if number % 10 == 9:
+                with socket.create_connection(("127.0.0.1", here.port)) as client:
+                    client.sendall(_post(STREAM))
+            else:
+                here.chat(stream=number % 2 == 0)
+
+    some(300)
+    until(lambda: here.endpoint.in_flight == 0, "the first to end")
+    rss, descriptors = _rss(), _descriptors()
+    some(count)
+    until(lambda: here.endpoint.in_flight == 0, "all to end")
+    until(lambda: engine.metrics().running == 0, "all generations to end")
+    until(lambda: _descriptors() <= descriptors, "all descriptors to be closed")
+    assert not here.endpoint.running
+    (model,) = here.client.get("/props").json()["models"]
+    assert model["in_use"] == 0
+    grown = _rss() - rss
+    engine.requests.clear()
+    assert grown < 16 << 20, f"{grown} bytes grew over {count} requests"
+
+
+def _rss() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_a_hanging_generation_does_not_hold_up_others(serve):
+    engine = FakeEngine([[Delay(60)], ["quick"]])
+    here = serve(engine)
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.sendall(_post(STREAM))
+        client.recv(100)
+        assert here.chat().json()["choices"][0]["message"]["content"] == "quick"

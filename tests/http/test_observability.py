@@ -1,0 +1,232 @@
+"""Metrics, logs, request ids, the payload log, traces: what an operator sees, and that documents agree with it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from edgeinfer.errors import ServeError
+from edgeinfer.runtime.events import Finished, Timings, Usage
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+from edgeinfer.server import tracing
+from edgeinfer.server.logs import Log
+from edgeinfer.server.metrics import Metrics, TokenClock, version_of
+from edgeinfer.server.payload_log import PayloadLog
+from edgeinfer.server.tracing import NoTracer, OtelTracer, tracer_from_environment
+
+DOCS = Path(__file__).parents[2] / "docs"
+SHA = "0123456789abcdef" * 4
+END = Finished(
+    reason="stop",
+    usage=Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=3),
+    timings=Timings(queue_ms=1, prefill_ms=20, ttft_ms=21, decode_ms=40),
+)
+
+
+def _engine() -> FakeEngine:
+    return FakeEngine([["a", "b", "c", END]], info=msgspec.structs.replace(DEFAULT_INFO, sha256=SHA))
+
+
+def test_requests_tokens_and_times_are_counted(serve):
+    here = serve(_engine())
+    here.chat()
+    here.chat(stream=True)
+    here.chat(temperature=9)
+    text = here.client.get("/metrics").text
+    version = 'model_name="fake",model_version="0123456789ab"'
+    for line in (
+        f'edgeinfer_requests_total{{{version},route="/v1/chat/completions",status="200"}} 2.0',
+        'edgeinfer_requests_total{model_name="",model_version="",route="/v1/chat/completions",status="400"} 1.0',
+        f"edgeinfer_prompt_tokens_total{{{version}}} 20.0",
+        f"edgeinfer_prompt_tokens_cached_total{{{version}}} 8.0",
+        f"edgeinfer_generation_tokens_total{{{version}}} 6.0",
+        f"edgeinfer_time_to_first_token_seconds_count{{{version}}} 2.0",
+        f"edgeinfer_e2e_request_latency_seconds_count{{{version}}} 2.0",
+        f"edgeinfer_inter_token_latency_seconds_count{{{version}}} 4.0",
+        f'edgeinfer_request_prefill_time_seconds_bucket{{le="0.025",{version}}} 2.0',
+        f'edgeinfer_request_success_total{{finished_reason="stop",{version}}} 2.0',
+        f"edgeinfer_num_requests_running{{{version}}} 0.0",
+    ):
+        assert line in text, line
+
+
+def test_the_token_clock_puts_times_into_their_buckets():
+    clock = TokenClock()
+    for seconds in (0.002, 0.0021, 6.0):
+        clock.observe(seconds)
+    assert (clock.counts[0], clock.counts[1], clock.counts[-1]) == (1, 1, 1)
+    assert clock.sum_s == pytest.approx(6.0041)
+
+
+def test_a_loaded_model_is_counted_with_its_stages():
+    metrics = Metrics(lambda: [])
+    metrics.model_loaded("m", "resumed", 0.09, {"restore": 70.0})
+    text = metrics.exposition().decode()
+    assert 'edgeinfer_model_loads_total{how="resumed",model_name="m"} 1.0' in text
+    assert 'edgeinfer_model_load_seconds_bucket{how="resumed",le="0.075",model_name="m",stage="restore"} 1.0' in text
+    assert 'edgeinfer_model_load_seconds_count{how="resumed",model_name="m",stage="total"} 1.0' in text
+
+
+def test_every_metric_is_in_the_docs_and_the_other_way_round(serve):
+    here = serve(_engine())
+    here.chat()
+    shown = {f.name for f in text_string_to_metric_families(here.client.get("/metrics").text)}
+    described = set(re.findall(r"^\| `(edgeinfer_\w+?)(?:_total)?` \|", (DOCS / "serve.md").read_text("utf-8"), re.MULTILINE))
+    assert shown == described
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(serve):
+    here = serve(_engine())
+    here.chat()
+    families = list(text_string_to_metric_families(here.client.get("/metrics").text))
+    names = {f.name for f in families} | {s.name for f in families for s in f.samples}
+    names |= {f"{f.name}_total" for f in families}
+    names |= {f.name + end for f in families if f.type == "histogram" for end in ("_bucket", "_sum", "_count")}
+    board = json.loads((DOCS / "grafana/edgeinfer.json").read_text("utf-8"))
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel.get("targets", ())
+        for name in re.findall(r"edgeinfer_\w+", target["expr"])
+    }
+    assert len(asked) > 10
+    assert asked <= names
+
+
+def test_a_request_id_goes_in_and_out_and_into_the_log(serve):
+    here = serve(FakeEngine())
+    answer = here.client.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1"
+    made = here.client.get("/v1/models", headers={"x-request-id": "not ok\t!"}).headers["x-request-id"]
+    assert re.fullmatch(r"req_[0-9a-f]{24}", made)
+    ids = [json.loads(line).get("request_id") for line in here.log.getvalue().splitlines()]
+    assert {"mine-1", made} <= set(ids)
+
+
+def test_log_lines_are_json_with_figures_and_without_words(serve):
+    here = serve(FakeEngine([["a secret answer"]]))
+    here.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a secret question"}]})
+    line = next(said for said in map(json.loads, here.log.getvalue().splitlines()) if said["event"] == "request")
+    assert (line["route"], line["status"], line["model"], line["finish"]) == ("/v1/chat/completions", 200, "fake", "stop")
+    assert line["completion_tokens"] == 1
+    assert line["ms"] >= line["ttft_ms"] > 0
+    assert "secret" not in here.log.getvalue()
+
+
+def test_text_logs_read_as_text_and_off_is_off():
+    stream = io.StringIO()
+    log = Log("text", stream)
+    log.info("ready", model="m", empty="")
+    log.error("broken", ValueError("x"))
+    assert re.fullmatch(r"\d\d:\d\d:\d\d ready model=m\n", stream.getvalue().splitlines(keepends=True)[0])
+    assert "ValueError: x" in stream.getvalue()
+    quiet = io.StringIO()
+    Log("off", quiet).info("ready")
+    assert quiet.getvalue() == ""
+
+
+def test_a_closed_stderr_does_not_stop_serving():
+    stream = io.StringIO()
+    stream.close()
+    log = Log("json", stream)
+    log.info("one")
+    log.info("two")
+
+
+def test_payloads_are_written_only_when_asked_with_secrets_cut_out(serve, tmp_path):
+    path = tmp_path / "payloads.jsonl"
+    here = serve(FakeEngine([["answer sk-abcdefghijklmnopqrst"]]), payloads=PayloadLog(path))
+    here.client.post(
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "my key is ei-abcdefghijklmnopqrstuvwxyz"}]},
+        headers={"authorization": "Bearer very-secret-key-0123456789"},
+    )
+    here.chat(stream=True)
+    whole, streamed = (json.loads(line) for line in path.read_text().splitlines())
+    assert whole["request"]["messages"][0]["content"] == "my key is <redacted>"
+    assert whole["answer"]["choices"][0]["message"]["content"] == "answer <redacted>"
+    assert streamed["answer"] == [{"text": "answer <redacted>", "reasoning": "", "calls": []}]
+    assert "very-secret" not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_redacted_payloads_keep_lengths_only(tmp_path):
+    path = tmp_path / "p"
+    PayloadLog(path, redact=True).write("id", "/r", {"messages": [{"role": "user", "content": "hello"}]}, {"text": "abc"})
+    line = json.loads(path.read_text())
+    assert line["request"] == {"messages": [{"role": "user", "content": "<5 characters>"}]}
+    assert line["answer"] == {"text": "<3 characters>"}
+
+
+def test_payloads_rotate_and_only_so_many_are_kept(tmp_path):
+    log = PayloadLog(tmp_path / "p", max_bytes=300, keep=2)
+    for number in range(20):
+        log.write(str(number), "/r", {"n": number}, {"pad": "x" * 60})
+    files = sorted(f.name for f in tmp_path.iterdir())
+    assert files == ["p", "p.1", "p.2"]
+    assert all(f.stat().st_size <= 300 for f in tmp_path.iterdir())
+    assert '"19"' in (tmp_path / "p").read_text()
+
+
+def test_a_payload_log_that_cannot_be_written_does_not_stop_serving(serve, tmp_path):
+    here = serve(FakeEngine(), payloads=PayloadLog(tmp_path / "no" / "such" / "folder"))
+    assert here.chat().status_code == 200
+    assert '"event":"payload-log"' in here.log.getvalue()
+
+
+def test_a_generation_becomes_four_spans(serve):
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    here = serve(_engine(), tracer=OtelTracer(provider))
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    here.client.post(
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "x"}]},
+        headers={"traceparent": f"00-{trace}-{parent}-01"},
+    )
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"generate fake", "queue", "prefill", "decode"}
+    root = spans["generate fake"]
+    assert f"{root.context.trace_id:032x}" == trace
+    assert f"{root.parent.span_id:016x}" == parent
+    assert root.attributes["gen_ai.usage.output_tokens"] == 3
+    assert spans["prefill"].parent.span_id == root.context.span_id
+    assert spans["decode"].start_time == spans["prefill"].end_time
+    assert spans["decode"].end_time - spans["decode"].start_time == 40_000_000
+
+
+def test_tracing_is_off_without_an_endpoint_and_named_when_the_extra_is_missing(monkeypatch):
+    assert isinstance(tracer_from_environment(), NoTracer)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert isinstance(tracer_from_environment(), NoTracer)
+    monkeypatch.delenv("OTEL_SDK_DISABLED")
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ServeError) as refused:
+        tracer_from_environment()
+    assert "edgeinfer[tracing]" in refused.value.hint
+
+
+def test_with_the_extra_and_an_endpoint_there_is_a_tracer(monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    tracer = tracing.tracer_from_environment()
+    assert isinstance(tracer, OtelTracer)
+    tracer.close()
+
+
+def test_a_version_is_the_digests_first_twelve():
+    assert version_of(SHA) == "0123456789ab"
+    assert version_of("") == ""

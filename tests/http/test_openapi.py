@@ -1,0 +1,86 @@
+"""The OpenAPI document is valid, complete and true: schemathesis looks for requests where it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.models import Loaded
+from edgeinfer.server.openapi import document
+from edgeinfer.server.operations import OPERATIONS
+
+#: Fuzzed examples an operation, beside those that cover each schema's edges. `make fuzz-http` asks for more.
+EXAMPLES = os.environ.get("EDGEINFER_FUZZ_EXAMPLES", "3")
+#: What a JSON schema cannot say (a tool_choice must name one of the tools) makes valid requests wrong.
+LEFT_OUT = "positive_data_acceptance"
+
+
+def test_every_operation_is_described_with_its_errors():
+    doc = document()
+    assert {(m.upper(), p) for p, methods in doc["paths"].items() for m in methods} == {(o.method, o.path) for o in OPERATIONS}
+    for methods in doc["paths"].values():
+        for operation in methods.values():
+            assert {"200", "400", "401", "403", "503"} <= set(operation["responses"])
+            assert operation["summary"]
+
+
+def test_references_point_at_something_and_unknown_fields_are_forbidden():
+    doc = document()
+    schemas = doc["components"]["schemas"]
+    for name in re.findall(r"#/components/schemas/([\w.]+)", json.dumps(doc)):
+        assert name in schemas, name
+    for name in ("ChatRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest", "InferRequest"):
+        assert schemas[name]["additionalProperties"] is False
+
+
+def test_every_number_of_a_request_has_a_range():
+    """A negative or enormous count is refused by its type, wherever it stands."""
+    schemas = document()["components"]["schemas"]
+    asked = [o.body.__name__ for o in OPERATIONS if o.body is not None]
+    seen: set[str] = set()
+
+    def look(schema: object, where: str) -> None:
+        if isinstance(schema, list):
+            for item in schema:
+                look(item, where)
+        if not isinstance(schema, dict):
+            return
+        if schema.get("type") in ("integer", "number"):
+            low, high = {"minimum", "exclusiveMinimum"} & set(schema), {"maximum", "exclusiveMaximum"} & set(schema)
+            assert low, f"{where} has no minimum: {schema}"
+            assert high, f"{where} has no maximum: {schema}"
+        reference = schema.get("$ref", "").rpartition("/")[2]
+        if reference and reference not in seen:
+            seen.add(reference)
+            look(schemas[reference], reference)
+        for key, value in schema.items():
+            look(value, f"{where}.{key}")
+
+    for name in asked:
+        look(schemas[name], name)
+    assert len(seen) > 20
+
+
+def test_the_document_is_served(serve):
+    assert serve().client.get("/openapi.json").json() == json.loads(json.dumps(document()))
+
+
+@pytest.mark.timeout(1800)
+def test_schemathesis_finds_no_case_where_the_document_is_wrong(serve, tmp_path):
+    here = serve(load=lambda name, progress: Loaded(engine=FakeEngine([["a", "b"]])), limits=Limits(max_requests=1000))
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{here.url}/openapi.json", "--max-examples", EXAMPLES]
+    command += ["--phases", "examples,coverage,fuzzing", "--exclude-checks", LEFT_OUT, "--seed", "1", "--no-color"]
+    command += ["--suppress-health-check", "all", "--generation-database", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1700)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    cases = int(re.search(r"([\d,]+) generated", done.stdout)[1].replace(",", ""))
+    print(f"{cases} cases")
+    assert cases >= 300
+    assert '"event":"internal"' not in here.log.getvalue()
