@@ -61,10 +61,57 @@ def exit_codes() -> str:
     return "\n".join(["| `code` | exit | what happened | next step |", "| --- | --- | --- | --- |", *rows]) + "\n"
 
 
+def models() -> str:
+    """The shipped catalogue as a table."""
+    from edgeinfer.catalog.models import load_catalog, shipped_path
+
+    rows = []
+    for model in load_catalog(user=shipped_path().with_name("none.toml")).models.values():
+        first = next(part for parts in model.parsed_sources() for part in parts)
+        rest = len(model.sources) - 1
+        source = f"`{first}`" + (f" and {rest} more" if rest else "")
+        quant = f"{model.quantization} → {model.quantize}" if model.quantize else model.quantization
+        about = f"{model.parameters} | {quant} | {model.context_length:,} | {model.licence} | {model.purpose}"
+        rows.append(f"| `{model.name}` | {model.title} | {about} | {source} |")
+    head = ["| name | | parameters | quantization | context | licence | for | first source |", "| --- " * 8 + "|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def model_keys() -> str:
+    """Every key of a model's table, and of its sampling table."""
+    from edgeinfer.catalog.models import Model
+
+    rows = []
+    hints = msgspec.inspect.type_info(Model)
+    assert isinstance(hints, msgspec.inspect.StructType)
+    for field in hints.fields:
+        if field.name == "name":
+            continue
+        if isinstance(field.type, msgspec.inspect.StructType):
+            keys = ", ".join(f"`{inner.encode_name}`" for inner in field.type.fields)
+            rows.append(f"| `{field.encode_name}` | a table of {keys} |")
+            continue
+        meta = field.type.extra_json_schema if isinstance(field.type, msgspec.inspect.Metadata) else {}
+        needed = " Required." if field.required else ""
+        rows.append(f"| `{field.encode_name}` | {(meta or {}).get('description', '')}{needed} |")
+    return "\n".join(["| key | |", "| --- | --- |", *rows]) + "\n"
+
+
+def quantizations() -> str:
+    """Every type `quantize` offers; those that need an importance matrix are marked."""
+    from edgeinfer.catalog.ggml_types import FILE_TYPES
+    from edgeinfer.catalog.quantize import NEEDS_IMATRIX
+
+    return ", ".join(f"`{name}`{'*' if name in NEEDS_IMATRIX else ''}" for name in FILE_TYPES.values()) + "\n"
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "command-line": command_line,
     "configuration": configuration,
     "exit-codes": exit_codes,
+    "models": models,
+    "model-keys": model_keys,
+    "quantizations": quantizations,
 }
 
 
