@@ -1,0 +1,159 @@
+"""The main families' templates take our messages and tools, whatever each of them knows and insists on."""
+
+import re
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.requests import Message, Tool, ToolCall
+from edgeinfer.runtime.templates import CHATML, TRANSCRIPT, ChatTemplate, choose
+
+FOLDER = Path(__file__).with_name("templates")
+FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+TOOL = Tool(
+    name="get_weather",
+    description="Weather <now> & then",
+    parameters={"type": "object", "properties": {"city": {"type": "string", "description": "größte"}}, "required": ["city"]},
+)
+USER = Message(role="user", content='Is it <hot> & "dry"?')
+SYSTEM = Message(role="system", content="Answer as a pirate.")
+CALL = Message(role="assistant", tool_calls=(ToolCall(id="call_12345678", name="get_weather", arguments='{"city": "Köln"}'),))
+RESULT = Message(role="tool", content="31", tool_call_id="call_12345678", name="get_weather")
+
+
+def load(name: str) -> ChatTemplate:
+    return ChatTemplate.load((FOLDER / f"{name}.jinja").read_text(), "<s>", "</s>")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_with_a_system_prompt(name):
+    text = load(name).render((SYSTEM, USER, Message(role="assistant", content="Aye."), Message(role="user", content="Sure?")))
+    for part in (SYSTEM.content, USER.content, "Aye.", "Sure?"):
+        assert part in text
+    assert text.index("Aye.") < text.index("Sure?")
+    assert "None" not in text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_developer_is_a_system_prompt_to_templates_that_know_none(name):
+    developer = Message(role="developer", content=SYSTEM.content)
+    assert load(name).render((developer, USER)) == load(name).render((SYSTEM, USER))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen25", "qwen3", "llama31", "mistral_list", "mistral_args", "hermes3", "phi4mini", "smollm3"]
+)
+def test_tools_are_shown_as_plain_json(name):
+    template = load(name)
+    assert template.traits.tools or name == "phi4mini"  # which shows them in a system prompt only
+    text = template.render((SYSTEM, USER), (TOOL,))
+    assert '"get_weather"' in text
+    assert "größte" in text
+    assert "\\u00" not in text.replace("\\u003c", "")
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen25", "qwen3", "llama31", "mistral_list", "mistral_args", "hermes3", "phi4mini", "deepseek_r1"]
+)
+def test_calls_and_results_of_earlier_turns(name):
+    template = load(name)
+    assert template.traits.tool_calls
+    assert template.traits.tool_role
+    text = template.render((USER, CALL, RESULT), (TOOL,))
+    assert '{"city": "Köln"}' in text
+    assert "31" in text
+    assert "None" not in text
+    assert text.index("get_weather") < text.rindex("31")
+
+
+def test_traits_are_found_by_rendering():
+    assert not load("gemma3").traits.system
+    assert not load("gemma3").traits.tools
+    assert load("deepseek_r1").traits.string_arguments
+    assert not load("qwen25").traits.string_arguments
+    assert load("mistral_list").traits.short_ids
+    assert load("qwen3").traits.reasoning_key == "reasoning_content"
+    assert not load("smollm2").traits.tools
+
+
+def test_ids_of_another_form_fit_mistral():
+    text = load("mistral_list").render((USER, CALL, RESULT), (TOOL,))
+    (made,) = set(re.findall(r'"(?:call_)?id": "([^"]*)"', text))
+    assert re.fullmatch(r"[a-z0-9]{9}", made)
+    kept = ToolCall(id="abcdeFGH1", name="get_weather", arguments="{}")
+    assert '"id": "abcdeFGH1"' in load("mistral_list").render((USER, Message(role="assistant", tool_calls=(kept,))), (TOOL,))
+
+
+def test_gemma_gets_the_system_prompt_in_the_first_turn():
+    text = load("gemma3").render((SYSTEM, USER))
+    assert text == f"<s><start_of_turn>user\n{SYSTEM.content}\n\n{USER.content}<end_of_turn>\n<start_of_turn>model\n"
+
+
+def test_turns_of_one_role_are_joined_where_a_template_insists():
+    text = load("gemma3").render((USER, Message(role="user", content="And cold?")))
+    assert f"{USER.content}\n\nAnd cold?" in text
+
+
+def test_the_template_s_own_refusal_is_told():
+    with pytest.raises(InvalidRequestError) as caught:
+        load("gemma3").render((Message(role="assistant", content="a"), USER))
+    assert caught.value.param == "messages"
+    assert "alternate" in caught.value.message
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_continued_answer_stays_open(name):
+    text = load(name).render((USER, Message(role="assistant", content="It is very ")), continue_final=True)
+    assert text.endswith("It is very ")
+    assert text.count("It is very") == 1
+
+
+def test_only_an_answer_can_be_continued():
+    with pytest.raises(InvalidRequestError):
+        load("qwen25").render((USER,), continue_final=True)
+    with pytest.raises(InvalidRequestError):
+        load("qwen25").render((USER, CALL), continue_final=True)
+    with pytest.raises(InvalidRequestError):
+        load("qwen25").render(())
+
+
+def test_options_reach_the_template():
+    assert load("qwen3").render((USER,)).endswith("<|im_start|>assistant\n")
+    assert load("qwen3").render((USER,), options={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
+    assert "Today Date: then" in load("llama31").render((USER,), options={"date_string": "then"})
+    assert datetime.now().astimezone().strftime("%Y") in load("llama31").render((USER,))
+
+
+def test_reasoning_goes_where_the_template_wants_it():
+    thought = Message(role="assistant", reasoning="hm", tool_calls=CALL.tool_calls)
+    assert "<think>\nhm\n</think>" in load("qwen3").render((USER, thought, RESULT), (TOOL,))
+    assert "hm" not in load("qwen25").render((USER, Message(role="assistant", content="a", reasoning="hm"), USER))
+
+
+def test_arguments_that_are_not_json_are_refused():
+    bad = Message(role="assistant", tool_calls=(ToolCall(id="1", name="f", arguments="{"),))
+    with pytest.raises(InvalidRequestError) as caught:
+        load("qwen25").render((USER, bad))
+    assert caught.value.param == "messages"
+
+
+def test_a_model_without_a_template():
+    template, reason = choose("", "<s>", "</s>", has_chatml=True)
+    assert template.source == CHATML
+    assert "ChatML" in reason
+    assert template.render((SYSTEM, USER)).endswith("<|im_start|>assistant\n")
+    plain, reason = choose("  ", "<s>", "</s>", has_chatml=False)
+    assert plain.source == TRANSCRIPT
+    assert "base model" in reason
+    assert plain.render((SYSTEM, USER)) == f"<s>{SYSTEM.content}\n\nUser: {USER.content}\nAssistant:"
+
+
+def test_what_hugging_face_templates_count_on():
+    source = (
+        "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- if loop.first -%}{%- continue -%}{%- endif -%}"
+        "{%- set ns.n = ns.n + 1 -%}{%- endfor -%}{{ ns.n }}{{ {'a': '<é>'} | tojson }}{{ [1] | tojson(indent=2) }}\n"
+        "    {% if true %}\nx\n    {% endif %}\n"
+    )
+    assert ChatTemplate.load(source).render((USER, USER)) == '1{"a": "<é>"}[\n  1\n]\nx\n'

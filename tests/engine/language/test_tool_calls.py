@@ -1,0 +1,321 @@
+"""Calls and reasoning out of a stream: the same events however the text is cut, and nothing lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
+from edgeinfer.runtime.markers import first_marker, held_back
+from edgeinfer.runtime.reasoning import SPANS, THINK, ReasoningParser, detect, is_open
+from edgeinfer.runtime.tool_formats.families import FAMILIES, HERMES
+from edgeinfer.runtime.tool_formats.families import detect as detect_format
+from edgeinfer.runtime.tool_formats.grammar import write_call
+from edgeinfer.runtime.tool_formats.python_calls import python_calls
+from edgeinfer.runtime.tool_formats.stream import CallParser, call_id
+
+NAMES = ("get_weather", "add")
+Said = tuple[str, str] | tuple[str, int, str, str]
+
+
+def gathered(events) -> list[Said]:
+    """Events with neighbours of one kind joined: ("text", …), ("thought", …), ("call", index, name, arguments)."""
+    said: list[Said] = []
+    for event in events:
+        if isinstance(event, ToolCallDelta):
+            if event.name:
+                said.append(("call", event.index, event.name, ""))
+            kind, index, name, arguments = said[-1]
+            said[-1] = (kind, index, name, arguments + event.arguments)
+            assert index == event.index
+        else:
+            kind = "text" if isinstance(event, TextDelta) else "thought"
+            assert event.text
+            if said and said[-1][0] == kind:
+                said[-1] = (kind, said[-1][1] + event.text)
+            else:
+                said.append((kind, event.text))
+    return said
+
+
+def read(family: str, *chunks: str, certain: bool = False) -> list[Said]:
+    parser = CallParser(FAMILIES[family], NAMES, certain=certain)
+    events = [event for chunk in chunks for event in parser.feed(chunk)]
+    return gathered([*events, *parser.finish()])
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    at = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[i:j] for i, j in itertools.pairwise(at)]
+
+
+PARIS, ADD = ("call", 0, "get_weather", '{"city": "Paris"}'), '{"a": 1, "b": [2, {"x": "}"}]}'
+CALLS = [
+    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', [PARIS]),
+    (
+        "hermes",
+        'Sure.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "add", "arguments": ' + ADD + "}\n</tool_call>",
+        [("text", "Sure.\n"), PARIS, ("call", 1, "add", ADD)],
+    ),
+    ("hermes", '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}</tool_call>', [("call", 0, "add", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "functions.add"}</tool_call>bye', [("call", 0, "add", "{}"), ("text", "bye")]),
+    ("llama", '{"name": "get_weather", "parameters": {"city": "Paris"}}', [PARIS]),
+    (
+        "llama",
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}',
+        [("call", 0, "add", '{"a": 1}'), ("call", 1, "add", '{"a": 2}')],
+    ),
+    ("llama", '{"type": "function", "name": "add", "parameters": {}} done', [("call", 0, "add", "{}"), ("text", "done")]),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "add", "arguments": {}}]',
+        [("call", 0, "add", '{"a": 1}'), ("call", 1, "add", "{}")],
+    ),
+    (
+        "mistral-args",
+        '[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{"city": "Paris"}[TOOL_CALLS]add[ARGS]{"a": 1}',
+        [PARIS, ("call", 1, "add", '{"a": 1}')],
+    ),
+    ("mistral-args", '[TOOL_CALLS]add{"a": 1}', [("call", 0, "add", '{"a": 1}')]),
+    (
+        "phi",
+        '<|tool_call|>[{"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}]'
+        "<|/tool_call|>",
+        [PARIS],
+    ),
+    ("phi", 'functools[{"name": "add", "arguments": {"a": 1}}]', [("call", 0, "add", '{"a": 1}')]),
+    (
+        "gemma",
+        '```tool_code\n[get_weather(city="Paris"), add(a=1)]\n```',
+        [PARIS, ("call", 1, "add", '{"a": 1}')],
+    ),
+    ("gemma", '```json\n{"name": "add", "parameters": {"a": 1}}\n```', [("call", 0, "add", '{"a": 1}')]),
+    ("gemma", "```tool_code\nprint(add(a=-1))\n```\nSo.", [("call", 0, "add", '{"a": -1}'), ("text", "\nSo.")]),
+    ("gemma", "```tool_code\nadd(a=1)", [("call", 0, "add", '{"a": 1}')]),
+    (
+        "deepseek",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```'
+        '<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        [PARIS, ("call", 1, "add", '{"a": 1}')],
+    ),
+    ("generic", '[{"name": "add", "arguments": {"a": 1}}]', [("call", 0, "add", '{"a": 1}')]),
+    (
+        "generic",
+        '```json\n[{"name": "add", "arguments": {"a": 1}}]\n```\nok',
+        [("call", 0, "add", '{"a": 1}'), ("text", "\nok")],
+    ),
+]
+TEXTS = [
+    ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": oops}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add"'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call>'),
+    ("hermes", "a <tool_call> b"),
+    ("hermes", "almost <tool"),
+    ("hermes", " \n hello \n "),
+    ("hermes", '{"name": "add", "arguments": {}}'),
+    ("llama", '{"answer": 42}'),
+    ("llama", '{"name": "Bob", "age": 3}'),
+    ("llama", "[1, 2, 3]"),
+    ("llama", "  [ ] "),
+    ("llama", "<|python_tag|>import os"),
+    ("llama", "{"),
+    ("mistral", "[TOOL_CALLS] x"),
+    ("mistral", "Hi [TOOL"),
+    ("mistral-args", "[TOOL_CALLS]nobody[ARGS]{}"),
+    ("mistral-args", "[TOOL_CALLS]add[ARGS]nonsense"),
+    ("mistral-args", "[TOOL_CALLS]" + "x" * 400),
+    ("phi", "functional programming"),
+    ("gemma", '```json\n{"x": 1}\n```'),
+    ("gemma", "```python\nprint(1)\n```"),
+    ("gemma", "```tool_code\nimport os\n```"),
+    ("gemma", "```tool_code\n__import__('os').system('x')\n```"),
+    ("generic", '```json\n{"name": "nobody"}\n```'),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), CALLS)
+def test_calls_are_read(family, text, expected):
+    assert read(family, text) == expected
+    assert read(family, *text) == expected
+    if all(said[0] == "call" for said in expected) and "{}" not in text:
+        assert read(family, *text, certain=True) == expected
+
+
+@pytest.mark.parametrize(("family", "text"), TEXTS)
+def test_what_is_no_call_comes_back_as_text(family, text):
+    assert read(family, text) == [("text", text)]
+    assert read(family, *text) == [("text", text)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([(f, t) for f, t, _ in CALLS] + TEXTS), st.lists(st.integers(0, 400), max_size=12))
+def test_any_cutting_of_a_stream_gives_the_same_events(case, places):
+    family, text = case
+    assert read(family, *cut(text, places)) == read(family, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(FAMILIES)), st.text(), st.lists(st.integers(0, 400), max_size=6))
+def test_text_without_markers_goes_through_unchanged(family, text, places):
+    if first_marker(text, FAMILIES[family].begin)[1]:
+        return
+    assert read(family, *cut(text, places)) == ([("text", text)] if text else [])
+
+
+_FRAGMENTS = st.sampled_from(
+    sorted({lit for form in FAMILIES.values() for lit in (*form.literals, *form.name_ends)})
+    + [
+        '{"name": "add"',
+        ', "arguments": {"a": 1}}',
+        "add",
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "\\",
+        "\n",
+        " ",
+        "é",
+        "```",
+        "add(a=1)",
+        "<",
+        ",",
+    ]
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(sorted(FAMILIES)), st.lists(_FRAGMENTS, max_size=14), st.lists(st.integers(0, 400), max_size=8))
+def test_rubbish_is_read_the_same_however_it_is_cut_and_without_calls_nothing_is_lost(family, fragments, places):
+    text = "".join(fragments)
+    whole = read(family, text)
+    assert read(family, *cut(text, places)) == whole
+    if all(said[0] == "text" for said in whole):
+        assert "".join(said[1] for said in whole) == text
+    for said in whole:
+        if said[0] == "call":
+            assert isinstance(json.loads(said[3]), dict)
+
+
+def test_a_certain_call_streams_its_arguments():
+    parser = CallParser(HERMES, NAMES, certain=True)
+    chunks = ['<tool_call>\n{"name": "add", "argum', 'ents": {"a"', ": 1", "0}", "}\n</tool_call>"]
+    seen = [parser.feed(chunk) for chunk in chunks]
+    assert [[e.arguments for e in events if not e.name] for events in seen] == [[], ['{"a"'], [": 1"], ["0}"], []]
+    assert seen[1][0].name == "add"
+    assert parser.finish() == []
+
+
+def test_a_certain_call_that_is_cut_is_not_shown_as_text():
+    parser = CallParser(HERMES, NAMES, certain=True)
+    parser.feed('<tool_call>\n{"name": "add", "arguments": {"a"')
+    assert parser.finish() == []
+
+
+def test_ids_are_each_their_own_and_of_the_family_s_form():
+    assert len({call_id() for _ in range(1000)}) == 1000
+    short = call_id(short=True)
+    assert len(short) == 9
+    assert short.isalnum()
+    parser = CallParser(HERMES, NAMES)
+    events = [*parser.feed(CALLS[1][1]), *parser.finish()]
+    assert len({event.id for event in events if isinstance(event, ToolCallDelta) and event.id}) == 2
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_call_that_we_write_is_read(family):
+    text = write_call(FAMILIES[family], "get_weather", '{"city": "Paris"}')
+    assert read(family, text) == [PARIS]
+
+
+def test_python_is_parsed_and_never_run():
+    assert python_calls("add(a=1, b='x', c=[True, None])") == [("add", '{"a": 1, "b": "x", "c": [true, null]}')]
+    for code in ("add(1)", "add(**x)", "add(a=open('/etc/passwd'))", "1", "add(a=b)", "(" * 10_000, "x" * 30_000, ""):
+        assert python_calls(code) is None
+
+
+def test_markers_are_held_back_while_they_could_come():
+    assert held_back("text <tool_", ("<tool_call>",)) == 6
+    assert held_back("text <tool_call>", ("<tool_call>",)) == 0
+    assert first_marker("a ```json b", ("```", "```json")) == (2, "```json")
+
+
+def test_families_are_told_by_their_templates():
+    assert detect_format("… <tool_call> … </tool_call>")[0].name == "hermes"
+    assert detect_format("[TOOL_CALLS] [ARGS]")[0].name == "mistral-args"
+    assert detect_format("[TOOL_CALLS]")[0].name == "mistral"
+    assert detect_format("<|start_header_id|> <|python_tag|>")[0].name == "llama"
+    assert detect_format("<|tool|>")[0].name == "phi"
+    assert detect_format("", architecture="gemma3")[0].name == "gemma"
+    assert detect_format("", name="Mistral-7B")[0].name == "mistral"
+    assert detect_format("<|im_start|>")[0].name == "generic"
+
+
+# reasoning
+
+
+def think(*chunks: str, span=THINK, inner=None, opened=False) -> list[Said]:
+    parser = ReasoningParser(span, inner, opened=opened)
+    events = [event for chunk in chunks for event in parser.feed(chunk)]
+    return gathered([*events, *parser.finish()])
+
+
+THOUGHTS = [
+    ("<think>\nhm, so\n</think>\n\nYes.", False, [("thought", "hm, so"), ("text", "Yes.")]),
+    ("  <think>a</think>b", False, [("thought", "a"), ("text", "b")]),
+    ("<think>\n\n</think>\n\nYes.", False, [("text", "Yes.")]),
+    ("so\n</think>\n\nYes. ", True, [("thought", "so"), ("text", "Yes. ")]),
+    ("<think>never closed </thin", False, [("thought", "never closed </thin")]),
+    ("Yes, <think>no</think>", False, [("text", "Yes, <think>no</think>")]),
+    ("<thin", False, [("text", "<thin")]),
+    (" \n", False, [("text", " \n")]),
+    ("only thought", True, [("thought", "only thought")]),
+    ("<think>a  b\n\nc</think>", False, [("thought", "a  b\n\nc")]),
+]
+
+
+@pytest.mark.parametrize(("text", "opened", "expected"), THOUGHTS)
+def test_reasoning_is_split_off(text, opened, expected):
+    assert think(text, opened=opened) == expected
+    assert think(*text, opened=opened) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(THOUGHTS), st.lists(st.integers(0, 60), max_size=8))
+def test_any_cutting_of_reasoning_gives_the_same(case, places):
+    text, opened, expected = case
+    assert think(*cut(text, places), opened=opened) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.lists(st.integers(0, 60), max_size=5))
+def test_text_without_reasoning_goes_through_unchanged(text, places):
+    if text.lstrip().startswith("<think>"):
+        return
+    assert think(*cut(text, places)) == ([("text", text)] if text else [])
+
+
+@pytest.mark.parametrize("span", SPANS, ids=lambda span: span.open)
+def test_every_span_is_read_and_found_in_a_template(span):
+    assert think(f"{span.open}hm{span.close}Yes.", span=span) == [("thought", "hm"), ("text", "Yes.")]
+    assert detect(f"… {span.open} … {span.close}") == (span, True)
+    assert is_open(f"prompt {span.open}\n", span)
+    assert not is_open(f"{span.open}\n\n{span.close}\n\n", span)
+
+
+def test_a_call_after_reasoning():
+    text = "<think>Paris it is.</think>\n\n" + CALLS[0][1]
+    assert think(*text, inner=CallParser(HERMES, NAMES)) == [("thought", "Paris it is."), PARIS]
+
+
+def test_templates_without_reasoning_still_have_it_read():
+    assert detect("{{ messages }}") == (THINK, False)
+    assert not any(isinstance(e, ReasoningDelta) for e in ReasoningParser(THINK, None, opened=False).feed("no"))
