@@ -1,0 +1,321 @@
+"""From a request to a prompt, a constraint and a parser: the engine's way into templates, tool formats and reasoning."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
+from edgeinfer.runtime.constraint_api import Lark
+from edgeinfer.runtime.dialogue import load_conversations
+from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
+from edgeinfer.runtime.parsers_api import TemplateFacts
+from edgeinfer.runtime.requests import (
+    Choice,
+    GenerateRequest,
+    JsonSchema,
+    Message,
+    Regex,
+    Sampling,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
+FOLDER = Path(__file__).with_name("templates")
+USER = (Message(role="user", content="Weather in Paris?"),)
+WEATHER = Tool(
+    name="get_weather",
+    description="The weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+PING = Tool(name="ping")
+ODD = Tool(name="odd", parameters={"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
+
+
+class Words:
+    """A vocabulary whose control tokens are the families' markers: what their models have."""
+
+    eos_tokens = (2,)
+    n_vocab = 100
+    markers = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>")
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        return [10 + self.markers.index(text)] if parse_special and text in self.markers else [50] * max(2, len(text))
+
+    def is_control(self, token: int) -> bool:
+        return token < 50
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        return b"x"
+
+
+def talk(name: str = "", vocab: Any = None, **facts: Any):
+    source = (FOLDER / f"{name}.jinja").read_text() if name else ""
+    return load_conversations(
+        TemplateFacts(
+            **{
+                "template": source,
+                "named_templates": {},
+                "architecture": "llama",
+                "name": name,
+                "bos_text": "<s>",
+                "eos_text": "</s>",
+                "vocab": vocab or Words(),
+                **facts,
+            }
+        )
+    )
+
+
+def asked(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(**{"messages": USER, **fields})
+
+
+def test_a_plain_chat_has_text_and_reasoning_and_no_constraint():
+    prepared = talk("qwen25").prepare(asked())
+    assert prepared.prompt.endswith("<|im_start|>assistant\n")
+    assert prepared.constraint is None
+    assert prepared.stop == ()
+    assert prepared.parser is not None
+    assert not prepared.parser.special_tokens
+    assert list(prepared.parser.feed("Hello")) == [TextDelta("Hello")]
+
+
+def test_a_base_model_writes_a_transcript():
+    conversations = talk()
+    prepared = conversations.prepare(asked())
+    assert prepared.prompt == "<s>User: Weather in Paris?\nAssistant:"
+    assert "\nUser:" in prepared.stop
+    assert prepared.parser is None
+    assert conversations.tool_format == ""
+    assert "base model" in conversations.reason
+
+
+def test_bos_is_put_before_a_prompt_that_lacks_it_only_where_the_model_wants_it():
+    assert talk("qwen25", add_bos=True).render(asked()).startswith("<s><|im_start|>")
+    assert talk("qwen25").render(asked()).startswith("<|im_start|>")
+    assert talk("llama31", add_bos=True).render(asked()).count("<s>") == 1
+
+
+def test_the_template_for_tools_is_taken_when_there_are_tools():
+    conversations = talk("smollm2", named_templates={"tool_use": (FOLDER / "hermes3.jinja").read_text()})
+    assert "<tools>" in conversations.render(asked(tools=(WEATHER,)))
+    assert "<tools>" not in conversations.render(asked())
+    assert conversations.tool_format == "hermes"
+
+
+def test_a_broken_template_is_a_load_error_with_a_way_out():
+    with pytest.raises(ModelLoadError) as caught:
+        talk(template="{% if %}")
+    assert "models.toml" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": ToolChoice(mode="required")}, "tool_choice"),
+        ({"tools": (WEATHER,), "tool_choice": ToolChoice(mode="named", name="pong")}, "tool_choice"),
+        ({"tools": (WEATHER, WEATHER)}, "tools[1].name"),
+        ({"tools": (Tool(name=""),)}, "tools[0].name"),
+        ({"tools": (Tool(name="a\nb"),)}, "tools[0].name"),
+        ({"tools": tuple(Tool(name=f"t{i}") for i in range(200))}, "tools"),
+        ({"tools": (WEATHER,), "tool_choice": ToolChoice(mode="required"), "constraint": Regex("a")}, "tool_choice"),
+    ],
+)
+def test_tools_that_cannot_be_are_refused(fields, param):
+    with pytest.raises(InvalidRequestError) as caught:
+        talk("qwen25").prepare(asked(**fields))
+    assert caught.value.param == param
+
+
+def test_a_required_tool_whose_schema_cannot_be_enforced_is_refused_with_its_place():
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        talk("qwen25").prepare(asked(tools=(WEATHER, ODD), tool_choice=ToolChoice(mode="required")))
+    assert caught.value.param == "tools[1].parameters#/properties/a/uniqueItems"
+    free = talk("qwen25").prepare(asked(tools=(WEATHER, ODD)))
+    assert free.constraint is None
+
+
+def test_no_tools_are_shown_or_read_when_none_may_be_called():
+    prepared = talk("qwen25").prepare(asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="none")))
+    assert "get_weather" not in prepared.prompt
+    assert prepared.constraint is None
+
+
+def test_a_template_without_tools_gets_them_described():
+    conversations = talk("gemma3", architecture="gemma3")
+    prompt = conversations.render(asked(tools=(WEATHER,)))
+    assert '"maxLength":8' in prompt
+    assert '{"name": "function-name", "parameters":' in prompt
+    past = (
+        *USER,
+        Message(role="assistant", tool_calls=(ToolCall(id="1", name="get_weather", arguments='{"city": "Rome"}'),)),
+        Message(role="tool", content="31", tool_call_id="1"),
+    )
+    prompt = conversations.render(asked(messages=past, tools=(WEATHER,)))
+    assert '{"name": "get_weather", "parameters": {"city": "Rome"}}' in prompt
+    assert "<tool_response>\n31\n</tool_response>" in prompt
+    system = (Message(role="system", content="Be short."), *USER)
+    assert "Be short.\n\nYou can call" in conversations.render(asked(messages=system, tools=(WEATHER,)))
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        ("mistral_list", True),
+        ("mistral_args", True),
+        ("phi4mini", True),
+        ("qwen25", False),
+        ("llama31", True),
+        ("gemma3", False),
+    ],
+)
+def test_control_tokens_are_asked_for_where_calls_are_marked_with_them(name, special):
+    prepared = talk(name).prepare(asked(tools=(WEATHER,)))
+    assert prepared.parser is not None
+    assert prepared.parser.special_tokens is special
+
+
+def test_markers_that_are_control_tokens_stand_in_the_grammar_by_number():
+    prepared = talk("mistral_args").prepare(asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="required")))
+    assert isinstance(prepared.constraint, Lark)
+    assert "<[10]>" in prepared.constraint.source
+    assert "<[11]>" in prepared.constraint.source
+
+
+def test_grammars_of_the_same_tools_are_made_once():
+    conversations = talk("qwen25")
+    first, second = (conversations.prepare(asked(tools=(WEATHER,))).constraint for _ in range(2))
+    assert first is second is not None
+
+
+def test_a_constraint_waits_for_reasoning_that_the_template_knows():
+    plain = JsonSchema({"type": "boolean"})
+    assert talk("qwen25").prepare(asked(constraint=plain)).constraint is plain
+    off = talk("qwen3").prepare(asked(constraint=plain, template_options={"enable_thinking": False}))
+    assert off.constraint is plain
+    assert isinstance(talk("qwen3").prepare(asked(constraint=plain)).constraint, Lark)
+
+
+def test_reasoning_that_the_prompt_has_opened():
+    prepared = talk("deepseek_r1").prepare(asked())
+    assert prepared.prompt.endswith("<think>\n")
+    assert prepared.parser is not None
+    events = [*prepared.parser.feed("hm</think>\n\nYes"), *prepared.parser.finish()]
+    assert events == [ReasoningDelta("hm"), TextDelta("Yes")]
+
+
+def walk(constraints: Any, vocab: Any, constraint: Any, seed: int) -> str:
+    rng = np.random.default_rng(seed)
+    matcher = constraints.compile(constraint, vocab).start()
+    text = b""
+    for _ in range(600):
+        forced = list(matcher.forced())
+        if not forced:
+            logits = np.zeros(vocab.n_vocab, np.float32)
+            matcher.mask_into(logits)
+            forced = [int(rng.choice(np.flatnonzero(logits == 0)))]
+        for token in forced:
+            if token in vocab.eos_tokens:
+                return text.decode()
+            assert matcher.accept(token)
+            text += vocab.piece(token, special=True)
+        if matcher.is_done:
+            return text.decode()
+    raise AssertionError("it does not end")
+
+
+def parsed(parser: Any, text: str) -> list[Any]:
+    return [*parser.feed(text), *parser.finish()]
+
+
+TEMPLATES = ["qwen25", "llama31", "mistral_list", "mistral_args", "gemma3", "phi4mini", "hermes3", "smollm2", "smollm3"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("mode", ["required", "named"])
+def test_whatever_a_required_call_s_grammar_allows_is_read_as_calls(constraints, vocab, name, mode):
+    choice = ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
+    request = asked(tools=(WEATHER, PING), tool_choice=choice, template_options={"enable_thinking": False})
+    for seed in range(8):
+        prepared = talk(name, vocab).prepare(request)
+        text = walk(constraints, vocab, prepared.constraint, seed)
+        events = parsed(prepared.parser, text)
+        calls = [event for event in events if isinstance(event, ToolCallDelta) and event.name]
+        assert all(isinstance(event, ToolCallDelta) for event in events), text
+        assert 1 <= len(calls) <= 8
+        assert len(calls) == 1 or mode == "required"
+        assert {call.name for call in calls} <= ({"get_weather"} if mode == "named" else {"get_weather", "ping"})
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+def test_required_calls_wait_for_reasoning(constraints, vocab, name):
+    prepared = talk(name, vocab).prepare(asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="required")))
+    matcher = constraints.compile(prepared.constraint, vocab).start()
+    thought = "Let me think.\n</think>\n\n" if name == "deepseek_r1" else "<think>\nhm\n</think>\n\n"
+    for token in vocab.tokenize(thought):
+        assert matcher.accept(token)
+    forced = b"".join(map(vocab.piece, matcher.forced())).decode()
+    assert forced.startswith("<")
+    assert "call" in forced
+
+
+@pytest.mark.parametrize("name", ["qwen25", "mistral_list"])
+def test_a_free_call_that_has_begun_has_to_be_finished_well(constraints, vocab, name):
+    prepared = talk(name, vocab).prepare(asked(tools=(WEATHER,)))
+    matcher = constraints.compile(prepared.constraint, vocab).start()
+    marker = "<tool_call>" if name == "qwen25" else "[TOOL_CALLS]"
+    for token in vocab.tokenize("Let me see. " + marker):
+        assert matcher.accept(token)
+    assert b"name" in b"".join(map(vocab.piece, matcher.forced()))
+    assert not any(matcher.accept(end) for end in vocab.eos_tokens)
+
+
+def test_plain_text_stays_allowed_where_calls_are_free(constraints, vocab):
+    prepared = talk("qwen25", vocab).prepare(asked(tools=(WEATHER,)))
+    matcher = constraints.compile(prepared.constraint, vocab).start()
+    for token in vocab.tokenize('Just words, a < b, {"json": 1} and <tool.'):
+        assert matcher.accept(token)
+    assert matcher.accept(vocab.eos_tokens[0])
+
+
+@pytest.mark.parametrize("constraint", [JsonSchema({"type": "boolean"}), Choice(("yes", "no")), Regex("[ab]c")])
+def test_other_constraints_stand_behind_reasoning(constraints, vocab, constraint):
+    prepared = talk("qwen3", vocab).prepare(asked(constraint=constraint))
+    seen = set()
+    for seed in range(6):
+        matcher = constraints.compile(prepared.constraint, vocab).start()
+        for token in vocab.tokenize("<think>\nhm\n</think>\n\n") if seed % 2 else ():
+            assert matcher.accept(token)
+        seen.add(bool(seed % 2))
+    assert seen == {True, False}
+
+
+def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
+    events = list(engine.submit(asked(sampling=Sampling(temperature=1.0, seed=3), **fields)))
+    return events[:-1], events[-1]
+
+
+@pytest.mark.model
+def test_the_model_calls_what_it_has_to(engine):
+    for mode, name in (("required", ""), ("named", "get_weather")):
+        events, finished = run(engine, tools=(WEATHER, PING), tool_choice=ToolChoice(mode=mode, name=name), max_tokens=400)
+        calls = [event for event in events if isinstance(event, ToolCallDelta) and event.name]
+        assert finished.reason == "tool_calls"
+        assert calls
+        assert not any(isinstance(event, TextDelta) for event in events)
+        assert name in ("", calls[0].name)
+
+
+@pytest.mark.model
+def test_the_model_may_answer_in_words(engine):
+    events, finished = run(engine, tools=(WEATHER,), tool_choice=ToolChoice(mode="none"), max_tokens=8)
+    assert finished.reason in ("stop", "length")
+    assert not any(isinstance(event, ToolCallDelta) for event in events)
