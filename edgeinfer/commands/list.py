@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import ClassVar
 
 import msgspec
@@ -11,6 +12,7 @@ from edgeinfer.catalog.models import Catalog, Model, load_catalog
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.commands.table import table
 from edgeinfer.result import Result
+from edgeinfer.snapshots.format import generations, model_part, safe_name
 from edgeinfer.units import bytes_words
 
 
@@ -87,7 +89,7 @@ def _pulled(model: PulledModel, catalog: Catalog, counts: dict[str, int]) -> Lis
         pulled=True,
         in_place=model.in_place,
         size_bytes=model.size_bytes,
-        snapshots=counts.get(model.name, 0),
+        snapshots=counts.get(safe_name(model.name), 0),
     )
 
 
@@ -111,4 +113,5 @@ def parameters_words(n_params: int) -> str:
 
 
 def _snapshot_counts() -> dict[str, int]:
-    return {}
+    """Snapshots by the part of their names that says the model."""
+    return Counter(model_part(name) for name in generations())

@@ -1,12 +1,15 @@
-"""`edgeinfer rm`: remove models, finished or half fetched."""
+"""`edgeinfer rm`: remove models, finished or half fetched, and the snapshots made of them."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.catalog.remove import Removed, remove
 from edgeinfer.result import Result
+from edgeinfer.snapshots.format import generations, model_part, safe_name
+from edgeinfer.snapshots.prune import remove as remove_snapshot
 from edgeinfer.units import bytes_words
 
 
@@ -16,9 +19,12 @@ class RmResult(Result, frozen=True, kw_only=True):
     kind: ClassVar[str] = "rm"
 
     removed: tuple[Removed, ...]
+    snapshots: tuple[str, ...] = ()
 
     def human(self) -> str:
-        return "\n".join(_line(one) for one in self.removed)
+        lines = [_line(one) for one in self.removed]
+        lines += [f"its snapshot {name} is removed" for name in self.snapshots]
+        return "\n".join(lines)
 
 
 def _line(one: Removed) -> str:
@@ -29,4 +35,20 @@ def _line(one: Removed) -> str:
 
 def rm(options: argparse.Namespace) -> RmResult:
     """Raises UnknownModelError, ModelNotPulledError, ModelBusyError; models before the failing one are gone then."""
-    return RmResult(removed=tuple(remove(text, forget=options.forget) for text in options.models))
+    removed, snapshots = [], []
+    for text in options.models:
+        one = remove(text, forget=options.forget)
+        removed.append(one)
+        snapshots += _without_model(one.name)
+    return RmResult(removed=tuple(removed), snapshots=tuple(snapshots))
+
+
+def _without_model(name: str) -> list[str]:
+    """Remove the snapshots of a model that is gone: they could not be resumed. Returns their names."""
+    gone = []
+    for snapshot, folders in generations().items():
+        if model_part(snapshot) == safe_name(name):
+            for folder in folders:
+                remove_snapshot(Path(folder))
+            gone.append(snapshot)
+    return gone

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer import paths
 from edgeinfer.catalog.progress import Job, PullProgress
 from edgeinfer.catalog.store import list_pulled
 from edgeinfer.cli import main
 from edgeinfer.commands.progress import PlainLines, line, progress_on
+from edgeinfer.snapshots.format import MANIFEST
 
 
 @pytest.fixture
@@ -53,6 +55,18 @@ def test_pull_list_show_rm(local: Path, capsys) -> None:
     removed = result(capsys, "rm", "mine")["removed"]
     assert removed[0]["name"] == "mine"
     assert result(capsys, "list", "--pulled")["models"] == []
+
+
+def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys) -> None:
+    root = paths.private_dir(paths.snapshots_dir())
+    for name in ("mine@01", "mine,ctx512@02", "mine+Q8_0@03", "minest@04"):
+        (root / name).mkdir(mode=0o700)
+        (root / name / MANIFEST).touch(mode=0o600)
+    main(["pull", str(local), "--name", "mine", "--quiet"])
+    capsys.readouterr()
+    assert result(capsys, "list", "--pulled")["models"][0]["snapshots"] == 2
+    assert sorted(result(capsys, "rm", "mine")["snapshots"]) == ["mine", "mine,ctx512"]
+    assert sorted(path.name for path in root.iterdir()) == ["mine+Q8_0@03", "minest@04"]
 
 
 def test_words(local: Path, capsys) -> None:
