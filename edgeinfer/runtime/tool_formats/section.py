@@ -81,7 +81,7 @@ class Section:
         if literal:
             self._at += len(literal)
             if literal == self._end:
-                self._over()
+                self._close()
         elif rest[0] == "{" and (self._name or not self._form.named):
             self._begin_object()
         elif self._form.named and not self._name and not rest[0].isspace():
@@ -201,6 +201,10 @@ class Section:
         """The end of the section; what is behind the cursor is outside of it."""
         self._done_to = self._at
         self.is_over = True
+
+    def _close(self) -> None:
+        """The closing marker; of a section without a call it is text, like all before it."""
+        self._over() if self._done_to else self._stop()
 
     def _stop(self) -> None:
         """What follows is no call. After a whole call that is the section's end, before one its failure."""

@@ -100,7 +100,8 @@ CALLS = [
     (
         "deepseek",
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```'
-        '<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        '<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [PARIS, ("call", 1, "add", '{"a": 1}')],
     ),
     ("generic", '[{"name": "add", "arguments": {"a": 1}}]', [("call", 0, "add", '{"a": 1}')]),
@@ -137,6 +138,8 @@ TEXTS = [
     ("gemma", "```tool_code\nimport os\n```"),
     ("gemma", "```tool_code\n__import__('os').system('x')\n```"),
     ("generic", '```json\n{"name": "nobody"}\n```'),
+    ("hermes", "<tool_call>\n</tool_call>\n"),
+    ("generic", "```json```"),
 ]
 
 
@@ -169,27 +172,26 @@ def test_text_without_markers_goes_through_unchanged(family, text, places):
     assert read(family, *cut(text, places)) == ([("text", text)] if text else [])
 
 
-_FRAGMENTS = st.sampled_from(
-    sorted({lit for form in FAMILIES.values() for lit in (*form.literals, *form.name_ends)})
-    + [
-        '{"name": "add"',
-        ', "arguments": {"a": 1}}',
-        "add",
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        "\\",
-        "\n",
-        " ",
-        "é",
-        "```",
-        "add(a=1)",
-        "<",
-        ",",
-    ]
+_LITERALS = sorted({literal for form in FAMILIES.values() for literal in (*form.literals, *form.name_ends)})
+_PIECES = (
+    '{"name": "add"',
+    ', "arguments": {"a": 1}}',
+    "add",
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    "\n",
+    " ",
+    "é",
+    "```",
+    "add(a=1)",
+    "<",
+    ",",
 )
+_FRAGMENTS = st.sampled_from([*_LITERALS, *_PIECES])
 
 
 @settings(max_examples=500, deadline=None)
