@@ -7,7 +7,6 @@ whose libraries it copied, CRIU's packages, and the three that have no package o
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.metadata
 import json
 import os
@@ -125,7 +124,7 @@ def _licence(dist: importlib.metadata.Distribution) -> str:
 def _debian(collected: set[Path], texts: Path) -> list[Component]:
     """Packages of the libraries and modules that came from the system."""
     files = sorted(str(p) for p in collected if str(p).startswith(("/lib/", "/usr/lib/")))
-    packages = {p for f in files if (p := _owner(f))}
+    packages = _owners(files)
     found = []
     for package in sorted(packages):
         fields = "${Version}\\t${source:Package}\\t${source:Version}"
@@ -138,15 +137,11 @@ def _debian(collected: set[Path], texts: Path) -> list[Component]:
     return found
 
 
-@functools.cache
-def _owner(file: str) -> str:
-    """The package of a file, whichever of /lib and /usr/lib it was installed as."""
-    real = os.path.realpath(file)
-    for path in (file, real, real.removeprefix("/usr")):
-        out = subprocess.run(["dpkg-query", "-S", path], capture_output=True, text=True, check=False).stdout
-        if out:
-            return out.partition(": ")[0].split(",")[0]
-    return ""
+def _owners(files: list[str]) -> set[str]:
+    """The packages of files, whichever of /lib and /usr/lib they were installed as."""
+    spellings = {p for f in files for r in (f, os.path.realpath(f)) for p in (r, r.removeprefix("/usr"), f"/usr{r}")}
+    out = subprocess.run(["dpkg-query", "-S", *sorted(spellings)], capture_output=True, text=True, check=False).stdout
+    return {line.partition(": ")[0].split(",")[0] for line in out.splitlines() if not line.startswith("diversion ")}
 
 
 def _debian_licence(text: Path) -> str:
