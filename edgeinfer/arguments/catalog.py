@@ -97,6 +97,7 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
     parser.add_argument("--pure", action="store_true", help="the same type for every tensor")
     parser.add_argument("--keep-output", action="store_true", help="leave the output tensor as it is")
+    parser.add_argument("--imatrix", default="", metavar="FILE", help="importance matrix in GGUF form; some types need one")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads; 0 takes all we may use")
     parser.add_argument("--no-perplexity", action="store_true", help="do not measure the perplexity of both")
     _add_common(parser, progress=True)

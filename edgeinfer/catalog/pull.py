@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import gguf, pins, sources, store
-from edgeinfer.catalog.disk import flush, sha256_of
+from edgeinfer.catalog.disk import flush, room_errors, sha256_of
 from edgeinfer.catalog.fetching import Fetched, fetch
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
@@ -56,7 +57,7 @@ def pull(
     options = options or PullOptions()
     job = Job(progress, cancel, options.patience)
     todo = plan(text, load_catalog(), options.name)
-    with model_lock(todo.ref):
+    with _plain_words(), room_errors(paths.models_dir()), model_lock(todo.ref):
         here = None if options.again else _already_here(todo, job)
         if here is not None:
             return here
@@ -68,6 +69,16 @@ def pull(
         finally:
             with suppress(OSError):
                 work.rmdir()  # only when nothing was fetched
+
+
+@contextmanager
+def _plain_words() -> Iterator[None]:
+    """What the disk refuses (no permission, read-only) as an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise CatalogError(f"{place}{error.strerror or error}", hint="check who may write to the data directory") from error
 
 
 def _already_here(todo: Plan, job: Job) -> PulledModel | None:
@@ -131,12 +142,16 @@ def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None
     """Hash, compare with every digest known, check the header. A file with the wrong bytes is set aside as `.bad`."""
     size = one.path.stat().st_size
     job.begin("verifying", one.file_name, total=size, index=one.index, n_files=one.n_files)
+    whole = todo if one.n_files == 1 else None  # the catalogue's figures are of a single file
+    if whole and whole.size_bytes and size != whole.size_bytes:
+        raise ChecksumError(f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}; {_set_aside(one, work)}")
     found = sha256_of(one.path, job)
-    for expected, who in (
+    promises = (
         (one.sha256, "its source"),
-        (todo.sha256, "the catalogue"),
+        (whole.sha256 if whole else "", "the catalogue"),
         (_pin(todo, source, one), "its first pull"),
-    ):
+    )
+    for expected, who in promises:
         if expected and found != expected:
             kept = _set_aside(one, work)
             raise ChecksumError(f"{one.file_name} of {source} has SHA-256 {found}, not {expected} as {who} says; {kept}")

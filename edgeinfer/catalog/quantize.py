@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer import paths
-from edgeinfer.catalog import children, gguf, names, store
+from edgeinfer.catalog import children, gguf, imatrix, names, store
 from edgeinfer.catalog.disk import flush, sha256_of
 from edgeinfer.catalog.fetching import Fetched
 from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
@@ -33,13 +33,14 @@ FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`name` instead of `NAME:TYPE`; `pure` gives every tensor the same type; `keep_output` leaves the output tensor.
 
-    `score_tokens` bounds how much of the text is scored; 0 takes all of it.
+    `imatrix` is the path of an importance matrix. `score_tokens` bounds how much of the text is scored; 0 takes all of it.
     """
 
     name: str | None = None
     pure: bool = False
     keep_output: bool = False
     threads: int = 0
+    imatrix: str = ""
     perplexity: bool = True
     score_tokens: int = 0
 
@@ -123,6 +124,8 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
         "pure": options.pure,
         "keep_output": options.keep_output,
         "threads": options.threads,
+        "imatrix": options.imatrix,
+        "spans": imatrix.spans(Path(options.imatrix)) if options.imatrix else [],
     }
     job.begin("quantizing", f"{source.name} → {FILE_TYPES[kind]}")
     said: dict[str, object] = {}
@@ -145,8 +148,8 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
         return DiskFullError(f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file: {message}")
     if "imatrix" in message or "importance matrix" in message:
         return QuantizeError(
-            f"{FILE_TYPES[kind]} needs an importance matrix, which this program does not make",
-            hint="take a type that does without: Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q5_K_M, Q6_K or Q8_0",
+            f"{FILE_TYPES[kind]} needs an importance matrix that knows every tensor",
+            hint="give one with --imatrix FILE.gguf, or take a type that does without: Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q8_0",
         )
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
 

@@ -18,8 +18,11 @@ import msgspec
 from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.errors import UsageError
 
+#: What a repository without a quantization means, as to most programs of this kind.
+DEFAULT_QUANT = "Q4_K_M"
+
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_HF = re.compile(rf"(?:hf:)?(?P<repo>{_PART}/{_PART})(?:@(?P<rev>[A-Za-z0-9._/-]+?))?(?::(?P<quant>\w+)|/(?P<path>[^:@]+))")
+_HF = re.compile(rf"(?:hf:)?(?P<repo>{_PART}/{_PART})(?:@(?P<rev>[A-Za-z0-9._/-]+?))?(?::(?P<quant>\w+)|/(?P<path>[^:@]+))?")
 _WHEEL = re.compile(r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<path>.+)")
 
 
@@ -132,11 +135,12 @@ def _hub(text: str) -> HubFile | HubQuant:
             hint="hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, file:/…, or wheel:NAME==VERSION/PATH",
         )
     revision = _safe(match["rev"], text) if match["rev"] else "main"
-    if match["quant"]:
-        if file_type(match["quant"]) is None:
-            raise UsageError(f"{match['quant']!r} in {text!r} is no quantization")
-        return HubQuant(match["repo"], match["quant"].upper(), revision)
-    return HubFile(match["repo"], _safe(match["path"], text), revision)
+    if match["path"]:
+        return HubFile(match["repo"], _safe(match["path"], text), revision)
+    quant = match["quant"] or DEFAULT_QUANT
+    if file_type(quant) is None:
+        raise UsageError(f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them")
+    return HubQuant(match["repo"], quant.upper(), revision)
 
 
 def looks_like_source(text: str) -> bool:

@@ -62,6 +62,7 @@ def quantize_model(options: argparse.Namespace) -> QuantizeResult:
         pure=options.pure,
         keep_output=options.keep_output,
         threads=options.threads,
+        imatrix=options.imatrix,
         perplexity=not options.no_perplexity,
     )
     with progress_on(quiet=options.quiet) as report:

@@ -16,6 +16,7 @@ from typing import Any
 
 import llama_cpp
 import msgspec
+import numpy as np
 
 from edgeinfer.runtime import native
 from edgeinfer.runtime.child import die_with_parent, say
@@ -27,6 +28,16 @@ _FAILED = re.compile(r"failed to quantize: (.*)")
 _HEADER_BYTES = 64 << 20
 
 
+class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Where an importance matrix keeps one tensor's figures: byte offsets and numbers of 32-bit floats, already checked."""
+
+    name: str
+    sums_offset: int
+    n_sums: int
+    counts_offset: int
+    n_counts: int
+
+
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
     """What to do. `ftype` is a llama_ftype; `pure` gives every tensor the same type; 0 threads means all we may use."""
 
@@ -36,6 +47,8 @@ class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
     pure: bool = False
     keep_output: bool = False
     threads: int = 0
+    imatrix: str = ""
+    spans: tuple[ImatrixSpan, ...] = ()
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +65,10 @@ def main(argv: list[str]) -> int:
         return say(1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free")
     say(event="planned", bytes=planned)
     heard.append("live")
-    if _run(job, _params(job)) != 0:
+    params, kept = _params(job), _imatrix(job)
+    if kept:
+        params.imatrix = kept[0]
+    if _run(job, params) != 0:
         return say(1, event="error", kind="refused", message=_reason(heard))
     return say(0, event="done")
 
@@ -74,6 +90,22 @@ def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
     params.pure = job.pure
     params.dry_run = dry
     return params
+
+
+def _imatrix(job: QuantizeJob) -> list[Any]:
+    """The importance matrix as llama.cpp takes it, first, and what its pointers point to; [] without one."""
+    if not job.spans:
+        return []
+    table = (llama_cpp.llama_model_imatrix_data * (len(job.spans) + 1))()  # the last one stays empty: it ends the table
+    kept: list[Any] = [table]
+    for row, span in zip(table, job.spans, strict=False):
+        sums = np.fromfile(job.imatrix, np.float32, span.n_sums, offset=span.sums_offset).reshape(span.n_counts, -1)
+        counts = np.fromfile(job.imatrix, np.float32, span.n_counts, offset=span.counts_offset)[:, None]
+        means = np.divide(sums, counts, out=np.ones_like(sums), where=counts > 0)
+        row.name, row.size = span.name.encode(), means.size
+        row.data = means.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        kept.append(means)
+    return kept
 
 
 def _run(job: QuantizeJob, params: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -99,6 +100,31 @@ def test_types_that_need_an_importance_matrix_say_so(gemma: str, kind: str) -> N
     with pytest.raises(QuantizeError, match="importance matrix"):
         quantize(gemma, kind, options=QuantizeOptions(perplexity=False))
     assert store.find_pulled(f"gemma:{kind}") is None
+
+
+def importance(model: Path, place: Path, make_gguf, *, wrong: bool = False) -> str:
+    """An importance matrix that finds every value equally important."""
+    rows = {t.name: t.shape[0] for t in check(model).tensors if len(t.shape) == 2 and t.name.startswith("blk.")}
+    tensors = [pair for name, n in rows.items() for pair in ((f"{name}.in_sum2", n), (f"{name}.counts", 24 if wrong else 8))]
+    content = bytearray(make_gguf(entries=[], tensors=tensors))
+    data = sum(4 * n for _, n in tensors)
+    content[-data:] = struct.pack("<f", 1.0) * (data // 4)
+    place.write_bytes(content)
+    return str(place)
+
+
+def test_an_importance_matrix_allows_them(gemma: str, gemma3: Path, tmp_path: Path, make_gguf) -> None:
+    matrix = importance(gemma3, tmp_path / "imatrix.gguf", make_gguf)
+    done = quantize(gemma, "IQ2_XXS", options=QuantizeOptions(perplexity=False, imatrix=matrix))
+    assert "IQ2_XXS" in {tensor.type for tensor in check(done.model.paths[0]).tensors}
+
+
+def test_what_is_no_importance_matrix(gemma: str, gemma3: Path, tmp_path: Path, make_gguf) -> None:
+    with pytest.raises(InvalidGgufError, match="no importance matrix"):
+        quantize(gemma, "IQ2_XXS", options=QuantizeOptions(imatrix=str(gemma3)))
+    wrong = importance(gemma3, tmp_path / "imatrix.gguf", make_gguf, wrong=True)
+    with pytest.raises(InvalidGgufError, match="do not fit"):
+        quantize(gemma, "IQ2_XXS", options=QuantizeOptions(imatrix=wrong))
 
 
 def test_every_type_is_offered(capsys) -> None:

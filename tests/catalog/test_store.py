@@ -14,6 +14,7 @@ from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.catalog.remove import remove
 from edgeinfer.errors import (
     CatalogError,
+    ChecksumError,
     InvalidGgufError,
     ModelBusyError,
     ModelNotPulledError,
@@ -81,6 +82,20 @@ def test_what_cannot_be_imported(tmp_path: Path, local: Path) -> None:
     with pytest.raises(UsageError, match="the catalogue has a model called"):
         pull(str(same))
     assert store.list_pulled() == []
+
+
+def test_a_size_that_is_not_the_catalogues(local: Path, user_models) -> None:
+    user_models(f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\nsize-bytes = 5\n')
+    with pytest.raises(ChecksumError, match="not 5"):
+        pull("mine")
+    assert store.list_pulled() == []
+
+
+def test_a_folder_that_cannot_be_written(local: Path) -> None:
+    paths.data_dir().parent.mkdir(parents=True, exist_ok=True)
+    paths.data_dir().write_text("a file where the folder should be")
+    with pytest.raises(CatalogError, match=r"File exists|Not a directory"):
+        pull(str(local))
 
 
 def test_split_local_files(tmp_path: Path, make_gguf) -> None:

@@ -1,0 +1,44 @@
+"""Importance matrices in llama.cpp's GGUF form: found and checked here, read by the quantizer's process.
+
+For every tensor `NAME` such a file has `NAME.in_sum2` (sums of squared activations, one row an expert) and `NAME.counts`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgeinfer.catalog import gguf
+from edgeinfer.catalog.gguf import TensorInfo
+from edgeinfer.errors import InvalidGgufError
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+
+#: (tensor's name, offset of the sums, how many, offset of the counts, how many); offsets in bytes from the file's start.
+Span = tuple[str, int, int, int, int]
+
+
+def spans(path: Path) -> list[Span]:
+    """Every tensor's figures in the importance matrix at `path`.
+
+    Raises InvalidGgufError when it is no GGUF, or has no figures, or their shapes do not fit each other.
+    """
+    header = gguf.read_header(path)
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    found = [
+        _span(name.removesuffix(_SUMS), sums, tensors.get(name.removesuffix(_SUMS) + _COUNTS), path)
+        for name, sums in tensors.items()
+        if name.endswith(_SUMS)
+    ]
+    if not found:
+        raise InvalidGgufError(
+            f"{path} is no importance matrix: it has no tensors called …{_SUMS}",
+            hint="take the one in GGUF form (imatrix.gguf)",
+        )
+    return found
+
+
+def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) -> Span:
+    fits = counts is not None and counts.n_elements > 0 and sums.n_elements % counts.n_elements == 0
+    if counts is None or not fits or (sums.type, counts.type) != ("F32", "F32"):
+        raise InvalidGgufError(f"{path}: the figures of {name} do not fit each other")
+    return name, sums.offset, sums.n_elements, counts.offset, counts.n_elements
