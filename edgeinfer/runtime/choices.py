@@ -20,6 +20,11 @@ _AUTO_MIN_TOKENS = 4096
 _AUTO_MAX_TOKENS = 32_768
 #: llama.cpp pads a context to this many cells.
 _CELL_STEP = 256
+#: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by row: Q4_1, Q5_1,
+#: Q3_K, and the small IQ and TQ types. They gain nothing from large micro-batches.
+_DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
+#: llama.cpp's attention takes its tiled kernel from 64 tokens on, which is the slower one for such models.
+_SMALL_UBATCH = 60
 #: Cells of the shared KV cache that every sequence can count on when all are busy.
 _CELLS_PER_SEQUENCE = 1024
 
@@ -145,6 +150,13 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
     if wanted <= n_ctx or fits <= n_ctx:
         return Chosen(_padded(n_ctx), "one full context, shared by all sequences")
     return Chosen(_padded(min(wanted, fits)), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
+
+
+def choose_ubatch(n_batch: int, n_seq_max: int, file_type: int) -> Chosen:
+    """Tokens llama.cpp computes at a time; a batch is cut into these. Measured in decision 020."""
+    if file_type in _DOT_ONLY and n_seq_max <= _SMALL_UBATCH < n_batch:
+        return Chosen(_SMALL_UBATCH, "weights of this type are multiplied row by row, and small attention is faster")
+    return Chosen(n_batch, "the whole batch at a time")
 
 
 def _padded(n: int) -> int:

@@ -10,6 +10,7 @@ from edgeinfer.runtime import native
 from edgeinfer.runtime.batch import Batch
 from edgeinfer.runtime.constraints import Constraints
 from edgeinfer.runtime.dialogue import load_conversations
+from edgeinfer.runtime.draft import DraftModel
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kvcache import KvCache, LlamaMemory
@@ -58,6 +59,8 @@ class LlamaEngine:
             n_ctx=loaded.n_ctx,
             max_draft=MAX_DRAFT,
         )
+        self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
+        self._preparer.draft_model = self._draft
         self._info = _info(files, loaded, self._lora, self._conversations, self._embedder)
         self._closed = False
 
@@ -150,6 +153,8 @@ class LlamaEngine:
         self._loop.stop()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
+        if self._draft is not None:
+            self._draft.park()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
         """After a restore: decode with `n_threads` (0 keeps the count) and stir `entropy` into every seed drawn."""
@@ -158,6 +163,8 @@ class LlamaEngine:
             self._loaded.n_threads = n_threads
             native.lib().llama_set_n_threads(self._loaded.context, n_threads, n_threads)
             self._embedder.set_threads(n_threads)
+            if self._draft is not None:
+                self._draft.set_threads(n_threads)
 
     def close(self) -> None:
         """Cancel everything and free the model. Idempotent."""
@@ -166,6 +173,8 @@ class LlamaEngine:
         self._closed = True
         self._loop.close()
         self._embedder.close()
+        if self._draft is not None:
+            self._draft.close()
         self._loaded.free()
 
 

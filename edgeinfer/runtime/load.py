@@ -18,6 +18,7 @@ from edgeinfer.runtime.choices import (
     choose_context,
     choose_parallel,
     choose_threads,
+    choose_ubatch,
     read_machine,
 )
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -178,6 +179,8 @@ def _with_context(model: Any, options: LoadOptions, machine: Machine, progress: 
     n_outputs = max(n_seq_max, min(n_batch, parallel.value * (1 + MAX_DRAFT)))
     params = context_params(options, cells.value, n_batch, n_seq_max, threads.value)
     params.n_outputs_max = n_outputs
+    ubatch = choose_ubatch(n_batch, n_seq_max, int(meta.get("general.file_type", -1)))
+    params.n_ubatch = ubatch.value
     context, lines = make_context(model, params)
     return Loaded(
         model=model,
@@ -201,6 +204,7 @@ def _with_context(model: Any, options: LoadOptions, machine: Machine, progress: 
             "n_parallel": parallel,
             "n_ctx": n_ctx,
             "n_cells": cells,
+            "n_ubatch": ubatch,
             "repack": _repack_choice(options),
             "gpu_layers": _gpu_choice(options),
             "flash_attention": _flash_choice(options, lines),
@@ -214,7 +218,7 @@ def _compute_estimate(n_vocab: int, n_batch: int, n_embd: int) -> int:
 
 
 def context_params(options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int) -> Any:
-    """Parameters of a context: unified KV cache, every batch one micro-batch, no timers of llama.cpp's own."""
+    """Parameters of a context: unified KV cache, no timers of llama.cpp's own."""
     llama = native.lib()
     params = llama.llama_context_default_params()
     params.n_ctx = n_cells

@@ -14,6 +14,7 @@ import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
 from edgeinfer.runtime.constraint_api import CompiledConstraint, Compiler, Lark, Matcher
+from edgeinfer.runtime.draft import DraftModel
 from edgeinfer.runtime.kvcache import common_prefix
 from edgeinfer.runtime.lora import LoraAdapters
 from edgeinfer.runtime.options import ModelFiles
@@ -56,7 +57,7 @@ class Preparer:
         self._files, self._vocab, self._conversations, self._constraints = files, vocab, conversations, constraints
         self._lora, self._n_ctx, self._max_draft = lora, n_ctx, max_draft
         self.seeds = Seeds()
-        self.draft_model: Drafter | None = None
+        self.draft_model: DraftModel | None = None
 
     def sequence(self, request: GenerateRequest) -> Sequence:
         """A sequence ready to be queued. Raises InvalidRequestError and its kin."""
@@ -139,7 +140,7 @@ class Preparer:
         if request.speculative == "off":
             return None
         if self.draft_model is not None and request.speculative != "ngram":
-            return self.draft_model
+            return self.draft_model.drafter()
         return NgramDrafter()
 
     def _max_tokens(self, request: GenerateRequest, n_prompt: int) -> int:

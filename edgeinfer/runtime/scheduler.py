@@ -144,8 +144,8 @@ class Scheduler:
             resident, seq.resident = seq.resident, None
             self.kv.release(resident, keep=keep)
         self._book(seq)
+        self.on_end(seq)  # before the consumer learns of it, who may look at the metrics then
         farewell(seq)
-        self.on_end(seq)
 
     def _book(self, seq: Sequence) -> None:
         c = self.counters

@@ -160,12 +160,16 @@ class Sequence:
         self.stream.put(
             Finished(reason=reason, usage=self.usage(), timings=self.timings(), stop_sequence=self.output.stopped_by)
         )
-        self.sampler.close()
+        self._free()
 
     def fail(self, error: EngineError) -> None:
         """End with an error, raised from the consumer's iteration."""
         self.stream.put(error)
+        self._free()
+
+    def _free(self) -> None:
         self.sampler.close()
+        self.drafting.close()
 
     def usage(self) -> Usage:
         return Usage(

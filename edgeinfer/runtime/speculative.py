@@ -6,6 +6,7 @@ and without; only the time differs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,6 +21,9 @@ class Drafter(Protocol):
     """Guesses what comes after `tokens`."""
 
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]: ...
+
+    def close(self) -> None:
+        """Free what it holds. Idempotent."""
 
 
 class NgramDrafter:
@@ -43,6 +47,10 @@ class NgramDrafter:
         place = self._follows.get(tuple(tokens[n - _NGRAM : n]))
         return [] if place is None else list(tokens[place : place + limit])
 
+    def close(self) -> None:
+        """Forget the text."""
+        self._follows.clear()
+
 
 class StepCosts:
     """What a decode step costs by how many tokens it computes: a running mean, shared by all sequences. Seconds."""
@@ -59,11 +67,6 @@ class StepCosts:
         """Seconds of a step of `n_tokens` decode tokens; None while it was never measured."""
         return self._mean.get(n_tokens)
 
-    def ratio(self, n_tokens: int, extra: int) -> float | None:
-        """How much longer a step is with `extra` more tokens; None while it was never measured."""
-        plain, longer = self._mean.get(n_tokens), self._mean.get(n_tokens + extra)
-        return None if plain is None or longer is None else longer / plain
-
 
 class Drafting:
     """One sequence's guessing: its drafter, what came of it, and whether to go on."""
@@ -72,6 +75,7 @@ class Drafting:
         self._drafter, self._limit = drafter, limit
         self._rest = 0
         self._trial_drafted = self._trial_accepted = self._trial_steps = 0
+        self._trial_s = 0.0
         self.drafted = self.accepted = 0
 
     def propose(self, tokens: Sequence[int], room: int) -> list[int]:
@@ -81,7 +85,10 @@ class Drafting:
         if self._rest:
             self._rest -= 1
             return []
-        return self._drafter.draft(tokens, min(self._limit, room))
+        began = time.perf_counter()
+        guesses = self._drafter.draft(tokens, min(self._limit, room))
+        self._trial_s += time.perf_counter() - began
+        return guesses
 
     def settle(self, drafted: int, accepted: int, costs: StepCosts, n_tokens: int) -> None:
         """Book a step's outcome; `n_tokens` is what the step would have computed without guesses."""
@@ -92,9 +99,20 @@ class Drafting:
         self._trial_steps += 1
         if self._trial_drafted < _TRIAL:
             return
-        per_step = self._trial_drafted / self._trial_steps
-        ratio = costs.ratio(n_tokens, max(1, round(per_step)))
-        gain = 1.0 + self._trial_accepted / self._trial_steps
-        if ratio is not None and gain < ratio:
-            self._rest = _REST_STEPS
+        self._rest = _REST_STEPS if self._loses(costs, n_tokens) else 0
         self._trial_drafted = self._trial_accepted = self._trial_steps = 0
+        self._trial_s = 0.0
+
+    def _loses(self, costs: StepCosts, n_tokens: int) -> bool:
+        """Whether the tokens gained in this trial cost more time than steps without guesses would have taken."""
+        extra = max(1, round(self._trial_drafted / self._trial_steps))
+        plain, longer = costs.mean(n_tokens), costs.mean(n_tokens + extra)
+        if plain is None or longer is None:
+            return False
+        gain = 1.0 + self._trial_accepted / self._trial_steps
+        return longer + self._trial_s / self._trial_steps > gain * plain
+
+    def close(self) -> None:
+        """Free what the drafter holds. Idempotent."""
+        if self._drafter is not None:
+            self._drafter.close()

@@ -11,6 +11,7 @@ from edgeinfer.runtime.choices import (
     choose_context,
     choose_parallel,
     choose_threads,
+    choose_ubatch,
     read_machine,
 )
 
@@ -78,3 +79,11 @@ def test_cells_hold_one_context_or_all_sequences() -> None:
     assert choose_cells(2048, 16, 1024, 16 * GIB).value == 16_384
     assert choose_cells(2048, 16, 1 << 20, 8 * GIB).value == 4096
     assert choose_cells(1000, 1, 1 << 20, GIB).value == 1024
+
+
+def test_micro_batches_follow_the_weights() -> None:
+    q4_1, q4_k_m = 3, 15
+    assert choose_ubatch(512, 24, q4_1).value == 60
+    assert choose_ubatch(512, 24, q4_k_m).value == 512
+    assert choose_ubatch(512, 80, q4_1).value == 512
+    assert choose_ubatch(32, 24, q4_1).value == 32

@@ -1,0 +1,142 @@
+"""LoRA adapters and draft models on the real small model; adapters of random numbers, made here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import Event, Finished, TextDelta
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+
+OPTIONS = LoadOptions(n_ctx=1024, n_parallel=4, kv_type="q8_0")
+N_EMBD, N_LAYER, RANK = 576, 30, 4
+
+
+def make_adapter(path: Path, seed: int) -> str:
+    """A LoRA adapter for SmolLM2's query projections that visibly changes what it says."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(RANK))
+    for layer in range(N_LAYER):
+        name = f"blk.{layer}.attn_output.weight"
+        writer.add_tensor(f"{name}.lora_a", rng.normal(0, 0.05, (RANK, N_EMBD)).astype(np.float32))
+        writer.add_tensor(f"{name}.lora_b", rng.normal(0, 0.5, (N_EMBD, RANK)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaEngine]:
+    folder = tmp_path_factory.mktemp("lora")
+    adapters = {name: make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(["red", "blue"])}
+    opened = load_engine(ModelFiles(name="smol", paths=(str(smollm2),), lora=adapters), OPTIONS)
+    yield opened
+    opened.close()
+
+
+def ask(lora: tuple[tuple[str, float], ...] = (), **fields: object) -> GenerateRequest:
+    wanted: dict[str, object] = {
+        "prompt": "A short note about rivers:",
+        "sampling": Sampling(temperature=0),
+        "max_tokens": 16,
+        "ignore_eos": True,
+        "lora": lora,
+        **fields,
+    }
+    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(e.text for e in events if isinstance(e, TextDelta))
+
+
+def test_adapters_are_never_mixed_up_between_sequences(engine: LlamaEngine) -> None:
+    wanted = [(), (("red", 1.0),), (("blue", 1.0),), (("red", 1.0), ("blue", 0.5)), (("red", 0.0),)] * 2
+    alone = [text_of(list(engine.submit(ask(lora, cache_prompt=False)))) for lora in wanted]
+    together = [text_of(list(g)) for g in [engine.submit(ask(lora)) for lora in wanted]]
+    again = [text_of(list(g)) for g in [engine.submit(ask(lora)) for lora in wanted]]
+    assert together == alone == again
+    assert len(set(alone)) == 4  # scale 0 says what no adapter says
+    assert alone[4] == alone[0]
+
+
+def test_what_was_cached_with_one_adapter_is_not_used_with_another(engine: LlamaEngine) -> None:
+    long = {"prompt": "one two three four five six seven eight nine ten eleven twelve", "max_tokens": 1}
+
+    def cached(lora: tuple[tuple[str, float], ...]) -> int:
+        last = list(engine.submit(ask(lora, **long)))[-1]
+        assert isinstance(last, Finished)
+        return last.usage.cached_tokens
+
+    assert cached((("red", 0.7),)) == 0
+    assert cached((("red", 0.7),)) > 8
+    assert cached((("blue", 0.7),)) == 0
+
+
+@pytest.mark.parametrize(
+    "lora", [(("green", 1.0),), (("red", 1.0), ("red", 1.0)), (("red", float("nan")),), (("red", 1000.0),)]
+)
+def test_adapters_that_cannot_be_are_refused(engine: LlamaEngine, lora: tuple[tuple[str, float], ...]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        engine.submit(ask(lora))
+    assert refused.value.param == "lora"
+
+
+def test_info_names_the_adapters(engine: LlamaEngine) -> None:
+    assert engine.info.lora == ("red", "blue")
+
+
+def test_a_file_that_is_no_adapter_is_refused_at_load(smollm2: Path, gemma3: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="not there"):
+        load_engine(ModelFiles(name="x", paths=(str(smollm2),), lora={"a": str(tmp_path / "none.gguf")}), OPTIONS)
+    with pytest.raises(ModelLoadError, match="does not fit"):
+        load_engine(ModelFiles(name="x", paths=(str(smollm2),), lora={"a": str(gemma3)}), OPTIONS)
+
+
+def test_a_draft_model_changes_nothing_but_the_time(smollm2: Path) -> None:
+    engine = load_engine(ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(smollm2),)), OPTIONS)
+    try:
+        requests = [
+            ask(prompt=f"Note {i}:", sampling=Sampling(temperature=t, seed=i), max_tokens=24)
+            for i, t in enumerate((0.0, 0.0, 0.9))
+        ]
+        plain = [text_of(list(engine.submit(_with(r, "off")))) for r in requests]
+        drafted = [list(g) for g in [engine.submit(_with(r, "draft")) for r in requests]]
+        assert [text_of(e) for e in drafted] == plain
+        last = drafted[0][-1]
+        assert isinstance(last, Finished)
+        assert last.timings.draft_tokens > 0
+        assert last.timings.draft_accepted_tokens == last.timings.draft_tokens  # a model agrees with itself
+        engine.park()
+        assert engine.metrics().kv_used_tokens == 0
+    finally:
+        engine.close()
+
+
+def _with(request: GenerateRequest, speculative: str) -> GenerateRequest:
+    import msgspec
+
+    return msgspec.structs.replace(request, speculative=speculative)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(smollm2: Path, gemma3: Path) -> None:
+    with pytest.raises(ModelLoadError, match="another vocabulary"):
+        load_engine(ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(gemma3),)), OPTIONS)
+
+
+def test_drafting_without_a_draft_model_is_refused(engine: LlamaEngine) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        engine.submit(ask(speculative="draft"))
+    assert refused.value.param == "speculative"
