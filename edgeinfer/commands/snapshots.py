@@ -70,7 +70,7 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     read_bytes: int
 
     def human(self) -> str:
-        return f"{self.name}: {self.files} files, {bytes_words(self.read_bytes)}, all as they were built"
+        return f"{self.name}: {self.files} files, {bytes_words(self.read_bytes)}, all as they were built; resumed twice"
 
 
 class RemovedResult(Result, frozen=True, kw_only=True):
@@ -124,6 +124,9 @@ def _verify(name: str) -> VerifyResult:
         raise SnapshotCorruptError(
             f"{', '.join(wrong)} of {folder.name} is not what was built", hint=f"build it again: `edgeinfer warm {name}`"
         )
+    repeated = verify.repeated_randomness(folder)
+    if repeated:
+        raise SnapshotCorruptError(f"two processes resumed from {folder.name} draw the same from {', '.join(repeated)}")
     manifest = format.read_manifest(str(folder))
     return VerifyResult(name=manifest.name, files=len(manifest.images), read_bytes=sum(manifest.images.values()))
 

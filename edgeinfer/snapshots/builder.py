@@ -24,7 +24,7 @@ import msgspec
 
 from edgeinfer import process
 from edgeinfer.errors import DiskFullError, DumpError, EdgeInferError, RestoreError, SnapshotError
-from edgeinfer.snapshots import criu, fingerprint, format, frames, native, supervise
+from edgeinfer.snapshots import criu, facts, fingerprint, format, frames, native
 from edgeinfer.snapshots.bake import Baked, bake
 from edgeinfer.snapshots.park import Parked
 from edgeinfer.snapshots.records import Details
@@ -195,18 +195,7 @@ class Builder:
         return manifest
 
     def _listen_to_the_canary(self, manifest: format.Manifest, expected: bytes) -> None:
-        ours, link = socket.socketpair()
-        child = supervise.resume(manifest, str(self._folder), link.fileno())
-        link.close()
-        frames.send(ours, canary_request())
-        answer = frames.receive(ours)
-        if answer is None or answer[0].get("op") != b"canary":
-            os.kill(child.pid, signal.SIGKILL)
-            why = _read_all(child.status_fd)
-            raise RestoreError(f"the new snapshot cannot be resumed: {why.strip() or 'no reason given'}")
-        os.waitpid(child.pid, 0)
-        os.close(child.status_fd)
-        if answer[0]["value"] != expected:
+        if facts.ask(manifest, str(self._folder), "canary") != expected:
             raise RestoreError("the new snapshot computes other tokens than the process it was taken of; it was thrown away")
 
     def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
@@ -254,15 +243,6 @@ def parked_environment() -> dict[str, str]:
     return ours | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
-def canary_request() -> dict[str, frames.Value]:
-    """A launch request that asks for the canary, and is nobody's."""
-    now = time.monotonic_ns()
-    return {
-        "op": "launch", "role": "canary", "entropy": os.urandom(64), "env": b"", "cwd": "/", "umask": 0o077,
-        "exec_ns": now, "main_ns": now, "spawn_ns": now, "how": "resumed", "reason": "", "snapshot": "",
-    }  # fmt: skip
-
-
 def digest(path: Path) -> str:
     """The SHA-256 of a file."""
     import hashlib  # 3 ms
@@ -273,11 +253,6 @@ def digest(path: Path) -> str:
 
 def _ms_since(began: float) -> float:
     return round((time.monotonic() - began) * 1000, 1)
-
-
-def _read_all(fd: int) -> str:
-    with open(fd, "rb") as file:
-        return file.read().decode(errors="replace")
 
 
 def _tail(log: Path, only: str = "") -> str:

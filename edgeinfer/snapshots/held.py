@@ -35,11 +35,21 @@ class Held:
         self._engine = engine
         self.model = model
         self._options = options
+        self._entropy = b""
         self.droppable: list[tuple[int, int]] = []
 
     @property
     def is_open(self) -> bool:
         return not getattr(self._engine, "_closed", False)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is more than an embedding model."""
+        return not self._engine.info.can_embed or self._engine.info.has_chat_template
+
+    @property
+    def engine(self) -> Parkable:
+        return self._engine
 
     def serves(self, model: str, options: LoadOptions) -> bool:
         """Whether this engine is that model with those options. An option left at its default may have any value here."""
@@ -62,7 +72,7 @@ class Held:
 
     def sing(self) -> bytes:
         """Four greedy tokens with their logprobs, or an embedding: bit-equal before the dump and after a restore."""
-        if not self._engine.info.can_embed or self._engine.info.has_chat_template:
+        if self.generates:
             request = GenerateRequest(
                 prompt=_CANARY_PROMPT,
                 max_tokens=CANARY_TOKENS,

@@ -9,6 +9,7 @@ the builder gives it an environment of its own.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -22,7 +23,7 @@ import msgspec
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
-from edgeinfer.snapshots import app, frames, freshness
+from edgeinfer.snapshots import app, frames, freshness, native
 from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.held import Held, Parkable, actual
 
@@ -41,6 +42,9 @@ LAZY_MODULES = (
     "uvicorn.protocols.http.auto", "uvicorn.protocols.http.h11_impl", "uvicorn.protocols.http.httptools_impl",
     "uvicorn.protocols.utils", "zoneinfo",
 )  # fmt: skip
+#: Twice the size of an arena of Python's allocator; see `drop_zero_blocks`.
+ZERO_BLOCK_BYTES = 2 << 20
+LARGE_AREA_BYTES = 32 << 20
 _WIDGETS = "textual.widgets"
 
 
@@ -120,6 +124,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
         system_tokens = engine.prefill_system(fields["system"].decode())
     canary = held.sing()
     engine.park()
+    drop_zero_blocks()
     stages.begin("")
     parked = Parked(
         info=engine.info,
@@ -137,6 +142,38 @@ def _rehearse() -> None:
     from edgeinfer import tui  # with everything else that is imported here
 
     tui.preload()
+
+
+def drop_zero_blocks() -> None:
+    """Give back what is all zeros: an empty KV cache, which llama.cpp has cleared by writing to it, need not be dumped.
+
+    Between the look at a block and giving it back, Python must not write to it. Only inner blocks of a stretch of zero
+    blocks are taken: every arena of Python's allocator, 1 MiB, has a pool with a header that is not zero, so an arena that
+    reaches into a block shows in that block or in the next.
+    """
+    libc = ctypes.CDLL(None)
+    zero = ctypes.create_string_buffer(ZERO_BLOCK_BYTES)
+    gc.disable()
+    for low, high in _large_areas():
+        first = -(-low // ZERO_BLOCK_BYTES) * ZERO_BLOCK_BYTES
+        starts = range(first, high - ZERO_BLOCK_BYTES + 1, ZERO_BLOCK_BYTES)
+        empty = [libc.memcmp(ctypes.c_void_p(at), zero, ctypes.c_size_t(ZERO_BLOCK_BYTES)) == 0 for at in starts]
+        for n in range(1, len(empty) - 1):
+            if empty[n - 1] and empty[n] and empty[n + 1]:
+                native.forget_pages(starts[n], ZERO_BLOCK_BYTES)
+    gc.enable()
+
+
+def _large_areas() -> list[tuple[int, int]]:
+    """Private anonymous writable memory in stretches large enough to hold buffers of llama.cpp."""
+    found = []
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as file:
+        for line in file:
+            parts = line.split()
+            low, high = (int(part, 16) for part in parts[0].split("-"))
+            if len(parts) == 5 and parts[1] == "rw-p" and high - low >= LARGE_AREA_BYTES:
+                found.append((low, high))
+    return found
 
 
 def mapped_files() -> tuple[str, ...]:

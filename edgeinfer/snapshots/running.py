@@ -82,10 +82,12 @@ def _typed(pid: int) -> list[str] | None:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
         return None
-    for at, word in enumerate(words[:3]):
-        if os.path.basename(word) in ("edgeinfer", "edgeinfer-launcher") and not word.endswith(".py"):
+    for at, word in enumerate(words[:2]):
+        if os.path.basename(word) == "edgeinfer":
             rest = words[at + 1 :] or ["chat"]
             return rest if rest[0] in LAUNCH_VERBS else None
+        if not os.path.basename(word).startswith("python"):
+            break
     return None
 
 

@@ -1,11 +1,13 @@
-"""Reading every byte of a snapshot and comparing it with what was built. A launch compares sizes only."""
+"""Reading every byte of a snapshot, comparing it with what was built, and resuming it. A launch compares sizes only."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
-from edgeinfer.snapshots import fingerprint, format, records
+import msgspec
+
+from edgeinfer.snapshots import facts, fingerprint, format, records
 
 
 def wrong_files(folder: Path) -> list[str]:
@@ -17,6 +19,13 @@ def wrong_files(folder: Path) -> list[str]:
     fingerprint.refuse_stale(manifest, str(folder))
     digests = records.read_details(folder).digests
     return [name for name in manifest.images if _digest(folder / name) != digests.get(name)]
+
+
+def repeated_randomness(folder: Path) -> list[str]:
+    """Resume it twice and name every source of randomness on which the two agree. Raises RestoreError."""
+    manifest = format.read_manifest(str(folder))
+    drawn = [msgspec.json.decode(facts.ask(manifest, str(folder), "facts"), type=facts.Facts).random for _ in range(2)]
+    return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]
 
 
 def _digest(path: Path) -> str:

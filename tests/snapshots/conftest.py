@@ -1,0 +1,187 @@
+"""Real snapshots of the real small model, as an ordinary user and as root.
+
+The suite may run as root from a folder that an ordinary user cannot enter, so the sources are copied to a place that
+everybody can read, and so is the virtual environment where that cannot be reached either.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.snapshots.criu import probe
+
+REPOSITORY = Path(__file__).parents[2]
+USER = "edgeinfer-test"
+MODEL = "small"
+
+
+def _everybody_can_enter(path: Path) -> bool:
+    return all(p.stat().st_mode & 0o001 for p in (path, *path.parents))
+
+
+def _copy_for_everybody(place: Path) -> Path:
+    """A copy of the virtual environment, with the CRIU in it told where it is now."""
+    target = place / "venv"
+    shutil.copytree(sys.prefix, target, symlinks=True)
+    criu = target / "criu/bin/criu"
+    if criu.exists():
+        from edgeinfer.payload import relocated
+
+        interpreter = next((target / "criu/lib").glob("ld-linux*"))
+        criu.write_bytes(relocated(criu.read_bytes(), str(interpreter)))
+    return target
+
+
+class Place:
+    """Where the program under test lies, and how to run it as somebody."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sources = folder / "sources"
+        shutil.copytree(REPOSITORY / "edgeinfer", self.sources / "edgeinfer", ignore=shutil.ignore_patterns("__pycache__"))
+        self.prefix = Path(sys.prefix) if _everybody_can_enter(Path(sys.prefix)) else _copy_for_everybody(folder)
+        self.python = self.prefix / "bin/python"
+        self.criu = probe().criu
+        subprocess.run([self.python, "-m", "compileall", "-q", self.sources], check=True)
+        subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+
+
+class Person:
+    """Somebody who runs edgeinfer: a home of their own with the small model in it."""
+
+    def __init__(self, place: Place, uid: int, gid: int, home: Path, model: Path) -> None:
+        self.place, self.uid, self.gid, self.home = place, uid, gid, home
+        self.data = home / "ei"
+        home.mkdir(mode=0o755, exist_ok=True)
+        os.chown(home, uid, gid)
+        self.environment = {
+            "HOME": str(home),
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "LANG": "C.UTF-8",
+            "PYTHONPATH": str(place.sources),
+            "EDGEINFER_HOME": str(self.data),
+            "EDGEINFER_CRIU": place.criu,
+        }
+        self.run("pull", str(model), "--name", MODEL, "--in-place", "--quiet").check()
+
+    @property
+    def snapshots(self) -> Path:
+        return self.data / "cache/snapshots"
+
+    def snapshot(self, name: str = MODEL) -> Path:
+        """The folder of the newest snapshot of that name."""
+        return max(p for p in self.snapshots.glob(f"{name}@*") if (p / "manifest").exists())
+
+    def popen(self, *arguments: str, program: str = "", **settings) -> subprocess.Popen:
+        """Start edgeinfer, or a Python program text; as this person, in their home, without our descriptors."""
+        start = ["-c", program] if program else ["-c", "import sys; from edgeinfer.launcher import main; sys.exit(main())"]
+        environment = self.environment | settings.pop("env", {})
+        defaults = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.home}
+        return subprocess.Popen(
+            [str(self.place.python), *start, *arguments],
+            env=environment,
+            user=self.uid,
+            group=self.gid,
+            extra_groups=[],
+            start_new_session=True,
+            text=True,
+            **(defaults | settings),
+        )
+
+    def run(self, *arguments: str, timeout: float = 120, **settings) -> Outcome:
+        process = self.popen(*arguments, **settings)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return Outcome(process.returncode, out, err)
+
+    def ask(self, *arguments: str, **settings) -> Outcome:
+        """A short greedy answer of the small model."""
+        words = ("run", MODEL, "Name three colours.", "--max-tokens", "6", "--temperature", "0", "--json")
+        return self.run(*words, *arguments, **settings)
+
+
+class Outcome:
+    """How a run ended."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def check(self) -> Outcome:
+        assert self.code == 0, (self.code, self.out, self.err)
+        return self
+
+    @property
+    def result(self) -> dict:
+        import json
+
+        return json.loads(self.check().out)["result"]
+
+    @property
+    def start(self) -> dict:
+        return self.result["start"]
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory) -> Place:
+    found = probe()
+    if found.tier is None:
+        pytest.skip(f"snapshots do not work here: {found.reason}")
+    folder = Path("/var/tmp") / f"edgeinfer-tests-{os.getpid()}"
+    folder.mkdir(mode=0o755)
+    yield Place(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ordinary_user() -> tuple[int, int]:
+    try:
+        entry = pwd.getpwnam(USER)
+    except KeyError:
+        subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/sh", USER], check=True)
+        entry = pwd.getpwnam(USER)
+    return entry.pw_uid, entry.pw_gid
+
+
+@pytest.fixture(scope="session", params=["ordinary user", "root"])
+def anybody(request, place, smollm2) -> Person:
+    """The small model pulled, nothing warm; once as an ordinary user, once as root."""
+    if os.getuid() != 0 and request.param == "root":
+        pytest.skip("not root")
+    if os.getuid() == 0 and request.param == "root":
+        return Person(place, 0, 0, place.folder / "root", _readable(place, smollm2))
+    return _user(place, smollm2, "user")
+
+
+def _user(place: Place, smollm2: Path, home: str) -> Person:
+    uid, gid = _ordinary_user() if os.getuid() == 0 else (os.getuid(), os.getgid())
+    return Person(place, uid, gid, place.folder / home, _readable(place, smollm2))
+
+
+def _readable(place: Place, model: Path) -> Path:
+    copy = place.folder / model.name
+    if not copy.exists():
+        shutil.copy(model, copy)
+        copy.chmod(0o644)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def warm(anybody) -> Person:
+    """Somebody whose small model is warm. Tests that change the snapshot take `spoiled` instead."""
+    anybody.run("warm", MODEL, "--quiet").check()
+    return anybody
+
+
+@pytest.fixture
+def user(place, smollm2, tmp_path_factory) -> Person:
+    """An ordinary user with an empty home."""
+    return _user(place, smollm2, f"user-{tmp_path_factory.mktemp('u').name}")

@@ -1,0 +1,306 @@
+"""What a snapshot must survive: kills at every stage, full disks, damaged files, strangers' folders, missing tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.criu
+
+MODEL = "small"
+STAGES = ("import", "load", "warm up", "prefill", "dump", "bake", "verify")
+
+
+@pytest.fixture
+def spoiled(warm):
+    """The warm model's snapshot, to be damaged: the real one is put aside and back."""
+    folder = warm.snapshot()
+    aside = folder.with_name(".aside")
+    subprocess.run(["cp", "-a", folder, aside], check=True)
+    yield warm, folder
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+
+
+def folders(person) -> set[str]:
+    return {path.name for path in person.snapshots.iterdir() if "@" in path.name} if person.snapshots.exists() else set()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killing_warm_leaves_no_half_snapshot(warm, stage):
+    before = folders(warm)
+    process = warm.popen("warm", MODEL, "--ctx", "768")
+    line = ""
+    while not line.startswith(stage):
+        line = process.stderr.readline()
+        assert line, "warm ended before this stage"
+    process.kill()
+    process.communicate(timeout=60)
+    listed = warm.run("snapshots", "--json").result["snapshots"]
+    assert [s["details"]["name"] for s in listed] == [MODEL]
+    warm.run("warm", MODEL, "--ctx", "640", "--quiet").check()  # the next one sweeps
+    left = {name for name in folders(warm) - before if not name.startswith(f"{MODEL},ctx640@")}
+    assert left == set()
+    warm.run("snapshots", "rm", f"{MODEL},ctx640").check()
+
+
+def small_disk(person, size: str):
+    """A full-sized home with a small file system where the snapshots go; only root can mount one."""
+    if os.getuid() != 0:
+        pytest.skip("mounting needs root")
+    place = person.data / "cache"
+    place.mkdir(parents=True, exist_ok=True)
+    os.chown(place, person.uid, person.gid)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0755,uid={person.uid}", "tmpfs", place], check=False
+    )
+    if done.returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    return place
+
+
+WITHOUT_ASKING_FOR_ROOM = """
+import sys
+from edgeinfer import cli
+from edgeinfer.snapshots import prune, warm
+warm.refuse_full = lambda *_: None
+prune.make_room = lambda *_, **__: []
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("size", ["24m", "120m"])
+def test_a_full_disk_while_dumping_or_baking_leaves_nothing(user, size):
+    config = user.data / "config"
+    config.mkdir(parents=True, exist_ok=True)
+    (config / "config.toml").write_text("[snapshots]\ndisk-margin-gib = 0\n")
+    place = small_disk(user, size)
+    try:
+        program = "from edgeinfer.snapshots import warm\nwarm.refuse_full = lambda *a: None\nwarm.prune.make_room = lambda *a, **k: []\n"
+        outcome = user.run(
+            "warm", MODEL, "--quiet", program=f"{program}import sys\nfrom edgeinfer import cli\nsys.exit(cli.main())"
+        )
+        assert outcome.code != 0
+        assert "no room" in outcome.err or "No space" in outcome.err
+        assert folders(user) == set()
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_too_little_room_is_said_before_anything_is_done(user):
+    config = user.data / "config"
+    config.mkdir(parents=True, exist_ok=True)
+    (config / "config.toml").write_text("[snapshots]\ndisk-margin-gib = 1000000\n")
+    outcome = user.run("warm", MODEL, "--quiet")
+    assert outcome.code == 6
+    assert "stay free" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["memory.img", "images/pages-1.img", "images/files.img", "images/inventory.img"])
+def test_a_truncated_file_is_refused_at_launch(spoiled, name):
+    person, folder = spoiled
+    with open(folder / name, "r+b") as file:
+        file.truncate((folder / name).stat().st_size - 1)
+    outcome = person.ask()
+    assert outcome.start["how"] == "cold"
+    assert name in outcome.err
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("name", ["memory.img", "images/pages-1.img", "images/core-30000.img"])
+def test_a_flipped_bit_is_found_by_verify(spoiled, name):
+    person, folder = spoiled
+    flip(folder / name, (folder / name).stat().st_size // 2)
+    outcome = person.run("snapshots", "verify", MODEL)
+    assert outcome.code == 7
+    assert name in outcome.err
+
+
+def test_images_that_criu_refuses_fall_back_to_a_cold_start(spoiled):
+    person, folder = spoiled
+    flip(folder / "images/inventory.img", 1)
+    outcome = person.ask()
+    assert outcome.start["how"] == "cold"
+    assert "CRIU could not restore" in outcome.err
+    assert person.ask("--resume=always").code != 0
+
+
+def test_a_model_replaced_by_one_of_the_same_size_is_refused(spoiled):
+    person, _ = spoiled
+    model = json.loads((person.data / f"data/models/{MODEL}/model.json").read_text())["files"][0]["path"]
+    before = os.stat(model)
+    os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    try:
+        outcome = person.ask("--resume=always")
+        assert outcome.code == 7
+        assert "was changed after the snapshot" in outcome.err
+        assert model in outcome.err
+    finally:
+        os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("kernel", "kernel"),
+        ("cpu", "processor"),
+        ("edgeinfer", "edgeinfer"),
+        ("user", "user"),
+        ("architecture", "architecture"),
+    ],
+)
+def test_another_machine_is_refused_by_name(spoiled, line, key):
+    person, folder = spoiled
+    manifest = folder / "manifest"
+    rows = [f"key\t{line}\tanother" if row.startswith(f"key\t{line}\t") else row for row in manifest.read_text().split("\n")]
+    manifest.write_text("\n".join(rows))
+    outcome = person.ask("--resume=always")
+    assert outcome.code == 7
+    assert key in outcome.err
+
+
+def test_folders_and_files_others_could_write_are_refused(spoiled):
+    person, folder = spoiled
+    for path in (folder, folder / "manifest", folder / "images/pages-1.img", person.snapshots):
+        mode = path.stat().st_mode & 0o777
+        path.chmod(mode | 0o020)
+        outcome = person.ask("--resume=always")
+        path.chmod(mode)
+        assert outcome.code == 7, path
+        assert "yours alone" in outcome.err
+    assert person.ask("--resume=always").start["how"] == "resumed"
+
+
+def test_a_symlink_is_refused(spoiled):
+    person, folder = spoiled
+    moved = folder.with_name("elsewhere")
+    folder.rename(moved)
+    folder.symlink_to(moved)
+    try:
+        outcome = person.ask("--resume=always")
+        assert outcome.code == 7
+        assert "no symlink" in outcome.err
+    finally:
+        folder.unlink()
+        moved.rename(folder)
+
+
+def test_a_stranger_s_file_is_refused(spoiled):
+    person, folder = spoiled
+    if os.getuid() != 0:
+        pytest.skip("chown needs root")
+    os.chown(folder / "memory.img", 12345, -1)
+    outcome = person.ask("--resume=always")
+    assert outcome.code == 7
+    assert "belongs to user 12345" in outcome.err
+
+
+def test_rewarming_leaves_a_running_process_alone_and_serves_the_next(warm):
+    before = warm.snapshot()
+    running = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
+    assert select.select([running.stdout], [], [], 60)[0]
+    warm.run("warm", MODEL, "--quiet").check()
+    assert warm.snapshot() != before
+    assert not before.exists()
+    assert running.poll() is None
+    assert warm.ask().start["how"] == "resumed"
+    running.send_signal(signal.SIGINT)
+    assert len(running.communicate(timeout=60)[0]) > 100
+    assert running.returncode == 130
+
+
+def test_two_warms_and_a_launch_at_once(warm):
+    both = [warm.popen("warm", MODEL, "--quiet") for _ in range(2)]
+    assert warm.ask().start["how"] == "resumed"
+    for process in both:
+        _, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+    assert len(list(warm.snapshots.glob(f"{MODEL}@*"))) == 1
+    assert warm.ask().start["how"] == "resumed"
+
+
+@pytest.mark.parametrize("offset_s", [-1000, 1_000_000])
+def test_a_monotonic_clock_that_went_back_or_far_ahead_does_not_matter(warm, offset_s):
+    """What a reboot does to it. A time namespace stands in, which only root may make."""
+    if os.getuid() != 0:
+        pytest.skip("a time namespace needs root")
+    if time.monotonic() + offset_s < 0:
+        pytest.skip("this machine was booted just now")
+    inside = ["unshare", "--time", f"--monotonic={offset_s}", "--fork", "setpriv", f"--reuid={warm.uid}", f"--regid={warm.gid}"]
+    program = "import sys; from edgeinfer.launcher import main; sys.exit(main())"
+    words = ["run", MODEL, "Hello", "--max-tokens", "3", "--json"]
+    done = subprocess.run(
+        [*inside, "--clear-groups", str(warm.place.python), "-c", program, *words],
+        env=warm.environment, cwd=warm.home, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["result"]["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("criu", ["/nonexistent/criu", "/bin/false"])
+def test_without_a_criu_warm_says_so_and_launches_are_cold(user, criu):
+    outcome = user.run("warm", MODEL, "--quiet", env={"EDGEINFER_CRIU": criu})
+    assert outcome.code == 7
+    assert "criu" in outcome.err
+    assert "hint:" in outcome.err
+
+
+def test_a_criu_that_is_too_old_is_named_with_its_version(user):
+    old = user.home / "criu"
+    old.write_text("#!/bin/sh\necho Version: 3.17.1\n")
+    old.chmod(0o755)
+    outcome = user.run("warm", MODEL, "--quiet", env={"EDGEINFER_CRIU": str(old)})
+    assert outcome.code == 7
+    assert "3.17.1" in outcome.err
+
+
+def test_a_criu_that_fails_while_dumping_leaves_nothing(user):
+    broken = user.home / "criu"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo Version: 4.1; exit; }\necho "Error no" >&2\nexit 1\n')
+    broken.chmod(0o755)
+    outcome = user.run("warm", MODEL, "--quiet", env={"EDGEINFER_CRIU": str(broken)})
+    assert outcome.code == 7
+    assert folders(user) == set()
+
+
+def test_a_criu_that_is_gone_at_launch_makes_it_cold(spoiled):
+    person, folder = spoiled
+    manifest = folder / "manifest"
+    manifest.write_text(manifest.read_text().replace(person.place.criu, "/nonexistent/criu"))
+    outcome = person.ask()
+    assert outcome.start["how"] == "cold"
+    assert "/nonexistent/criu" in outcome.err
+
+
+def test_user_namespaces_switched_off(user):
+    if os.getuid() != 0:
+        pytest.skip("the switch needs root")
+    switch = Path("/proc/sys/user/max_user_namespaces")
+    before = switch.read_text()
+    user.run("warm", MODEL, "--quiet").check()
+    try:
+        switch.write_text("0")
+        outcome = user.ask()
+        assert outcome.start["how"] == "cold"
+        assert outcome.err.count("\n") == 1
+        refused = user.run("warm", MODEL, "--quiet")
+        assert refused.code == 7
+        assert "namespaces" in refused.err
+    finally:
+        switch.write_text(before)

@@ -1,0 +1,214 @@
+"""A snapshot of the real model: resumed by an ordinary user and by root, with nothing of anybody in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.criu
+
+MODEL = "small"
+SECRET = "planted-4f1d9a7c"
+FACTS = """
+import sys, os
+from edgeinfer.snapshots import choose, facts, frames
+folder, manifest = choose.find("small", {})
+extra = dict(pair.split("=", 1) for pair in sys.argv[1:])
+sys.stdout.write(facts.ask(manifest, folder, "facts", extra).decode())
+"""
+
+
+def facts(person, **extra: str) -> dict:
+    return json.loads(person.run(*(f"{k}={v}" for k, v in extra.items()), program=FACTS).check().out)
+
+
+def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
+    resumed, cold = warm.ask(), warm.ask("--resume=never")
+    assert resumed.start["how"] == "resumed"
+    assert cold.start["how"] == "cold"
+    assert resumed.result["text"] == cold.result["text"] != ""
+    assert resumed.err == ""
+    assert set(resumed.start["stages_ms"]) == {"launcher", "restore", "running", "request"}
+
+
+def test_a_cold_start_says_why_in_one_line_with_the_fix(warm):
+    outcome = warm.ask("--ctx", "512")
+    assert outcome.start["how"] == "cold"
+    assert outcome.err.count("\n") == 1
+    assert "no snapshot with n_ctx=512" in outcome.err
+    assert "edgeinfer warm" in outcome.err
+
+
+def test_insisting_on_a_resume_fails_where_none_is_possible(warm):
+    outcome = warm.ask("--ctx", "512", "--resume=always")
+    assert outcome.code == 7
+    assert "hint:" in outcome.err
+
+
+def test_nothing_random_repeats(warm):
+    first, second = facts(warm)["random"], facts(warm)["random"]
+    assert set(first) >= {"os.urandom", "secrets", "uuid4", "random", "ssl", "sampler", "tempfile"}
+    assert [name for name in first if first[name] == second[name]] == []
+
+
+SURROUNDINGS = """
+extra = {
+    "env": frames.join(["HOME=/nowhere", "TZ=Asia/Tokyo", "LANG=C.UTF-8", "ONLY=this"]),
+    "cwd": "/usr",
+    "umask": 0o027,
+    "affinity": "0",
+    "limits": frames.join(["RLIMIT_NOFILE", "200"]),
+}
+"""
+
+
+def test_the_launch_brings_its_own_surroundings(warm):
+    program = FACTS.replace("extra = dict", f"{SURROUNDINGS}_ = dict")
+    found = json.loads(warm.run(program=program).check().out)
+    assert found["environment"] == {"HOME": "/nowhere", "TZ": "Asia/Tokyo", "LANG": "C.UTF-8", "ONLY": "this"}
+    assert (found["cwd"], found["umask"], found["timezone"]) == ("/usr", 0o027, "JST")
+    assert found["affinity"] == [0]
+    assert found["nofile"] == 200
+
+
+def test_a_resumed_process_is_not_niced_like_whoever_built_it(warm):
+    assert facts(warm)["nice"] == 0
+
+
+def test_what_chat_run_and_serve_need_is_imported_before_the_dump(warm):
+    modules = set(facts(warm)["modules"])
+    needed = {"textual.app", "textual.drivers.linux_driver", "uvicorn.server", "llama_cpp", "edgeinfer.cli"}
+    assert needed <= modules
+    assert {"textual.widgets._markdown", "textual.widgets._text_area", "uvicorn.protocols.http.httptools_impl"} <= modules
+    trace = warm.home / "imported"
+    warm.ask(env={"EDGEINFER_TRACE_IMPORTS": str(trace)}).check()
+    assert trace.read_text().split() == []
+
+
+def test_nothing_of_a_user_is_in_an_image(warm):
+    plant = {"OPENAI_API_KEY": SECRET, "EDGEINFER_API_KEY": SECRET, "SOMETHING": SECRET}
+    warm.run("warm", MODEL, "--ctx", "1024", "--quiet", env=plant, cwd=warm.home).check()
+    folder = warm.snapshot(f"{MODEL},ctx1024")
+    searched = [path for path in folder.rglob("*") if path.is_file()]
+    assert {"memory.img", "pages-1.img"} <= {path.name for path in searched}
+    for path in searched:
+        content = path.read_bytes()
+        assert SECRET.encode() not in content, path
+        assert SECRET.encode("utf-16-le") not in content, path
+        assert f"HOME={warm.home}".encode() not in content, path
+    warm.run("snapshots", "rm", f"{MODEL},ctx1024").check()
+
+
+def test_files_and_folders_are_this_users_alone(warm):
+    for path in (warm.snapshots, *warm.snapshots.rglob("*")):
+        info = path.lstat()
+        assert info.st_uid == warm.uid, path
+        assert info.st_mode & 0o077 == 0, path
+
+
+def test_verify_reads_every_byte_and_resumes_twice(warm):
+    result = warm.run("snapshots", "verify", MODEL, "--json").result
+    assert result["files"] > 10
+    assert result["read_bytes"] > 50_000_000
+
+
+def test_list_shows_both_sizes_and_the_state(warm):
+    listed = {s["details"]["name"]: s for s in warm.run("snapshots", "--json").result["snapshots"]}[MODEL]
+    assert listed["fresh"]
+    assert listed["state"] == "ready"
+    assert 0 < listed["disk_bytes"] < listed["details"]["memory_bytes"] + listed["details"]["images_bytes"]
+
+
+def test_sixteen_at_once_from_one_snapshot(warm):
+    words = ("run", MODEL, "Hello", "--max-tokens", "1", "--json")
+    crowd = [warm.popen(*words) for _ in range(16)]
+    for process in crowd:
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        assert json.loads(out)["result"]["start"]["how"] == "resumed"
+
+
+def test_a_prompt_from_a_pipe_and_an_answer_into_one(warm):
+    process = warm.popen("run", MODEL, "--max-tokens", "2", stdin=subprocess.PIPE)
+    out, err = process.communicate("Say hello.", timeout=120)
+    assert process.returncode == 0, err
+    assert out.strip()
+
+
+def test_exit_codes_are_the_apps(warm):
+    assert warm.run("run", MODEL, "").code == 2
+    assert warm.run("run", MODEL, "x", "--no-such-option").code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_app_and_its_answer_comes_back(warm, number):
+    process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
+    assert select.select([process.stdout], [], [], 60)[0]
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_killing_the_launcher_ends_the_app(warm):
+    process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
+    assert select.select([process.stdout], [], [], 60)[0]
+    handles = [os.pidfd_open(pid) for pid in _descendants(process.pid)]
+    assert len(handles) == 2
+    process.kill()
+    process.communicate(timeout=60)
+    for handle in handles:
+        assert select.select([handle], [], [], 30)[0]
+        os.close(handle)
+
+
+def test_the_launcher_reports_an_app_that_was_killed(warm):
+    process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
+    assert select.select([process.stdout], [], [], 60)[0]
+    os.kill(_descendants(process.pid)[-1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "killed by signal 9" in err
+
+
+def test_an_app_that_stops_stops_its_launcher_and_both_go_on(warm):
+    process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
+    assert select.select([process.stdout], [], [], 60)[0]
+    os.kill(process.pid, signal.SIGTSTP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    os.kill(process.pid, signal.SIGCONT)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_an_idle_resumed_process_has_little_memory_of_its_own(warm):
+    process = warm.popen("run", MODEL, stdin=subprocess.PIPE)
+    pids = _wait_for_app(process)
+    private = sum(_private_bytes(pid) for pid in (process.pid, *pids))
+    process.communicate("Hello", timeout=60)
+    assert private < 80_000_000
+
+
+def _wait_for_app(process) -> list[int]:
+    while True:
+        assert process.poll() is None
+        found = _descendants(process.pid)
+        if len(found) == 2 and Path(f"/proc/{found[1]}/comm").read_text().strip() == "edgeinfer":
+            return found
+
+
+def _private_bytes(pid: int) -> int:
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Private_Dirty:", "Anonymous:")))
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [found for child in children for found in (child, *_descendants(child))]
