@@ -175,7 +175,7 @@ class ModelConversations:
         if talk.template.source == TRANSCRIPT and not tools:
             return None
         vocab = self._facts.vocab
-        calls = CallParser(talk.form, [tool.name for tool in tools], certain=certain) if tools else None
+        calls = CallParser(talk.form, {tool.name: tool.parameters for tool in tools}, certain=certain) if tools else None
         if calls is not None:
             calls.special_tokens = grammar.needs_special(talk.form, vocab)
         special = talk.knows_span and grammar.control_token(_first_part(talk.span.open), vocab) is not None

@@ -5,19 +5,21 @@ in a list; or, with `named`, a bare name and then the arguments' object. What el
 
 Sources: the models' own chat templates and cards. hermes: Hermes 2 Pro and 3, Qwen 2.5 and 3, SmolLM3. llama: Llama 3.1 and
 3.2. mistral: 7B v0.3 and Nemo (a list), Small 3.2 and Devstral (name and arguments). phi: Phi-4-mini. gemma: Google's guide to
-function calling with Gemma 3, which has no tokens for it. deepseek: R1 and its distillations.
+function calling with Gemma 3, which has no tokens for it. deepseek: R1 and its distillations. qwen-xml: Qwen3-Coder and 3.5.
+lfm: LFM2 and 2.5.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """One notation. `arguments` is the key that a call's arguments have when we write one.
 
-    `bare`: a call may also be the whole answer, without `begin`. `fenced`: a section may hold Python calls instead of JSON.
+    `bare`: a call may also be the whole answer, without `begin`. `inner`: what a section may hold besides JSON.
     `writes` is the form that a required call is given; `call_id` whether ids have nine characters.
     """
 
@@ -29,7 +31,7 @@ class ToolFormat:
     named: bool = False
     name_ends: tuple[str, ...] = ()
     bare: bool = False
-    fenced: bool = False
+    inner: Literal["json", "python", "xml"] = "json"
     parallel: bool = True
     short_ids: bool = False
 
@@ -51,7 +53,12 @@ MISTRAL_NAMED = ToolFormat(
 )
 PHI = ToolFormat(name="phi", begin=("<|tool_call|>", "functools"), end="<|/tool_call|>")
 GEMMA = ToolFormat(
-    name="gemma", begin=("```tool_code", "```tool_call", "```json"), end="```", arguments="parameters", bare=True, fenced=True
+    name="gemma",
+    begin=("```tool_code", "```tool_call", "```json"),
+    end="```",
+    arguments="parameters",
+    bare=True,
+    inner="python",
 )
 DEEPSEEK = ToolFormat(
     name="deepseek",
@@ -61,15 +68,22 @@ DEEPSEEK = ToolFormat(
     name_ends=("\n",),
     skip=("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "```json", "```", "<｜tool▁call▁end｜>"),
 )
+QWEN_XML = ToolFormat(name="qwen-xml", begin=("<tool_call>",), end="</tool_call>", inner="xml")
+LFM = ToolFormat(name="lfm", begin=("<|tool_call_start|>",), end="<|tool_call_end|>", inner="python")
 GENERIC = ToolFormat(
-    name="generic", begin=("<tool_call>", "```json", "```tool_call"), end="</tool_call>", bare=True, fenced=True
+    name="generic", begin=("<tool_call>", "```json", "```tool_call"), end="</tool_call>", bare=True, inner="python"
 )
 
-FAMILIES = {family.name: family for family in (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, GENERIC)}
+FAMILIES = {
+    family.name: family for family in (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
+}
 
 #: (what the template's source must hold, the family), tried in order.
 _SIGNS = (
+    (("<tool_call>", "<function=", "<parameter="), QWEN_XML),
     (("<tool_call>", "</tool_call>"), HERMES),
+    (("<|tool_call_start|>",), LFM),
+    (("List of tools: ", "<|im_start|>"), LFM),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
     (("[TOOL_CALLS]",), MISTRAL_LIST),
     (("<｜tool▁calls▁begin｜>",), DEEPSEEK),

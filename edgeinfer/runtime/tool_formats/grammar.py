@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from edgeinfer.runtime.constraint_api import Lark, VocabView
 from edgeinfer.runtime.constraints import inline_schema, quoted
 from edgeinfer.runtime.requests import Tool
-from edgeinfer.runtime.tool_formats.families import GEMMA, GENERIC, HERMES, LLAMA, ToolFormat
+from edgeinfer.runtime.tool_formats.families import GEMMA, GENERIC, HERMES, LLAMA, QWEN_XML, ToolFormat
 
 MAX_CALLS = 8
 _ANY = "/(?s:.*)/"
@@ -43,8 +43,11 @@ def required(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, sever
 
 
 def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool) -> Lark | None:
-    """Any text, in which the family's marker begins a well-formed call. None where calls have no marker of their own."""
-    if form.bare or not form.begin:
+    """Any text, in which the family's marker begins a well-formed call.
+
+    None where calls have no marker of their own, or are not written as JSON: a model is left to what it was trained on.
+    """
+    if form.bare or not form.begin or form.inner != "json":
         return None
     token = control_token(form.begin[0], vocab)
     body = _section(form, vocab, several=several and form.parallel)
@@ -64,7 +67,7 @@ def _section(form: ToolFormat, vocab: VocabView, *, several: bool) -> str:
     """What follows the first marker. The marker stands before every call in some families and before the list in others."""
     begin, end = marker(form.begin[0], vocab), marker(form.end, vocab) if form.end else ""
     more = f"{{0,{MAX_CALLS - 1}}}" if several else ""
-    if form is HERMES:
+    if form in (HERMES, QWEN_XML):
         one = f'"\\n" call "\\n" {end}'
         return one + (f' ("\\n" {begin} {one}){more}' if several else "")
     if form.named and not form.end:
@@ -110,4 +113,4 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
     call = f'{{"name": {quoted(name)}, "{form.arguments}": {arguments}}}'
     if form.bare:
         return call
-    return f"{form.begin[0]}\n{call}\n{form.end}" if form is HERMES else f"{form.begin[0]}[{call}]{form.end}"
+    return f"{form.begin[0]}\n{call}\n{form.end}" if form in (HERMES, QWEN_XML) else f"{form.begin[0]}[{call}]{form.end}"

@@ -13,6 +13,7 @@ from edgeinfer.runtime.markers import could_become
 from edgeinfer.runtime.tool_formats.families import ToolFormat
 from edgeinfer.runtime.tool_formats.python_calls import python_calls
 from edgeinfer.runtime.tool_formats.reader import ObjectReader
+from edgeinfer.runtime.tool_formats.xml_calls import Tools, xml_calls
 
 _BRACKETS = ("[", ",", "]")
 #: The longest name, and the most that may stand between a name and its arguments, characters.
@@ -24,9 +25,9 @@ class Section:
     """One section, opened by `marker` ("" for a call without one). `new_call` gives the next (index, id)."""
 
     def __init__(
-        self, form: ToolFormat, marker: str, names: frozenset[str], certain: bool, new_call: Callable[[], tuple[int, str]]
+        self, form: ToolFormat, marker: str, tools: Tools, certain: bool, new_call: Callable[[], tuple[int, str]]
     ) -> None:
-        self._form, self._marker, self._names, self._certain, self._new_call = form, marker, names, certain, new_call
+        self._form, self._marker, self._tools, self._certain, self._new_call = form, marker, tools, certain, new_call
         self._raw, self._at, self._done_to = marker, len(marker), 0
         # a fence closes what a fence opened, the family's own end any other
         self._end = _FENCE if marker.startswith(_FENCE) else form.end
@@ -50,7 +51,7 @@ class Section:
         if self.is_over:
             return
         self.is_over = True
-        if self._step == self._python and self._python_calls(self._raw[len(self._marker) :]):
+        if self._step == self._block and self._block_calls(self._raw[len(self._marker) :]):
             return
         rest = self._raw[self._done_to :].strip()
         cut_while_streaming = self._index >= 0
@@ -86,8 +87,8 @@ class Section:
             self._begin_object()
         elif self._form.named and not self._name and not rest[0].isspace():
             self._step = self._naming
-        elif self._form.fenced and self._end == _FENCE and not self._done_to:
-            self._step = self._python
+        elif self._may_hold_block and not self._done_to:
+            self._step = self._block
         else:
             self._stop()
         return not self.is_over
@@ -101,7 +102,7 @@ class Section:
                 self._stop()
             return False
         name = rest[: min(ends)].strip()
-        if name not in self._names:
+        if name not in self._tools:
             self._stop()
             return False
         self._name = name
@@ -143,21 +144,25 @@ class Section:
         self._called()
         return True
 
-    def _python(self) -> bool:
-        """A fenced block that holds Python calls instead of JSON."""
-        at = self._raw.find(_FENCE, self._at)
+    @property
+    def _may_hold_block(self) -> bool:
+        """Whether something else than JSON may stand here: Python in a fence, or what a family's own markers enclose."""
+        return self._form.inner != "json" and (not self._form.bare or self._end == _FENCE)
+
+    def _block(self) -> bool:
+        """Calls in another notation than JSON, up to the end of the section."""
+        at = self._raw.find(self._end, self._at)
         if at < 0:
             return False
-        code = self._raw[len(self._marker) : at]
-        if self._python_calls(code):
-            self._at = at + len(_FENCE)
+        if self._block_calls(self._raw[len(self._marker) : at]):
+            self._at = at + len(self._end)
             self._over()
         else:
             self._stop()
         return False
 
-    def _python_calls(self, code: str) -> bool:
-        calls = python_calls(code)
+    def _block_calls(self, code: str) -> bool:
+        calls = python_calls(code) if self._form.inner == "python" else xml_calls(code, self._tools)
         if not calls or any(not self._known(name) for name, _ in calls):
             return False
         for name, arguments in calls:
@@ -169,7 +174,7 @@ class Section:
 
     def _known(self, name: str) -> str:
         """The tool that a name means, `functions.get_weather` being get_weather; "" when none is meant."""
-        return name if name in self._names else (short if (short := name.rpartition(".")[2]) in self._names else "")
+        return name if name in self._tools else (short if (short := name.rpartition(".")[2]) in self._tools else "")
 
     def _emit(self, name: str, arguments: str) -> bool:
         known = self._known(name)
@@ -180,7 +185,7 @@ class Section:
 
     def _stream(self, reader: ObjectReader) -> None:
         """Hand over what has arrived of a call that is certain to be one."""
-        if reader.args_start < 0 or reader.name not in self._names:
+        if reader.args_start < 0 or reader.name not in self._tools:
             return
         if self._index < 0:
             self._index, made = self._new_call()

@@ -13,12 +13,13 @@ import itertools
 import os
 import string
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.runtime.markers import first_marker, held_back
 from edgeinfer.runtime.tool_formats.families import ToolFormat
 from edgeinfer.runtime.tool_formats.section import Section
+from edgeinfer.runtime.tool_formats.xml_calls import Tools
 
 Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 
@@ -38,12 +39,11 @@ def call_id(*, short: bool = False) -> str:
 
 
 class CallParser:
-    """One generation's text to text and calls. `names` are the tools that may be called; `ids` makes an id."""
+    """One generation's text to text and calls. `tools` are the schemas of the tools that may be called, by
+    name; `ids` makes an id."""
 
-    def __init__(
-        self, form: ToolFormat, names: Collection[str], *, certain: bool = False, ids: Callable[[], str] | None = None
-    ) -> None:
-        self._form, self._names, self._certain = form, frozenset(names), certain
+    def __init__(self, form: ToolFormat, tools: Tools, *, certain: bool = False, ids: Callable[[], str] | None = None) -> None:
+        self._form, self._tools, self._certain = form, tools, certain
         self._id = ids or (lambda: call_id(short=form.short_ids))
         self._count = 0
         self._text = ""
@@ -118,7 +118,7 @@ class CallParser:
 
     def _open(self, marker: str) -> None:
         self._fresh = False
-        self._section = Section(self._form, marker, self._names, self._certain, self._call)
+        self._section = Section(self._form, marker, self._tools, self._certain, self._call)
 
     def _call(self) -> tuple[int, str]:
         """(index, id) of a new call. White space that led to it was only layout."""

@@ -18,7 +18,7 @@ from edgeinfer.runtime.tool_formats.grammar import write_call
 from edgeinfer.runtime.tool_formats.python_calls import python_calls
 from edgeinfer.runtime.tool_formats.stream import CallParser, call_id
 
-NAMES = ("get_weather", "add")
+NAMES = {"get_weather": {"properties": {"city": {"type": "string"}}}, "add": {}}
 Said = tuple[str, str] | tuple[str, int, str, str]
 
 
@@ -104,6 +104,15 @@ CALLS = [
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [PARIS, ("call", 1, "add", '{"a": 1}')],
     ),
+    (
+        "qwen-xml",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>x < y</parameter>\n</function>\n"
+        "</tool_call>",
+        [PARIS, ("call", 1, "add", '{"a": 1, "b": "x < y"}')],
+    ),
+    ("qwen-xml", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', [("call", 0, "add", '{"a": 1}')]),
+    ("lfm", '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>It is', [PARIS, ("text", "It is")]),
     ("generic", '[{"name": "add", "arguments": {"a": 1}}]', [("call", 0, "add", '{"a": 1}')]),
     (
         "generic",
@@ -140,6 +149,9 @@ TEXTS = [
     ("generic", '```json\n{"name": "nobody"}\n```'),
     ("hermes", "<tool_call>\n</tool_call>\n"),
     ("generic", "```json```"),
+    ("qwen-xml", "<tool_call><function=nobody></function></tool_call>"),
+    ("qwen-xml", "<tool_call><function=add>junk</function></tool_call>"),
+    ("lfm", "<|tool_call_start|>[add(1)]<|tool_call_end|>"),
 ]
 
 
@@ -147,7 +159,7 @@ TEXTS = [
 def test_calls_are_read(family, text, expected):
     assert read(family, text) == expected
     assert read(family, *text) == expected
-    if all(said[0] == "call" for said in expected) and "{}" not in text:
+    if all(said[0] == "call" for said in expected) and "{}" not in text and "<function" not in text:
         assert read(family, *text, certain=True) == expected
 
 
@@ -252,6 +264,8 @@ def test_markers_are_held_back_while_they_could_come():
 
 def test_families_are_told_by_their_templates():
     assert detect_format("… <tool_call> … </tool_call>")[0].name == "hermes"
+    assert detect_format("<tool_call><function=x><parameter=y></tool_call>")[0].name == "qwen-xml"
+    assert detect_format("<|tool_call_start|>")[0].name == "lfm"
     assert detect_format("[TOOL_CALLS] [ARGS]")[0].name == "mistral-args"
     assert detect_format("[TOOL_CALLS]")[0].name == "mistral"
     assert detect_format("<|start_header_id|> <|python_tag|>")[0].name == "llama"
