@@ -115,8 +115,8 @@ def importance(model: Path, place: Path, make_gguf, *, wrong: bool = False) -> s
 
 def test_an_importance_matrix_allows_them(gemma: str, gemma3: Path, tmp_path: Path, make_gguf) -> None:
     matrix = importance(gemma3, tmp_path / "imatrix.gguf", make_gguf)
-    done = quantize(gemma, "IQ2_XXS", options=QuantizeOptions(perplexity=False, imatrix=matrix))
-    assert "IQ2_XXS" in {tensor.type for tensor in check(done.model.paths[0]).tensors}
+    done = quantize(gemma, "Q2_K_S", options=QuantizeOptions(perplexity=False, imatrix=matrix))
+    assert "Q2_K" in {tensor.type for tensor in check(done.model.paths[0]).tensors}
 
 
 def test_what_is_no_importance_matrix(gemma: str, gemma3: Path, tmp_path: Path, make_gguf) -> None:
@@ -161,9 +161,6 @@ def test_cancelling_leaves_nothing(gemma: str) -> None:
 
 
 def test_no_room(smol: str, monkeypatch) -> None:
-    real = os.path.getsize
-    source = store.model_files(smol).paths[0]
-    assert real(source)
     monkeypatch.setattr(children, "child_command", lambda module, *args: _with_a_full_disk(module, args))
     with pytest.raises(DiskFullError, match="no room"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
@@ -175,7 +172,7 @@ def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
         "import collections, shutil, sys, runpy\n"
         "shutil.disk_usage = lambda _: collections.namedtuple('U', 'total used free')(1 << 30, 1 << 30, 0)\n"
         f"sys.argv = [{module!r}, *{list(args)!r}]\n"
-        f"runpy.run_module({module!r}, run_name='__main__')\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
     )
     return [sys.executable, "-c", program]
 
