@@ -4,12 +4,16 @@ import runpy
 import sys
 
 from edgeinfer.process import MODULE_SWITCH
+from edgeinfer.shipped import trust_certificates
 
+trust_certificates()
 if sys.argv[1:2] == [MODULE_SWITCH]:
     del sys.argv[1]
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 else:
     from edgeinfer.cli import main
+    from edgeinfer.unpack import tidy
 
+    tidy()
     sys.exit(main())

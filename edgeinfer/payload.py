@@ -138,6 +138,9 @@ def parse_index(raw: bytes) -> Index | None:
     try:
         document: dict[str, Any] = json.loads(raw)
         version = document["version"]
+        names = [entry[0] for entry in document["files"]] + [path for path, _ in document["links"]]
+        if any(name.startswith("/") or ".." in name.split("/") for name in names):
+            return None
         return Index(
             version=version,
             files=tuple(Entry(*entry) for entry in document["files"]),
@@ -146,7 +149,7 @@ def parse_index(raw: bytes) -> Index | None:
             relocate=tuple(document["relocate"]),
             name=folder_name(version, raw),
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -20,6 +20,13 @@ FILE_VARIABLE = "EDGEINFER_FILE"
 #: The model a shipped file carries: the default model unless the configuration names one.
 MODEL_VARIABLE = "EDGEINFER_BUNDLED_MODEL"
 APP_PROGRAM = "edgeinfer-app"
+#: Where distributions keep their certificate authorities in one file: Debian, Fedora, openSUSE, Alpine.
+_AUTHORITIES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
 
 
 def is_shipped() -> bool:
@@ -47,6 +54,19 @@ def bundled_criu() -> Path | None:
     app = app_dir()
     criu = app / "criu/bin/criu" if app else None
     return criu if criu and criu.is_file() else None
+
+
+def trust_certificates() -> None:
+    """Let OpenSSL find certificate authorities: the bundled one looks where Debian has them, and a bare machine has none.
+
+    An environment that names them is left alone; then this system's, then those of Mozilla that are shipped (certifi).
+    """
+    if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
+        return
+    shipped = f"{os.path.dirname(sys.executable)}/_internal/certifi/cacert.pem"
+    found = next((path for path in (*_AUTHORITIES, shipped) if os.path.isfile(path)), "")
+    if found:
+        os.environ["SSL_CERT_FILE"] = found
 
 
 def start() -> NoReturn:

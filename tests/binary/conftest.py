@@ -1,0 +1,141 @@
+"""The shipped file in a bare root: libc and nothing else, an ordinary user, pivot_root (`bare.py`).
+
+EDGEINFER_BINARY names a file built already; otherwise dist/edgeinfer is taken while it is newer than every source it is made
+of, and built first when it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BARE = Path(__file__).with_name("bare.py")
+HOME = "/home/user"
+PROGRAM = "/usr/local/bin/edgeinfer"
+MODEL = "smollm2-135m-instruct"
+UID = 1000
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent and "binary" in item.fixturenames:
+            item.add_marker(pytest.mark.binary)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def binary() -> Path:
+    named = os.environ.get("EDGEINFER_BINARY")
+    if named:
+        return Path(named)
+    built = ROOT / "dist/edgeinfer"
+    sources = [p for folder in ("edgeinfer", "build") for p in (ROOT / folder).rglob("*") if p.suffix not in (".pyc", "")]
+    if not built.exists() or built.stat().st_mtime < max(p.stat().st_mtime for p in sources):
+        subprocess.run([sys.executable, ROOT / "build/release.py"], check=True, cwd=ROOT)
+    return built
+
+
+def libc_files() -> list[str]:
+    """The libraries of the package libc6, as they are on this machine."""
+    listed = subprocess.run(["dpkg", "-L", "libc6"], capture_output=True, text=True, check=True).stdout.split()
+    return [f for f in listed if ".so" in f and "gconv" not in f and os.path.isfile(f)]
+
+
+class Machine:
+    """A bare root and how to run something in it."""
+
+    def __init__(self, folder: Path, binary: Path) -> None:
+        self.root = folder
+        for name in ("tmp", "etc", "usr/local/bin", "lib64", HOME[1:]):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for file in libc_files():
+            (folder / file[1:]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, folder / file[1:])
+        shutil.copy("/lib64/ld-linux-x86-64.so.2", folder / "lib64")
+        (folder / "etc/passwd").write_text(f"user:x:{UID}:{UID}::{HOME}:/bin/sh\n")
+        (folder / "tmp").chmod(0o1777)
+        self.home = folder / HOME[1:]
+        self.install(binary)
+        self.own(self.home)
+
+    def install(self, binary: Path) -> None:
+        """Put the shipped file in place as an update does: beside, then by a rename."""
+        scratch = self.root / "usr/local/bin/.new"
+        shutil.copy(binary, scratch)
+        scratch.rename(self.root / PROGRAM[1:])
+
+    def own(self, path: Path) -> None:
+        if os.geteuid() == 0:
+            os.chown(path, UID, UID)
+
+    def command(self, *args: str, options: tuple[str, ...] = ()) -> list[str]:
+        return [sys.executable, str(BARE), str(self.root), *options, "--", PROGRAM, *args]
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "xterm-256color", "PATH": "/usr/local/bin", **more}
+
+    def run(
+        self, *args: str, options: tuple[str, ...] = (), check: bool = True, **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            self.command(*args, options=options),
+            env=self.environment(**more),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        assert not check or done.returncode == 0, f"{args}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def json(self, *args: str, **more: str):
+        """The result of a verb run with --json."""
+        document = json.loads(self.run(*args, "--json", **more).stdout.splitlines()[-1])
+        return document.get("result", document)
+
+    def start(self, *args: str, **more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*args),
+            env=self.environment(**more),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def apps(self) -> list[str]:
+        """Everything in the folder of unpacked applications but its lock."""
+        folder = self.home / ".local/share/edgeinfer/app"
+        return sorted(p.name for p in folder.iterdir() if p.name != ".lock") if folder.is_dir() else []
+
+
+@pytest.fixture
+def machine(tmp_path, binary) -> Machine:
+    """A machine that has never seen edgeinfer."""
+    return Machine(tmp_path / "root", binary)
+
+
+@pytest.fixture(scope="session")
+def used(tmp_path_factory, binary, smollm2) -> Machine:
+    """A machine on which the application is unpacked and the small model is pulled from a file."""
+    machine = Machine(tmp_path_factory.mktemp("used") / "root", binary)
+    shutil.copy(smollm2, machine.root / "tmp/small.gguf")
+    (machine.root / "tmp/small.gguf").chmod(0o644)
+    machine.run("pull", "/tmp/small.gguf", "--name", MODEL)
+    return machine
+
+
+@pytest.fixture(scope="session")
+def warm(used) -> Machine:
+    """The same, with a snapshot of the model."""
+    used.run("warm", MODEL)
+    return used

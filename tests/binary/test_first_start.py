@@ -1,0 +1,195 @@
+"""The first start: unpacked once, whole or not there, with words for everything that can be wrong."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from .conftest import HOME, PROGRAM, ROOT
+
+sys.path.insert(0, str(ROOT / "build"))
+
+import assemble
+import bootloader
+import pack
+
+from edgeinfer import payload
+from edgeinfer.payload import open_shipped
+
+
+def variant(binary, folder, note):
+    """Another version of the shipped file: the same blocks but for one small file."""
+    shipped = open_shipped(binary)
+    with binary.open("rb") as file:
+        index = payload.read_index(file, shipped)
+        tree = folder / "tree"
+        for number, block in enumerate(index.blocks):
+            entries = [e for e in index.files if e.block == number]
+            for entry, content in payload.split_block(payload.block_bytes(file.fileno(), shipped, block), entries, binary):
+                target = tree / entry.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+                target.chmod(entry.mode)
+        for path, target in index.links:
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).symlink_to(target)
+        file.seek(shipped.archive_offset)
+        (folder / "archive").write_bytes(file.read())
+    (tree / "share/NOTE").write_text(note)
+    packed = pack.pack(tree, index.version, index.relocate, bootloader.cache_dir() / "blocks")
+    assemble.assemble(bootloader.build(), packed.name, packed.data, folder / "archive", folder / "edgeinfer")
+    return folder / "edgeinfer", packed.name
+
+
+@pytest.fixture(scope="session")
+def second(binary, tmp_path_factory):
+    """A second version of the shipped file, and the name of its folder."""
+    return variant(binary, tmp_path_factory.mktemp("second"), "a second version\n")
+
+
+def test_unpacks_once_and_says_so(machine, binary):
+    first = machine.run("--version")
+    assert re.fullmatch(r"edgeinfer [\d.]+\n", first.stdout)
+    assert "first start: unpacking" in first.stderr
+    assert machine.apps == [open_shipped(binary).app]
+    again = machine.run("--version")
+    assert (again.stdout, again.stderr) == (first.stdout, "")
+
+
+def test_what_was_unpacked_is_what_was_built(machine):
+    found = machine.json("self-check")
+    assert found["findings"] == []
+    assert found["files_checked"] > 100
+
+
+def test_self_check_finds_an_altered_file(machine):
+    machine.run("--version")
+    notes = machine.home / ".local/share/edgeinfer/app" / machine.apps[0] / "share/INSTALL.md"
+    notes.write_text(notes.read_text().replace("edgeinfer", "edgeinfeR", 1))
+    done = machine.run("self-check", check=False)
+    assert done.returncode == 5
+    assert "share/INSTALL.md: altered" in done.stdout
+
+
+def test_two_first_starts_at_once(machine):
+    both = [machine.start("--version") for _ in range(2)]
+    ends = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ends
+    assert sum("unpacking" in err and "MiB" in err for _, err in ends) == 1
+    assert len(machine.apps) == 1
+
+
+def test_a_home_that_cannot_be_written(machine):
+    done = machine.run("--version", options=("--read-only", HOME), check=False)
+    assert done.returncode != 0
+    assert "Read-only file system" in done.stderr
+    assert "EDGEINFER_HOME" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert machine.run("--version").returncode == 0
+
+
+def test_a_disk_that_becomes_full_then_has_room(machine):
+    full = ("--tmpfs", f"{HOME}=60m", "--grow", f"{HOME}=400m")
+    done = machine.run("--version", options=full)
+    assert "first run: 6, left: []" in done.stderr
+    assert "MiB free" in done.stderr
+    assert "hint: " in done.stderr
+    assert done.stdout.startswith("edgeinfer ")
+
+
+def test_a_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
+    """The check before unpacking cannot see every limit: a file-size limit hits while a library is written."""
+    import resource
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12 << 20, 12 << 20))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    done = subprocess.run(
+        machine.command("--version"), env=machine.environment(), preexec_fn=limited, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert machine.apps == []
+    assert machine.run("--version").returncode == 0
+
+
+@pytest.mark.parametrize("place", ["index", "block", "archive's trailer"])
+def test_a_flipped_bit_is_refused(machine, binary, place):
+    shipped = open_shipped(binary)
+    at = {
+        "index": shipped.payload_offset + 500,
+        "block": shipped.payload_offset + shipped.payload_length // 2,
+        "archive's trailer": shipped.archive_offset - payload.TRAILER.size + 3,
+    }[place]
+    installed = machine.root / PROGRAM[1:]
+    with installed.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+    done = machine.run("--version", check=False)
+    assert done.returncode in (1, 5)
+    assert "damaged" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert machine.apps == []
+
+
+def test_somebody_elses_application_is_not_started(machine):
+    machine.run("--version")
+    app = machine.home / ".local/share/edgeinfer/app" / machine.apps[0]
+    app.chmod(0o777)
+    done = machine.run("--version", check=False)
+    assert done.returncode != 0
+    assert "does not belong to this user alone" in done.stderr
+
+
+def test_an_update_beside_a_running_version(used, second, binary, tmp_path):
+    name = open_shipped(binary).app
+    serving = used.start("serve", "smollm2-135m-instruct", "--port", "0", "--resume", "never")
+    try:
+        port = wait_for_port(serving)
+        used.install(second[0])
+        assert used.run("--version").stderr.count("first start") == 1
+        assert used.apps == sorted([name, second[1]])
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+            assert answer.status == 200
+    finally:
+        serving.send_signal(signal.SIGTERM)
+        serving.communicate(timeout=60)
+    used.run("list")
+    assert used.apps == [second[1]]
+    used.install(binary)
+    used.run("--version")
+    used.run("list")
+    assert used.apps == [name]
+
+
+def wait_for_port(process):
+    """The port in what `serve` says on stderr when it is ready."""
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        if found:
+            return int(found.group(1))
+    raise AssertionError("".join(said))
+
+
+def test_needs_no_library_newer_than_debian_12s(binary, tmp_path):
+    """Every symbol version the shipped libraries ask of libc is one that glibc 2.36 has. CRIU brings a libc of its own."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    app = variant(binary, folder, "for looking at\n")[0].parent / "tree"
+    wanted = set()
+    for path in app.rglob("*"):
+        if path.is_file() and not path.is_symlink() and "criu" not in path.parts and path.open("rb").read(4) == b"\x7fELF":
+            wanted |= set(re.findall(rb"GLIBC_(\d+)\.(\d+)", path.read_bytes()))
+    newest = max((int(major), int(minor)) for major, minor in wanted)
+    assert newest <= (2, 36)
+    assert os.path.exists(app / "criu/bin/criu")
