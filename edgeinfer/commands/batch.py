@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -23,7 +24,7 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.commands.serve import Loader, pulled_models
-from edgeinfer.errors import InterruptedByUser, ModelBusyError, UsageError
+from edgeinfer.errors import DiskFullError, EdgeInferError, InterruptedByUser, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.server import offline
@@ -223,9 +224,12 @@ async def _work(
             tally.tokens += _completion_tokens(reply)
             moved()
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(width):
-            group.create_task(worker())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(width):
+                group.create_task(worker())
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
 
 
 async def _ask(app: Any, line: BatchLine) -> offline.Reply:
@@ -248,7 +252,12 @@ def _append(output: int, line: BatchLine, reply: offline.Reply) -> None:
     }
     rest = memoryview(msgspec.json.encode(answer) + b"\n")
     while rest:
-        rest = rest[os.write(output, rest) :]
+        try:
+            rest = rest[os.write(output, rest) :]
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFullError("no room for another answer; what is done is kept") from error
+            raise EdgeInferError(f"the output file cannot be written: {error.strerror}") from error
 
 
 def _completion_tokens(reply: offline.Reply) -> int:

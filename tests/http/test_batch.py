@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 from edgeinfer.arguments import launch
 from edgeinfer.commands.batch import batch
 from edgeinfer.config import Config
-from edgeinfer.errors import ModelBusyError, UsageError
+from edgeinfer.errors import DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import ModelFiles
@@ -164,6 +165,26 @@ def test_a_full_queue_is_waited_for(files):
     engine = FakeEngine([["x"]], max_inside=2)
     result, _ = _run(paths, engine, "--concurrency", "6")
     assert (result.done, result.failed) == (12, 0)
+
+
+def test_a_full_disk_ends_the_run_and_says_that_it_goes_on(files, monkeypatch):
+    paths = files(*(_chat(str(n)) for n in range(6)))
+    real_write, written = os.write, []
+
+    def write(descriptor, data):
+        if b"batch_" in bytes(data[:20]):
+            written.append(1)
+            if len(written) > 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(DiskFullError):
+        _run(paths)
+    monkeypatch.undo()
+    assert len(_answers(paths[1])) == 3
+    result, _ = _run(paths)
+    assert (result.done, result.skipped) == (3, 3)
 
 
 @pytest.mark.model

@@ -1,0 +1,342 @@
+"""The endpoint under load, beside llama-server in the same run, and beside the engine without HTTP.
+
+    python benchmarks/bench_serve.py [--widths 1,4,8,16,32] [--rounds 3] [--tokens 48] [--sections load,start,switch]
+
+`load`: closed-loop clients over a real socket, streaming chat completions of a fixed length; sides alternate, medians and
+spread over the rounds. The third side is our engine driven in its own process by the same schedule: what HTTP adds is the
+difference. `start`: exec of `edgeinfer serve MODEL` to the first streamed token, warm and cold. `switch`: a catalogue of ten
+models asked in turn, each resumed. llama-server is taken from PATH or EDGEINFER_LLAMA_SERVER; without it that side is left
+out and the table says so. Writes a Markdown table to stdout and JSON to bench-out/serve.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_serve_models import percentile, start_section, switch_section
+
+ROOT = Path(__file__).parents[1]
+MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models")
+MODEL = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
+PARALLEL = 8
+CONTEXT = 8192
+TOPICS = ["rivers", "bread", "clocks", "wool", "bridges", "owls", "glass", "maps", "tides", "salt", "bells", "ink"]
+
+
+def prompt(number: int) -> str:
+    """Different from its neighbours after a shared beginning, as prompts of one application are."""
+    topic = TOPICS[number % len(TOPICS)]
+    return f"You are writing for an encyclopedia. Write entry {number}, about {topic}, in a few plain sentences."
+
+
+# --- one client ------------------------------------------------------------------------------------------------------
+
+
+class Sample:
+    """One answered request. Seconds."""
+
+    def __init__(self, ttft: float, total: float, tokens: int, gaps: list[float]) -> None:
+        self.ttft, self.total, self.tokens, self.gaps = ttft, total, tokens, gaps
+
+
+async def ask(port: int, number: int, tokens: int, model: str) -> Sample:
+    """One streamed chat completion over a connection of its own. The parser is as thin as can be: it shares the cores."""
+    body = json.dumps(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt(number)}],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    begun = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    stamps: list[float] = []
+    tail = b""
+    while piece := await reader.read(65_536):
+        now = time.perf_counter()
+        said = len(re.findall(rb'"content":"(?!")', piece))
+        stamps += [now] * said
+        tail = (tail + piece)[-4096:]
+    writer.close()
+    used = re.search(rb'"completion_tokens":\s*(\d+)', tail)
+    if not used or not stamps:
+        raise SystemExit(f"no answer: {tail!r}")
+    return Sample(stamps[0] - begun, time.perf_counter() - begun, int(used[1]), [b - a for a, b in itertools.pairwise(stamps)])
+
+
+async def closed_loop(one: Callable[[int], Any], width: int, requests: int, first: int) -> tuple[list[Sample], float]:
+    """`width` clients share `requests`; returns the samples and the wall seconds."""
+    numbers = iter(range(first, first + requests))
+    samples: list[Sample] = []
+
+    async def client() -> None:
+        for number in numbers:
+            samples.append(await one(number))
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(width)))
+    return samples, time.perf_counter() - begun
+
+
+def figures(samples: list[Sample], wall: float) -> dict[str, float]:
+    """tokens/s over the wall, and percentiles in milliseconds."""
+    ttft = [s.ttft * 1000 for s in samples]
+    gaps = [g * 1000 for s in samples for g in s.gaps] or [0.0]
+    return {
+        "tokens_per_s": sum(s.tokens for s in samples) / wall,
+        "ttft_p50_ms": percentile(ttft, 50),
+        "ttft_p95_ms": percentile(ttft, 95),
+        "itl_p50_ms": percentile(gaps, 50),
+        "itl_p95_ms": percentile(gaps, 95),
+    }
+
+
+# --- the sides -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process(command: list[str], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    started = subprocess.Popen(
+        command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+    )
+    try:
+        yield started
+    finally:
+        started.send_signal(signal.SIGTERM)
+        try:
+            started.wait(15)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def wait_healthy(port: int, started: subprocess.Popen[bytes], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert started.poll() is None, "the server ended"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as s:
+            s.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+            if s.recv(64).startswith(b"HTTP/1.1 200"):
+                return
+        time.sleep(0.02)
+    raise SystemExit("the server did not become healthy")
+
+
+CLI = [sys.executable, "-c", "import sys; from edgeinfer.cli import main; sys.exit(main())"]
+
+
+def our_command(port: int, threads: int) -> list[str]:
+    return [
+        *CLI,
+        "serve",
+        str(MODEL),
+        "--port",
+        str(port),
+        "--log",
+        "off",
+        "--parallel",
+        str(PARALLEL),
+        "--ctx",
+        str(CONTEXT),
+        "--threads",
+        str(threads),
+        "--max-queue",
+        "256",
+    ]
+
+
+def their_command(server: str, port: int, threads: int) -> list[str]:
+    return [
+        server,
+        "-m",
+        str(MODEL),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "-np",
+        str(PARALLEL),
+        "-c",
+        str(CONTEXT),
+        "-t",
+        str(threads),
+        "--no-webui",
+    ]
+
+
+def llama_server() -> str | None:
+    return os.environ.get("EDGEINFER_LLAMA_SERVER") or shutil.which("llama-server")
+
+
+def measure_server(
+    command: list[str], port: int, width: int, requests: int, tokens: int, model: str, first: int
+) -> dict[str, float]:
+    with process(command) as started:
+        wait_healthy(port, started)
+        asyncio.run(closed_loop(lambda n: ask(port, n, 8, model), min(width, 4), 4, 90_000))
+        samples, wall = asyncio.run(closed_loop(lambda n: ask(port, n, tokens, model), width, requests, first))
+    return figures(samples, wall)
+
+
+def measure_engine(width: int, requests: int, tokens: int, threads: int, first: int) -> dict[str, float]:
+    """The same schedule on the engine itself, in a process of its own."""
+    command = [sys.executable, __file__, "--engine", f"{width},{requests},{tokens},{threads},{first}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def engine_main(words: str) -> None:
+    """The child of `measure_engine`."""
+    from edgeinfer.runtime.engine import load_engine
+    from edgeinfer.runtime.events import Finished, Progress
+    from edgeinfer.runtime.options import LoadOptions, ModelFiles
+    from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+
+    width, requests, tokens, threads, first = map(int, words.split(","))
+    options = LoadOptions(n_ctx=CONTEXT, n_parallel=PARALLEL, n_threads=threads, max_queue=256)
+    engine = load_engine(ModelFiles(name="m", paths=(str(MODEL),)), options, None)
+
+    async def one(number: int, n_tokens: int = tokens) -> Sample:
+        request = GenerateRequest(
+            messages=(Message(role="user", content=prompt(number)),),
+            sampling=Sampling(temperature=0),
+            max_tokens=n_tokens,
+            ignore_eos=True,
+        )
+        begun = time.perf_counter()
+        stamps, made = [], 0
+        async for event in engine.submit(request):
+            if isinstance(event, Finished):
+                made = event.usage.completion_tokens
+            elif not isinstance(event, Progress):
+                stamps.append(time.perf_counter())
+        return Sample(stamps[0] - begun, time.perf_counter() - begun, made, [b - a for a, b in itertools.pairwise(stamps)])
+
+    async def main() -> dict[str, float]:
+        await closed_loop(lambda n: one(n, 8), min(width, 4), 4, 90_000)
+        return figures(*await closed_loop(one, width, requests, first))
+
+    print(json.dumps(asyncio.run(main())))
+    engine.close()
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def load_section(options: argparse.Namespace) -> list[dict[str, Any]]:
+    theirs = llama_server()
+    rows: list[dict[str, Any]] = []
+    for width in options.widths:
+        requests = max(2 * width, 6)
+        sides: dict[str, list[dict[str, float]]] = {"edgeinfer": [], "engine": []} | ({"llama-server": []} if theirs else {})
+        for turn in range(options.rounds):
+            order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
+            for side in order:
+                port = free_port()
+                first = 1000 * (turn + 1) + 100 * width
+                if side == "engine":
+                    got = measure_engine(width, requests, options.tokens, options.threads, first)
+                else:
+                    command = (
+                        our_command(port, options.threads)
+                        if side == "edgeinfer"
+                        else their_command(theirs or "", port, options.threads)
+                    )
+                    model = MODEL.stem if side == "edgeinfer" else "m"
+                    got = measure_server(command, port, width, requests, options.tokens, model, first)
+                sides[side].append(got)
+                print(
+                    f"  width {width} {side}: {got['tokens_per_s']:.1f} tokens/s, TTFT p50 {got['ttft_p50_ms']:.0f} ms",
+                    file=sys.stderr,
+                )
+        for side, rounds in sides.items():
+            rows.append({"width": width, "side": side, "rounds": rounds} | medians(rounds))
+    return rows
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    keys = rounds[0]
+    return {k: statistics.median(r[k] for r in rounds) for k in keys} | {
+        "spread": {k: [min(r[k] for r in rounds), max(r[k] for r in rounds)] for k in keys}
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| clients | side | tokens/s | spread | TTFT p50 ms | TTFT p95 ms | between tokens p50 / p95 ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, high = row["spread"]["tokens_per_s"]
+        lines.append(
+            f"| {row['width']} | {row['side']} | {row['tokens_per_s']:.1f} | {low:.1f}–{high:.1f} | {row['ttft_p50_ms']:.0f} "
+            f"| {row['ttft_p95_ms']:.0f} | {row['itl_p50_ms']:.1f} / {row['itl_p95_ms']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--widths", type=lambda s: [int(w) for w in s.split(",")], default=[1, 4, 8, 16, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--sections", default="load,start,switch")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        engine_main(options.engine)
+        return
+    report: dict[str, Any] = {"model": MODEL.name, "parallel": PARALLEL, "context": CONTEXT, "tokens": options.tokens}
+    if "load" in options.sections:
+        rows = report["load"] = load_section(options)
+        print(table(rows))
+        if not llama_server():
+            print("\nllama-server was not found: that side is missing (EDGEINFER_LLAMA_SERVER names it).")
+    if "start" in options.sections:
+        got = report["start"] = start_section(MODEL, free_port)
+        print("\n| exec → first streamed token | median ms | p95 ms |\n|---|---|---|")
+        for how, row in got.items():
+            print(f"| {how} | {row['median_ms']:.0f} | {row['p95_ms']:.0f} |")
+    if "switch" in options.sections:
+        row = report["switch"] = switch_section(MODEL, free_port)
+        print(f"\n{row['switches']} switches over ten models, {row['resumed']} resumed\n\n| | p50 ms | p95 ms |\n|---|---|---|")
+        print(f"| resume | {row['resume_p50_ms']:.0f} | {row['resume_p95_ms']:.0f} |")
+        print(f"| request → first token | {row['first_token_p50_ms']:.0f} | {row['first_token_p95_ms']:.0f} |")
+    out = ROOT / "bench-out"
+    out.mkdir(exist_ok=True)
+    name = f"serve-{options.sections.replace(',', '-')}.json"
+    (out / name).write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Ten thousand requests against the real model, a tenth of them abandoned: what grows?
+
+    python benchmarks/leak_http.py [--requests 10000] [--clients 8]
+
+Prints, every thousand requests: resident memory, open descriptors, running and waiting generations, and the KV cache in use.
+Fails when memory grows by more than 5 % after the first two thousand, or anything else is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_serve import free_port, our_command, process, wait_healthy
+
+
+def body(number: int) -> bytes:
+    """Streams, whole answers, several answers, schemas, wrong fields: in turn."""
+    asked: dict[str, object] = {"messages": [{"role": "user", "content": f"Word {number}?"}], "max_tokens": 2, "seed": number}
+    kind = number % 7
+    if kind in (0, 3):
+        asked["stream"] = True
+    elif kind == 1:
+        asked |= {"n": 2}
+    elif kind == 2:
+        asked |= {"logprobs": True, "top_logprobs": 2}
+    elif kind == 4:
+        asked |= {"structured_outputs": {"choice": ["yes", "no"]}}
+    elif kind == 5:
+        asked |= {"temperature": 9}
+    return json.dumps(asked).encode()
+
+
+async def send(port: int, number: int) -> None:
+    """Every tenth client leaves without reading."""
+    raw = body(number)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(raw) + raw)
+    with contextlib.suppress(ConnectionError):
+        if number % 10 == 9:
+            await writer.drain()
+        else:
+            reply = await reader.read()
+            assert re.match(rb"HTTP/1.1 (200|400) ", reply), reply[:200]
+    writer.close()
+
+
+async def some(port: int, numbers: range, clients: int) -> None:
+    left = iter(numbers)
+
+    async def client() -> None:
+        for number in left:
+            await send(port, number)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+
+
+def settle(port: int, pid: int) -> dict[str, float]:
+    """The figures once nothing runs any more."""
+    end = time.monotonic() + 30
+    while True:
+        text = subprocess.run(
+            ["curl", "-s", f"http://127.0.0.1:{port}/metrics"], capture_output=True, text=True, check=True
+        ).stdout
+        found = {
+            m[1]: float(m[2])
+            for m in re.finditer(
+                r"^edgeinfer_(num_requests_\w+|kv_cache_usage_ratio|http_requests_in_flight)\S* (\S+)$", text, re.M
+            )
+        }
+        if not any(v for k, v in found.items() if k != "kv_cache_usage_ratio") or time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    rss = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / (1 << 20)
+    return {"rss_mib": rss, "descriptors": len(os.listdir(f"/proc/{pid}/fd"))} | found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--clients", type=int, default=8)
+    options = parser.parse_args()
+    port = free_port()
+    rows = []
+    print(f"{MODEL.name}, {options.clients} clients\n")
+    print("| requests | RSS MiB | descriptors | running | waiting | KV in use |\n|---|---|---|---|---|---|")
+    with process(our_command(port, os.cpu_count() or 1)) as served:
+        wait_healthy(port, served)
+        for begin in range(0, options.requests, 1000):
+            asyncio.run(some(port, range(begin, min(begin + 1000, options.requests)), options.clients))
+            row = settle(port, served.pid)
+            rows.append(row)
+            print(
+                f"| {begin + 1000} | {row['rss_mib']:.1f} | {row['descriptors']:.0f} | {row['num_requests_running']:.0f} "
+                f"| {row['num_requests_waiting']:.0f} | {row['kv_cache_usage_ratio']:.3f} |",
+                flush=True,
+            )
+    grown = rows[-1]["rss_mib"] / rows[min(1, len(rows) - 1)]["rss_mib"] - 1
+    print(f"\nmemory after the first two thousand: {grown:+.1%}")
+    left = rows[-1]["num_requests_running"] + rows[-1]["num_requests_waiting"] + rows[-1]["http_requests_in_flight"]
+    if grown > 0.05 or left or rows[-1]["descriptors"] > rows[0]["descriptors"] + 2:
+        raise SystemExit("something leaks")
+
+
+if __name__ == "__main__":
+    main()
