@@ -29,10 +29,11 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_TENSOR_NAME_BYTES = 63
 MAX_ELEMENTS = 2**63 - 1
+#: llama.cpp does not refuse more layers, or none: it aborts the process (LLAMA_MAX_LAYERS, llama-model.cpp).
+MAX_LAYERS = 512
 #: Ours, far above any model known, so that nothing downstream loops for long over a number from the file.
 MAX_METADATA = 1 << 16
 MAX_TENSORS = 1 << 20
-MAX_LAYERS = 1 << 12
 MAX_KEY_BYTES = 1 << 16
 #: Numeric arrays up to this length are kept (per-layer head counts); longer ones and token lists are only described.
 KEPT_ELEMENTS = 4096
@@ -199,8 +200,9 @@ def check(path: str | os.PathLike[str]) -> GgufHeader:
         raise InvalidGgufError(f"{header.path} has no general.architecture: not a model")
     if count == 1 and not header.tensors:
         raise InvalidGgufError(f"{header.path} has no tensors: not a model")
-    if header.n_layer > MAX_LAYERS:
-        raise InvalidGgufError(f"{header.path} claims {header.n_layer} layers; at most {MAX_LAYERS} are believed")
+    layers = header.metadata.get(header.own("block_count"), 1)
+    if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
+        raise InvalidGgufError(f"{header.path} claims {layers!r} layers; 1 to {MAX_LAYERS} are possible")
     return header
 
 

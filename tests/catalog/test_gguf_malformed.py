@@ -116,7 +116,9 @@ def tensors(rng: random.Random) -> Iterator[Case]:
     yield "no tensors", file_of(BASE, [])
     yield "no architecture", file_of([uint_entry("x", 1)], [tensor()])
     yield "architecture that is a number", file_of([uint_entry("general.architecture", 1)], [tensor()])
-    yield "a million layers", file_of([BASE[0], uint_entry("llama.block_count", 1_000_000)], [tensor()])
+    for layers in (0, 513, 1_000_000, 2**32 - 1):
+        yield f"{layers} layers", file_of([BASE[0], uint_entry("llama.block_count", layers)], [tensor()])
+    yield "layers in words", file_of([BASE[0], string_entry("llama.block_count", "two")], [tensor()])
     yield "part 5 of 3", file_of([*BASE, uint_entry("split.no", 5), uint_entry("split.count", 3)], [tensor()])
 
 
