@@ -315,16 +315,18 @@ def stats_text(session: ChatSession, started: str) -> str:
     engine = session.engine
     answers = [t for t in session.path if t.role == "assistant"]
     stats = answers[-1].stats if answers else None
-    lines = [f"model      {session.conversation.model}", f"started    {started}"]
+    rows = [("model", session.conversation.model), ("started", started)]
     if engine is not None:
         used = stats.context_tokens if stats else 0
-        lines += [f"context    {used} of {engine.info.n_ctx} tokens", f"loaded in  {engine.info.load_ms:.0f} ms"]
-        lines += [f"{name:<10} {chosen.value} ({chosen.reason})" for name, chosen in engine.info.choices.items()]
+        rows += [("context", f"{used:,} of {engine.info.n_ctx:,} tokens"), ("loaded in", f"{engine.info.load_ms:,.0f} ms")]
     if stats:
-        lines += [
-            f"prompt     {stats.prompt_tokens} tokens, {stats.cached_tokens} cached",
-            f"first      {stats.ttft_ms:.0f} ms",
-            f"speed      {stats.tokens_per_s:.1f} tokens/s over {stats.completion_tokens} tokens",
+        rows += [
+            ("prompt", f"{stats.prompt_tokens:,} tokens, {stats.cached_tokens:,} cached"),
+            ("first", f"{stats.ttft_ms:,.0f} ms"),
+            ("speed", f"{stats.tokens_per_s:.1f} tokens/s over {stats.completion_tokens:,} tokens"),
         ]
-    lines.append(f"sampling   {presets.describe(session.conversation.sampling)}")
-    return "\n".join(lines)
+    rows.append(("sampling", presets.describe(session.conversation.sampling)))
+    if engine is not None:
+        rows += [(name.replace("_", " "), f"{chosen.value} ({chosen.reason})") for name, chosen in engine.info.choices.items()]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {words}" for name, words in rows)

@@ -17,7 +17,7 @@ import sys
 import time
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError
-from edgeinfer.snapshots import choose, format, frames, supervise
+from edgeinfer.snapshots import choose, format, frames, guard, supervise
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class Launcher:
         self._warm: dict[str, bytes] | None = None
         self._asked_to_end = False
         self._crashes = 0
-        self._terminal = _terminal_modes()
+        self._terminal_fd = guard.terminal()
+        self._terminal = _terminal_modes(self._terminal_fd)
+        self._guard: int | None = None
         self._poll = select.poll()
 
     # --- starting
@@ -71,6 +73,8 @@ class Launcher:
             _signal.signal(number, self._forward)
         if self.argv[0] == "serve":
             self._listeners = _listen(self.argv)
+        if self.argv[0] == "chat" and self._terminal is not None and self._terminal_fd is not None:
+            self._guard = guard.watch(self._terminal_fd, self._terminal)
         request: dict[str, frames.Value] = {"role": "verb", "argv": frames.join(self.argv)}
         fds = [0, 1, 2, *(listener.fileno() for listener in self._listeners)]
         self._verb = (wish, request, fds)
@@ -255,7 +259,7 @@ class Launcher:
         what, _, number = how.partition(" ")
         crashed = what == "signal" or int(number) == _UNEXPECTED
         if crashed:
-            _restore_terminal(self._terminal)
+            self._restore_terminal()
         if crashed and self._listeners and not self._asked_to_end:
             self._again(app, how)
             return
@@ -265,7 +269,16 @@ class Launcher:
             sys.stderr.write(f"\nedgeinfer: the app was killed by signal {number}{f' ({why})' if why else ''}\n")
             sys.stderr.flush()
             self._leave(128 + int(number))
+        self._dismiss_guard()
         _die_of(int(number))
+
+    def _dismiss_guard(self) -> None:
+        if self._guard is not None:
+            guard.dismiss(self._guard)
+
+    def _restore_terminal(self) -> None:
+        if self._terminal is not None and self._terminal_fd is not None:
+            guard.put_back(self._terminal_fd, self._terminal)
 
     def _again(self, app: App, how: str) -> None:
         alive_s = time.monotonic() - app.began
@@ -281,6 +294,7 @@ class Launcher:
         self._main = self._start(wish, request, fds)
 
     def _leave(self, code: int) -> NoReturn:
+        self._dismiss_guard()
         if self._warm is not None:
             self._warm_later()
         os._exit(code)
@@ -379,31 +393,16 @@ def _close_all(fds: list[int]) -> None:
     del fds[3:]
 
 
-def _terminal_modes() -> list[object] | None:
+def _terminal_modes(fd: int | None) -> list[object] | None:
     """The terminal's modes before the app, to be put back when it dies without doing so."""
-    if not os.isatty(0):
+    if fd is None:
         return None
     import termios  # 0.1 ms
 
     try:
-        return termios.tcgetattr(0)
+        return termios.tcgetattr(fd)
     except termios.error:
         return None
-
-
-def _restore_terminal(modes: list[object] | None) -> None:
-    if modes is None:
-        return
-    import termios
-
-    try:
-        termios.tcsetattr(0, termios.TCSANOW, modes)  # type: ignore[arg-type]
-        if os.isatty(1):  # out of the alternate screen, cursor on, mouse, focus and paste reports off
-            os.write(
-                1, b"\x1b[?1049l\x1b[?25h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1004l\x1b[?2004l\x1b[<u\x1b[0m\r\n"
-            )
-    except (termios.error, OSError):
-        pass
 
 
 def _fail(error: EdgeInferError) -> NoReturn:

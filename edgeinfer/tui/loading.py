@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from textual.worker import get_current_worker
+from textual.worker import Worker, get_current_worker
 
 from edgeinfer.chat.launch import Launch
-from edgeinfer.errors import EdgeInferError, ModelNotPulledError
+from edgeinfer.errors import EdgeInferError, EngineClosedError, ModelNotPulledError
 from edgeinfer.runtime.interface import Engine
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ class Loading:
 
     def _load(self, model: str, n_ctx: int | None, serial: int) -> None:
         """In the thread."""
-        app = self._screen.app
         worker = get_current_worker()
 
         def progress(stage: str, fraction: float | None) -> None:
@@ -46,12 +46,16 @@ class Loading:
 
         try:
             engine = self._engines.get(model, n_ctx, progress)
+        except OSError as error:  # the launcher that would have started a worker is gone
+            self._say(worker, self._failed, model, EngineClosedError(f"{model} cannot be started: {error}"), serial)
         except EdgeInferError as error:
-            if not worker.is_cancelled:
-                app.call_from_thread(self._failed, model, error, serial)
+            self._say(worker, self._failed, model, error, serial)
         else:
-            if not worker.is_cancelled:
-                app.call_from_thread(self._loaded, model, engine, serial)
+            self._say(worker, self._loaded, model, engine, serial)
+
+    def _say(self, worker: Worker[Any], tell: Callable[..., None], *arguments: object) -> None:
+        if not worker.is_cancelled and self._screen.app.is_running:
+            self._screen.app.call_from_thread(tell, *arguments)
 
     def _loaded(self, model: str, engine: Engine, serial: int) -> None:
         if serial != self._serial:

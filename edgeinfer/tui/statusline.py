@@ -27,7 +27,7 @@ def status_parts(screen: ChatScreen) -> tuple[tuple[Part, ...], str]:
     elif screen.transcript.chosen is not None:
         hint = "e edit · c copy · y code · f fork · Esc"
     else:
-        parts.append(Part(screen.app.started, 3))
+        parts.append(Part(screen.app.started, 6, shortens=True))
     parts += _numbers(screen)
     return tuple(parts), hint
 

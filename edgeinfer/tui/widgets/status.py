@@ -10,11 +10,16 @@ from textual.widget import Widget
 
 
 class Part(NamedTuple):
-    """A piece of the line. Higher `weight` stays longer when room is short."""
+    """A piece of the line. Higher `weight` stays longer when room is short; `shortens` may lose its end."""
 
     text: str
     weight: int
     style: str = ""
+    shortens: bool = False
+
+
+#: A part that may be shortened is left out rather than be shorter than this.
+_SHORTEST = 14
 
 
 class Status(Widget):
@@ -34,8 +39,12 @@ class Status(Widget):
     def render(self) -> RenderResult:
         width = self.size.width
         kept = [p for p in self._parts if p.text]
-        while len(kept) > 1 and _length(kept) + len(self._hint) + 2 > width:
-            kept.remove(min(kept, key=lambda p: p.weight))
+        while len(kept) > 1 and (over := _length(kept) + len(self._hint) + 2 - width) > 0:
+            least = min(kept, key=lambda p: p.weight)
+            at = kept.index(least)
+            kept.remove(least)
+            if least.shortens and len(least.text) - over >= _SHORTEST:
+                kept.insert(at, least._replace(text=least.text[: len(least.text) - over - 1] + "…", weight=99))
         line = Content(" · ").join([Content.styled(p.text, p.style) if p.style else Content(p.text) for p in kept])
         gap = width - line.cell_length - len(self._hint)
         if self._hint and gap >= 2:

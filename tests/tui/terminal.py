@@ -1,0 +1,88 @@
+"""A real terminal for tests: tmux with a shell in it, driven by keys and read as a screen."""
+
+import contextlib
+import os
+import subprocess
+import time
+from pathlib import Path
+
+PROMPT = "ready$ "
+
+
+class Terminal:
+    """An 80 by 24 terminal with an interactive bash. Everything is found on the screen; nothing is waited for by time."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]):
+        self._socket = str(folder / "tmux")
+        shell = ["env", "-i", *(f"{k}={v}" for k, v in environment.items()), "bash", "--norc", "--noprofile", "-i"]
+        self._tmux("new-session", "-d", "-x", "80", "-y", "24", *shell)
+        self._tmux("set-option", "-g", "escape-time", "0")
+        self.until(lambda: "ready$" in self.screen())
+
+    def _tmux(self, *words):
+        done = subprocess.run(
+            ["tmux", "-S", self._socket, "-f", "/dev/null", *words], capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    def close(self):
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._tmux("kill-server")
+
+    def screen(self):
+        """What one sees."""
+        return self._tmux("capture-pane", "-p")
+
+    def type(self, text):
+        self._tmux("send-keys", "-l", text)
+
+    def press(self, *keys):
+        self._tmux("send-keys", *keys)
+
+    def run(self, line):
+        """Type a line for the shell."""
+        self.type(line)
+        self.press("Enter")
+
+    def resize(self, columns, rows):
+        self._tmux("resize-window", "-x", str(columns), "-y", str(rows))
+
+    def until(self, condition, seconds=60.0):
+        """Wait for a condition; its value. The screen is in the message when it does not come true."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"it did not come true; the screen:\n{self.screen()}"
+        return found
+
+    def until_shown(self, text, seconds=60.0):
+        return self.until(lambda: text in self.screen(), seconds)
+
+    def modes(self):
+        """(alternate screen, mouse, cursor shown, bracketed paste) as tmux sees them, and the tty's own."""
+        flags = self._tmux("display-message", "-p", "#{alternate_on} #{mouse_any_flag} #{cursor_flag} #{mouse_sgr_flag}")
+        tty = self._tmux("display-message", "-p", "#{pane_tty}").strip()
+        stty = subprocess.run(["stty", "-a", "-F", tty], capture_output=True, text=True, check=True).stdout
+        return flags.strip(), stty.split("\n", 1)[1]  # the first line holds the size
+
+    def shell_pid(self):
+        return int(self._tmux("display-message", "-p", "#{pane_pid}"))
+
+    def children(self, pid=None):
+        """Processes below the shell, depth first: (pid, name, command)."""
+        found = []
+        for child in _children(pid or self.shell_pid()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                name = Path(f"/proc/{child}/comm").read_text().strip()
+                command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found.append((child, name, command))
+            found += self.children(child)
+        return found
+
+
+def _children(pid):
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+    return found

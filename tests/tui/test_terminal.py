@@ -1,0 +1,241 @@
+"""The whole program at a real terminal with the real model: cold, and resumed from a real snapshot."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terminal import PROMPT, Terminal
+
+from edgeinfer.chat.store import Store
+
+EDGEINFER = Path(sys.executable).with_name("edgeinfer")
+MODEL = "smollm2-135m-instruct"
+
+pytestmark = [pytest.mark.model, pytest.mark.criu]
+
+
+@pytest.fixture(scope="module")
+def home(smollm2, tmp_path_factory):
+    """A home with the model in it, and warm."""
+    home = tmp_path_factory.mktemp("terminal-home")
+    environment = clean(home)
+    for words in (["pull", str(smollm2), "--in-place", "--name", MODEL], ["warm", MODEL]):
+        done = subprocess.run([EDGEINFER, *words], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    return home
+
+
+def clean(home):
+    return {
+        "HOME": str(home),
+        "EDGEINFER_HOME": str(home / "edgeinfer"),
+        "PATH": f"{EDGEINFER.parent}:{os.environ['PATH']}",
+        "TERM": "tmux-256color",
+        "LANG": "C.UTF-8",
+        "PS1": PROMPT,
+        "EDITOR": "sed -i s/one/two/",
+    }
+
+
+@pytest.fixture(params=["cold", "resumed"])
+def how(request):
+    return request.param
+
+
+@pytest.fixture
+def terminal(home, tmp_path):
+    for path in (home / "edgeinfer/data").glob("conversations.db*"):
+        path.unlink()
+    terminal = Terminal(tmp_path, clean(home))
+    terminal.home = home
+    yield terminal
+    terminal.close()
+
+
+def begin(terminal, how, *words):
+    """Start the chat and wait for its first paint and its model."""
+    start(terminal, f"edgeinfer chat --temp 0 {' '.join(words)}", how)
+    terminal.until_shown("Ask something")
+    terminal.until_shown("context")
+
+
+def start(terminal, line, how):
+    """Type the command. A snapshot that a change of our own sources has made stale meanwhile is built again."""
+    terminal.run(f"{line} --resume={'always' if how == 'resumed' else 'never'}")
+    terminal.until(
+        lambda: "was changed after" in terminal.screen() or terminal.modes()[0] != "0 0 1 0" or "Model:" in terminal.screen()
+    )
+    if "was changed after" in terminal.screen():
+        subprocess.run([EDGEINFER, "warm", MODEL], env=clean(terminal.home), check=True, capture_output=True, timeout=120)
+        terminal.run("clear")
+        terminal.until(lambda: "was changed" not in terminal.screen())
+        start(terminal, line, how)
+
+
+def stored(terminal):
+    store = Store.open(terminal.home / "edgeinfer/data/conversations.db")
+    turns = [t.content for t in store.turns(1).values()]
+    store.close()
+    return turns
+
+
+def left(terminal):
+    """The shell has the terminal back."""
+    return terminal.screen().rstrip().endswith(PROMPT.strip())
+
+
+def app_of(terminal):
+    return next(pid for pid, name, _ in terminal.children() if name == "edgeinfer" and has_threads(pid))
+
+
+def has_threads(pid):
+    return len(os.listdir(f"/proc/{pid}/task")) > 1
+
+
+def test_type_stream_and_quit(terminal, how):
+    before = terminal.modes()
+    begin(terminal, how)
+    assert terminal.modes() != before
+    terminal.until_shown("resumed in" if how == "resumed" else "cold start")
+    terminal.type("Name three colours.")
+    terminal.press("Enter")
+    terminal.until_shown("❯ Name three colours.")
+    terminal.until_shown("tok/s")
+    terminal.until(lambda: len(stored(terminal)) == 2 and stored(terminal)[1])
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
+    assert terminal.modes() == before
+    assert "Ask something" not in terminal.screen()
+
+
+def test_stop_keeps_what_was_said(terminal, how):
+    begin(terminal, how)
+    terminal.type("Count from one to five hundred in words, one line each.")
+    terminal.press("Enter")
+    terminal.until_shown("writing")
+    terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
+    terminal.press("Escape")
+    terminal.until_shown("stopped")
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
+
+
+def test_resize(terminal, how):
+    begin(terminal, how)
+    terminal.resize(50, 15)
+    terminal.until(lambda: any(line.endswith("╮") and len(line) == 49 for line in terminal.screen().splitlines()))
+    terminal.resize(120, 40)
+    terminal.until(lambda: any(line.endswith("╮") and len(line) == 119 for line in terminal.screen().splitlines()))
+    assert len(terminal.screen().rstrip("\n").splitlines()) == 40
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
+
+
+def test_ctrl_z_and_fg(terminal, how):
+    before = terminal.modes()
+    begin(terminal, how)
+    terminal.type("half a thought")
+    terminal.until_shown("half a thought")
+    terminal.press("C-z")
+    terminal.until_shown("Stopped")
+    terminal.until(lambda: left(terminal))
+    assert terminal.modes() == before
+    terminal.run("echo still $((40+2))")
+    terminal.until_shown("still 42")
+    terminal.resize(100, 30)
+    terminal.run("fg")
+    terminal.until_shown("half a thought")
+    terminal.until(lambda: any(line.endswith("╮") and len(line) == 99 for line in terminal.screen().splitlines()))
+    terminal.type(", whole")
+    terminal.until_shown("half a thought, whole")
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
+    assert terminal.modes() == before
+
+
+def test_the_editor_gets_the_terminal(terminal, how):
+    begin(terminal, how)
+    terminal.type("this one")
+    terminal.until_shown("this one")
+    terminal.press("C-o")
+    terminal.until_shown("this two")
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
+
+
+def test_a_pipe_is_an_attachment_and_the_keys_still_work(terminal, how):
+    before = terminal.modes()
+    start(terminal, "echo 'the word is swordfish' | edgeinfer chat", how)
+    terminal.until_shown("+ stdin")
+    terminal.type("What is the word?")
+    terminal.until_shown("What is the word?")
+    terminal.press("Enter")
+    terminal.until(lambda: len(stored(terminal)) == 2 and stored(terminal)[1])
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
+    assert terminal.modes() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_cleanly(terminal, how, number):
+    before = terminal.modes()
+    begin(terminal, how)
+    launcher = terminal.children()[0][0]
+    os.kill(launcher, number)
+    terminal.until(lambda: left(terminal))
+    assert terminal.modes() == before
+
+
+def test_kill_9_of_the_app(terminal, how):
+    before = terminal.modes()
+    begin(terminal, how)
+    terminal.type("Count from one to five hundred in words, one line each.")
+    terminal.press("Enter")
+    terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
+    shown = [line.strip() for line in terminal.screen().splitlines() if line.startswith("    ") and line.strip()]
+    os.kill(app_of(terminal), signal.SIGKILL)
+    terminal.until_shown("killed by signal 9")
+    terminal.until(lambda: left(terminal))
+    terminal.until(lambda: terminal.modes() == before)
+    kept = " ".join(stored(terminal)[1].split())
+    assert all(" ".join(line.split()) in kept for line in shown[:3] if line[0].isalpha())
+    begin(terminal, how, "--continue")
+    terminal.until_shown("❯ Count from one")
+    terminal.until_shown("interrupted")
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
+
+
+def test_kill_9_of_the_launcher(terminal, how):
+    before = terminal.modes()
+    begin(terminal, how)
+    everyone = [pid for pid, _, _ in terminal.children()]
+    os.kill(everyone[0], signal.SIGKILL)
+    terminal.until(lambda: terminal.modes() == before)
+    terminal.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in everyone))
+    terminal.run("echo still $((40+2))")
+    terminal.until_shown("still 42")
+
+
+def test_plain(terminal, how):
+    before = terminal.modes()
+    start(terminal, "edgeinfer chat --plain --max-tokens 8", how)
+    terminal.until_shown("Model: smollm2")
+    terminal.run("Say hello.")
+    terminal.until_shown("Answer: ")
+    terminal.until(lambda: terminal.screen().rstrip().endswith(">"))
+    terminal.press("C-d")
+    terminal.until(lambda: left(terminal))
+    assert terminal.modes() == before
+
+
+def test_no_model_offers_the_default(terminal, tmp_path):
+    terminal.run(f"EDGEINFER_HOME={tmp_path}/empty edgeinfer")
+    terminal.until_shown("No model is here yet")
+    terminal.until_shown("Enter fetches smollm2-135m-instruct")
+    terminal.press("Escape")
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
