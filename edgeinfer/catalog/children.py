@@ -6,7 +6,7 @@ import selectors
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import msgspec
@@ -18,8 +18,8 @@ from edgeinfer.process import child_command
 _POLL_S = 0.2
 
 
-def events(module: str, *args: str, job: Job) -> Iterator[dict[str, Any]]:
-    """Run `module` and yield what it says; the process is gone when the iterator ends, however it ends.
+def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
+    """Run `module` and yield what it says; the process is gone when the generator is closed or ends, however it ends.
 
     Raises InterruptedByUser, and QuantizeError when it dies of a signal or ends without an "error" or "done" event.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -130,9 +131,11 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
     job.begin("quantizing", f"{source.name} → {FILE_TYPES[kind]}")
     said: dict[str, object] = {}
     try:
-        for said in children.events("edgeinfer.runtime.quantizer", msgspec.json.encode(wish).decode(), job=job):
-            if said["event"] == "tensor":
-                job.at(int(str(said["done"])), int(str(said["total"])))
+        work = children.events("edgeinfer.runtime.quantizer", msgspec.json.encode(wish).decode(), job=job)
+        with closing(work):  # the process is gone before the target is, also when the report raises
+            for said in work:
+                if said["event"] == "tensor":
+                    job.at(int(str(said["done"])), int(str(said["total"])))
         if said["event"] == "error":
             raise _error(said, target, kind)
         gguf.check(target)
@@ -217,9 +220,10 @@ def perplexity(model: str, job: Job, score_tokens: int = 0) -> tuple[float, int]
     limit = (str(score_tokens),) if score_tokens else ()
     job.begin("scoring", Path(model).name)
     said: dict[str, object] = {}
-    for said in children.events("edgeinfer.runtime.perplexity", model, str(perplexity_text()), *limit, job=job):
-        if said["event"] == "progress":
-            job.at(int(str(said["done"])), int(str(said["total"])))
+    with closing(children.events("edgeinfer.runtime.perplexity", model, str(perplexity_text()), *limit, job=job)) as work:
+        for said in work:
+            if said["event"] == "progress":
+                job.at(int(str(said["done"])), int(str(said["total"])))
     if said["event"] == "error":
         raise QuantizeError(f"the perplexity of {Path(model).name} cannot be measured: {said['message']}")
     return float(str(said["perplexity"])), int(str(said["n_tokens"]))

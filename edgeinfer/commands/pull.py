@@ -17,6 +17,15 @@ from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.units import bytes_words
 
+#: What to type next, by what a model is for.
+_TRIES = {
+    "chat": 'edgeinfer run {} "Name three colours."',
+    "base": 'edgeinfer run {} "The sea is"',
+    "code": 'edgeinfer run {} "Write a Python function that reverses a string."',
+    "embedding": "edgeinfer serve {}",
+    "reranker": "edgeinfer serve {}",
+}
+
 
 class PullResult(Result, frozen=True, kw_only=True):
     """A model that is here now. `sha256` of a split model is that of its files' digests."""
@@ -29,6 +38,7 @@ class PullResult(Result, frozen=True, kw_only=True):
     size_bytes: int
     sha256: str
     quantization: str
+    purpose: str
     licence: str
     source: str
     was_here: bool
@@ -39,7 +49,7 @@ class PullResult(Result, frozen=True, kw_only=True):
         licence = f"; licence {self.licence}" if self.licence else ""
         return (
             f"{self.name} {state}: {bytes_words(self.size_bytes)}, {self.quantization}, sha256 {self.sha256[:12]}…{licence}\n"
-            f'try it: edgeinfer run {self.name} "Name three colours."'
+            f"try it: {_TRIES.get(self.purpose, _TRIES['chat']).format(self.name)}"
         )
 
 
@@ -69,6 +79,7 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
         size_bytes=record.size_bytes,
         sha256=record.sha256,
         quantization=record.quantization,
+        purpose=entry.purpose if entry else "chat",
         licence=entry.licence if entry else "",
         source=record.source,
         was_here=not fetched,

@@ -160,6 +160,20 @@ def test_cancelling_leaves_nothing(gemma: str) -> None:
     assert not list((paths.models_dir() / ".partial").rglob("*.part"))
 
 
+def test_a_report_that_raises_ends_the_process_before_the_file(gemma: str) -> None:
+    class Oops(Exception):
+        pass
+
+    def report(now: PullProgress) -> None:
+        if now.stage == "quantizing" and now.done_bytes:
+            raise Oops
+
+    with pytest.raises(Oops):
+        quantize(gemma, "Q8_0", report)
+    assert not list((paths.models_dir() / ".partial").rglob("*.part"))
+    assert store.find_pulled("gemma:Q8_0") is None
+
+
 def test_no_room(smol: str, monkeypatch) -> None:
     monkeypatch.setattr(children, "child_command", lambda module, *args: _with_a_full_disk(module, args))
     with pytest.raises(DiskFullError, match="no room"):
