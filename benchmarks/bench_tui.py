@@ -1,0 +1,336 @@
+"""`make bench-tui`: what the chat costs. Writes bench-out/tui.md and bench-out/tui.json.
+
+start      exec → first paint → first token of the answer, resumed and cold, at a pseudo-terminal (needs the model pulled
+           and, for "resumed", warm: EDGEINFER_HOME names the home)
+scroll     a conversation of 10,000 lines: scrolling and streaming, updates a second and processor time
+streaming  the engine's tokens a second into the app and into nothing, alternating
+store      200 conversations of 100 turns: list and search
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import statistics
+import struct
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+EDGEINFER = Path(sys.executable).with_name("edgeinfer")
+PARAGRAPH = (
+    "A paragraph with **bold words** and `code` in it, long enough to be wrapped at least once at eighty columns, as most.\n"
+)
+CODE = "```python\nfor i in range(10):\n    print(i)  # {}\n```\n"
+PROMPT = "Count from one to one hundred in words."
+
+
+def spread(values: list[float], unit: str) -> dict[str, Any]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values), "unit": unit}
+
+
+# start
+
+
+def at_terminal(arguments: list[str]) -> tuple[float, float]:
+    """Milliseconds from exec to the composer on the screen, and from Enter to the answer's first word."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        for fd in (0, 1, 2):
+            os.dup2(slave, fd)
+        os.environ["TERM"] = "xterm-256color"
+        os.execv(EDGEINFER, [str(EDGEINFER), "chat", "--temp", "0", "--max-tokens", "8", *arguments])
+    os.close(slave)
+    seen = Screen(master)
+    painted = seen.until(lambda text: "Ask something" in text) - began
+    seen.until(lambda text: "context" in text)
+    asked = time.monotonic()
+    os.write(master, b"Say one.\r")
+    first = seen.until(lambda text: "\u276f" in text and "One" in text.split("\u276f")[-1]) - asked
+    os.write(master, b"\x11")
+    seen.drain()
+    os.waitpid(pid, 0)
+    os.close(master)
+    return painted * 1000, first * 1000
+
+
+class Screen:
+    """What a pseudo-terminal was sent, as text."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self.text = fd, ""
+
+    def until(self, condition: Callable[[str], bool], seconds: float = 60.0) -> float:
+        """The moment the condition held."""
+        deadline = time.monotonic() + seconds
+        while not condition(self.text):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"the terminal never showed it; its end: {self.text[-500:]!r}")
+            if select.select([self.fd], [], [], 0.2)[0]:
+                self.text += os.read(self.fd, 1 << 16).decode("utf-8", "replace")
+        return time.monotonic()
+
+    def drain(self) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(self.fd, 1 << 16):
+                pass
+
+
+def bench_start(runs: int) -> dict[str, Any]:
+    sides = {"resumed": ["--resume=always"], "cold": ["--resume=never"]}
+    found: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+    for _ in range(runs):
+        for side, arguments in sides.items():
+            found[side].append(at_terminal(arguments))
+    return {
+        side: {"first_paint": spread([p for p, _ in pairs], "ms"), "first_token": spread([f for _, f in pairs], "ms")}
+        for side, pairs in found.items()
+    }
+
+
+# scroll and streaming, in this process without a terminal
+
+
+def long_text(lines: int) -> str:
+    parts, count = [], 0
+    while count < lines:
+        parts.append(PARAGRAPH if len(parts) % 6 else CODE.format(len(parts)))
+        count += 3 if len(parts) % 6 != 1 else 5
+    return "\n".join(parts)
+
+
+async def _scroll(updates: int) -> dict[str, Any]:
+    sys.path.insert(0, str(ROOT / "tests/tui"))
+    from fixed_chat import FixedHost, make_app, wait_until
+
+    from edgeinfer.chat.values import Turn
+    from edgeinfer.runtime.fake import FakeEngine
+    from edgeinfer.tui.drawing.entry import AnswerEntry, Question
+
+    app = make_app(Path(tempfile.mkdtemp()), FixedHost(FakeEngine()))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.chat.session.engine is not None)
+        transcript = app.chat.transcript
+        entries = []
+        for number in range(100):
+            entries.append(Question(Turn(id=2 * number + 1, content=f"Question {number}")))
+            entries.append(AnswerEntry(Turn(id=2 * number + 2, role="assistant", content=long_text(104))))
+        began = time.monotonic()
+        transcript.show(entries)
+        await pilot.pause()
+        opened = (time.monotonic() - began) * 1000
+        total = sum(len(e.lines(transcript.text_width)) for e in entries)
+        transcript._relayout()
+        await pilot.pause()
+        scrolled = await _rate(pilot, updates, lambda _: transcript.scroll_to(y=transcript.scroll_y - 7, animate=False))
+        transcript.scroll_end(animate=False)
+        await pilot.pause()
+        growing = AnswerEntry(Turn(id=999, role="assistant", status="streaming"), streaming=True)
+        transcript.add(growing)
+
+        def grow(number: int) -> None:
+            growing.grow("word after word " if number % 9 else "ends here.\n\n", "")
+            transcript.redrawn(growing)
+
+        streamed = await _rate(pilot, updates, grow)
+    return {"lines": total, "opened_ms": opened, "scroll": scrolled, "stream": streamed}
+
+
+async def _rate(pilot: Any, updates: int, step: Callable[[int], None], per_s: float = 40.0) -> dict[str, float]:
+    """Make updates at up to `per_s`; how many a second were painted and what share of a core that took."""
+    app, painted = pilot.app, 0
+
+    def count() -> None:
+        nonlocal painted
+        painted += 1
+
+    app.post_display_hook = count
+    cpu, began = time.process_time(), time.monotonic()
+    for number in range(updates):
+        step(number)
+        await asyncio.sleep(max(0.0, began + (number + 1) / per_s - time.monotonic()))
+    wall = time.monotonic() - began
+    return {"updates_per_s": painted / wall, "core_share": (time.process_time() - cpu) / wall}
+
+
+def bench_streaming(model: str, rounds: int) -> dict[str, Any]:
+    """Tokens a second of the engine, read by nothing and by the app on a headless screen, alternating."""
+    from edgeinfer.runtime.engine import load_engine
+    from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+    engine = load_engine(ModelFiles(name="bench", paths=(model,)), LoadOptions(n_ctx=4096))
+    sides: dict[str, list[float]] = {"nothing": [], "app": []}
+    for _ in range(rounds):
+        sides["nothing"].append(_into_nothing(engine))
+        sides["app"].append(asyncio.run(_into_app(engine)))
+    engine.close()
+    bare, app = statistics.median(sides["nothing"]), statistics.median(sides["app"])
+    pairs = [1 - a / n for n, a in zip(sides["nothing"], sides["app"], strict=True)]
+    return {
+        "nothing": spread(sides["nothing"], "tok/s"),
+        "app": spread(sides["app"], "tok/s"),
+        "cost": 1 - app / bare,
+        "pairs": spread(pairs, ""),
+    }
+
+
+def _into_nothing(engine: Any) -> float:
+    from edgeinfer.runtime.events import Finished
+    from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+
+    request = GenerateRequest(messages=(Message(role="user", content=PROMPT),), sampling=Sampling(temperature=0.0),
+                              max_tokens=256, ignore_eos=True, cache_prompt=False)  # fmt: skip
+    end = next(e for e in engine.submit(request) if isinstance(e, Finished))
+    return end.timings.decode_tokens_per_s(end.usage.completion_tokens)
+
+
+async def _into_app(engine: Any) -> float:
+    sys.path.insert(0, str(ROOT / "tests/tui"))
+    from fixed_chat import FixedHost, make_app, wait_until
+
+    class Endless:
+        """The engine, asked to go on to the limit."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def close(self) -> None:
+            pass
+
+        def submit(self, request: Any) -> Any:
+            import msgspec
+
+            return engine.submit(msgspec.structs.replace(request, ignore_eos=True, cache_prompt=False))
+
+    app = make_app(Path(tempfile.mkdtemp()), FixedHost(Endless()))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.chat.session.engine is not None)
+        app.chat.session.set(sampling={"temperature": 0.0, "max_tokens": 256})
+        app.chat.send(PROMPT, None)
+        while app.chat.streaming is not None:
+            await asyncio.sleep(0.05)
+        return app.chat.session.head.stats.tokens_per_s
+
+
+# store
+
+
+def bench_store(runs: int) -> dict[str, Any]:
+    from edgeinfer.chat import library
+    from edgeinfer.chat.store import Store
+    from edgeinfer.chat.values import Conversation, Turn
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store.open(Path(folder) / "c.db")
+        for number in range(200):
+            parent, conversation = None, store.create(Conversation(title=f"Conversation {number}", model="m"))
+            for turn in range(100):
+                text = f"turn {turn} of {number}: {PARAGRAPH * 3} {'zebra' if (number, turn) == (77, 50) else ''}"
+                added = Turn(conversation_id=conversation.id, parent_id=parent, content=text,
+                             role="assistant" if turn % 2 else "user")  # fmt: skip
+                parent = store.add(added).id
+        calls: dict[str, Callable[[], object]] = {
+            "list": lambda: library.listing(store),
+            "search a rare word": lambda: library.search(store, "zebra"),
+            "search a word of every turn": lambda: library.search(store, "paragraph wrapped"),
+            "search a prefix": lambda: library.search(store, "conv"),
+            "open one": lambda: store.turns(77),
+        }
+        return {name: spread([_timed(call) for _ in range(runs)], "ms") for name, call in calls.items()}
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * 1000
+
+
+# report
+
+
+def table(found: dict[str, Any]) -> str:
+    rows = [("what", "median", "least … most", "n", "wanted"), ("---",) * 5]
+
+    def add(name: str, value: dict[str, Any], wanted: str = "") -> None:
+        unit = value["unit"]
+        rows.append(
+            (name, f"{value['median']:.1f} {unit}", f"{value['min']:.1f} … {value['max']:.1f}", str(value["n"]), wanted)
+        )
+
+    for side, values in found.get("start", {}).items():
+        add(f"exec → first paint, {side}", values["first_paint"], "≤ 200 ms" if side == "resumed" else "")
+        add(f"Enter → first token, {side}", values["first_token"])
+    if "scroll" in found:
+        scroll = found["scroll"]
+        for kind in ("scroll", "stream"):
+            rate = f"{scroll[kind]['updates_per_s']:.1f} updates/s"
+            rows.append(
+                (
+                    f"{kind} in {scroll['lines']:,} lines",
+                    rate,
+                    f"{scroll[kind]['core_share']:.0%} of a core",
+                    "",
+                    "≥ 30/s, < 50 %",
+                )
+            )
+    if "streaming" in found:
+        streaming = found["streaming"]
+        add("engine into nothing", streaming["nothing"])
+        add("engine into the app", streaming["app"])
+        rows.append(("cost of showing it", f"{streaming['cost']:.1%}", "", "", "≤ 5 %"))
+    for name, value in found.get("store", {}).items():
+        add(f"200 × 100 turns: {name}", value, "< 50 ms")
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["start", "scroll", "streaming", "store"])
+    parser.add_argument("--runs", type=int, default=12)
+    parser.add_argument("--model", default="", help="a GGUF for `streaming`; left out: the pulled default")
+    options = parser.parse_args()
+    out = ROOT / "bench-out"
+    out.mkdir(exist_ok=True)
+    record = out / "tui.json"
+    found = json.loads(record.read_text()) if record.exists() else {}
+    for part in options.parts:
+        if part == "start":
+            found[part] = bench_start(options.runs)
+        elif part == "scroll":
+            found[part] = asyncio.run(_scroll(200))
+        elif part == "streaming":
+            found[part] = bench_streaming(options.model or default_model(), max(5, options.runs // 2))
+        elif part == "store":
+            found[part] = bench_store(max(20, options.runs))
+    record.write_text(json.dumps(found, indent=2))
+    text = table(found)
+    (out / "tui.md").write_text(text)
+    print(text)
+
+
+def default_model() -> str:
+    from edgeinfer.catalog.store import model_files
+    from edgeinfer.config import load_config
+
+    return model_files(load_config().default_model).paths[0]
+
+
+if __name__ == "__main__":
+    main()
