@@ -21,8 +21,12 @@ from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, Mo
 from edgeinfer.runtime.parsers_api import Conversations, TemplateFacts
 from edgeinfer.runtime.prepare import Preparer
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, Tool
-from edgeinfer.runtime.scheduler import Scheduler
+from edgeinfer.runtime.scheduler import Exactness, Scheduler
 
+#: Repacked weights are multiplied by another kernel from four rows on.
+_EXACT_ROWS = 3
+#: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
+_EXACT_CELLS = 192
 #: Tokens of the warm-up prompt: enough to touch every weight in the shape a prefill has, and in the shape a decode has.
 _WARM_UP_TOKENS = 32
 
@@ -166,6 +170,10 @@ class LlamaEngine:
             if self._draft is not None:
                 self._draft.set_threads(n_threads)
 
+    def between_steps(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on the decode thread while nothing computes, and return what it returns."""
+        return self._loop.call(work)
+
     def close(self) -> None:
         """Cancel everything and free the model. Idempotent."""
         if self._closed:
@@ -198,6 +206,15 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
         n_parallel=loaded.n_parallel,
         n_ctx=loaded.n_ctx,
         can_cut=can_cut,
+        exactness=_exactness(loaded),
+    )
+
+
+def _exactness(loaded: Loaded) -> Exactness:
+    dot_only = loaded.choices["n_ubatch"].value < loaded.n_batch
+    return Exactness(
+        rows=loaded.n_batch if dot_only else _EXACT_ROWS,
+        cells=_EXACT_CELLS if loaded.choices["kv_type"].value == "f16" else None,
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 AdapterKey = tuple[tuple[str, float], ...]
 
 _BLOCK = 64
+#: Ghosts are dropped once they hold this fraction of the cells: attention walks over them.
+_GHOST_SHARE = 8
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
@@ -60,7 +62,10 @@ class LlamaMemory:
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """The tokens one sequence id has in the cache. `cells` names their cells, shared ones by several residents."""
+    """The tokens one sequence id has in the cache. `cells` names their cells, shared ones by several residents.
+
+    A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's next cell.
+    """
 
     seq_id: int
     adapters: AdapterKey
@@ -68,6 +73,7 @@ class Resident:
     cells: list[int] = field(default_factory=list)
     active: bool = True
     pinned: bool = False
+    ghost: bool = False
     used_at: int = 0
 
 
@@ -101,7 +107,7 @@ class KvCache:
         best, length = None, 0
         limit = len(tokens) - 1
         for resident in self.residents:
-            if resident.adapters != adapters:
+            if resident.adapters != adapters or resident.ghost:
                 continue
             n = min(common_prefix(resident.tokens, tokens), limit)
             if self._whole_only and n < len(resident.tokens):
@@ -172,11 +178,19 @@ class KvCache:
         return True
 
     def release(self, resident: Resident, *, keep: bool) -> None:
-        """The sequence has ended; its tokens stay for the next request that begins like them, if `keep`."""
+        """The sequence has ended; its tokens stay for the next request that begins like them, if `keep`.
+
+        What is not kept becomes a ghost while others run. llama.cpp would fill freed cells at once, with tokens that come
+        before older ones of their sequence then, and attention that sums in another order rounds otherwise: an answer would
+        depend on who ended beside it.
+        """
         self._clock += 1
         resident.active, resident.used_at = False, self._clock
-        if not keep or not resident.tokens:
-            self.drop(resident)
+        resident.ghost = not keep or not resident.tokens
+        ghosts = [r for r in self.residents if r.ghost]
+        if not any(r.active for r in self.residents) or sum(len(r.cells) for r in ghosts) > self.n_cells // _GHOST_SHARE:
+            for ghost in ghosts:
+                self.drop(ghost)
 
     def drop(self, resident: Resident) -> None:
         """Forget a resident and free what it shares with nobody."""
@@ -202,5 +216,5 @@ class KvCache:
         idle = [r for r in self.residents if not r.active and r is not keep]
         if not idle:
             return False
-        self.drop(min(idle, key=lambda r: (r.pinned, r.used_at)))
+        self.drop(min(idle, key=lambda r: (r.pinned, not r.ghost, r.used_at)))
         return True

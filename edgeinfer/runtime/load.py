@@ -205,6 +205,7 @@ def _with_context(model: Any, options: LoadOptions, machine: Machine, progress: 
             "n_ctx": n_ctx,
             "n_cells": cells,
             "n_ubatch": ubatch,
+            "kv_type": Chosen(options.kv_type, "as asked"),
             "repack": _repack_choice(options),
             "gpu_layers": _gpu_choice(options),
             "flash_attention": _flash_choice(options, lines),

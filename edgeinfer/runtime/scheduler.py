@@ -34,6 +34,18 @@ class Adapters(Protocol):
     def use(self, adapters: AdapterKey) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Up to what a step with guesses computes the very bits that one without does (decision 022).
+
+    `rows`: tokens in the batch, beyond which llama.cpp's kernels round otherwise. `cells`: used cells, beyond which a lone
+    token's attention does; None for no such bound.
+    """
+
+    rows: int
+    cells: int | None
+
+
 @dataclass(slots=True)
 class Part:
     """A sequence's share of a batch: its tokens, guesses at their end included, and the first row that has logits."""
@@ -60,9 +72,11 @@ class Scheduler:
         n_parallel: int,
         n_ctx: int,
         can_cut: bool,
+        exactness: Exactness,
     ) -> None:
         self._context, self._vocab, self.kv, self._batch = context, vocab, kv, batch
         self._adapters, self._n_parallel, self._n_ctx, self._can_cut = adapters, n_parallel, n_ctx, can_cut
+        self._exactness = exactness
         self._logits = Logits(context, vocab.n_vocab)
         self._costs = StepCosts()
         self._prefill_s_per_token = 0.001
@@ -248,7 +262,7 @@ class Scheduler:
         parts: list[Part] = []
         spare = min(self._batch.max_outputs, self.kv.free_cells, self._batch.capacity) - len(decoding)
         for seq in decoding:
-            drafts = self._drafts(seq, spare) if spare > 0 else []
+            drafts = self._drafts(seq, min(spare, self._exact_room(seq, decoding)))
             spare -= len(drafts)
             assert seq.resident is not None
             tokens = [seq.tokens[-1], *drafts]
@@ -256,8 +270,17 @@ class Scheduler:
             parts.append(Part(seq, row, tokens, drafts))
         return parts
 
+    def _exact_room(self, seq: Sequence, decoding: list[Sequence]) -> int:
+        """Guesses that change no bit of the answer. Who asks for a drafter by name takes the last bits as they come."""
+        if seq.request.speculative != "auto":
+            return self._batch.capacity
+        exact = self._exactness
+        if exact.cells is not None and self.kv.used_cells > exact.cells:
+            return 0
+        return exact.rows - self._batch.n_tokens - (len(decoding) - decoding.index(seq))
+
     def _drafts(self, seq: Sequence, spare: int) -> list[int]:
-        if not self._can_cut:
+        if not self._can_cut or spare <= 0:
             return []
         room = min(spare, seq.max_tokens - seq.n_generated - 1, self._n_ctx - len(seq.tokens) - 1)
         return seq.drafting.propose(seq.tokens, room)

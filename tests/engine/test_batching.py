@@ -1,0 +1,353 @@
+"""Many at once on the real small model: the same answers as alone, nobody starved, nothing left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.errors import ContextLengthError, DecodeError, QueueFullError
+from edgeinfer.runtime import load as load_module
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
+from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+
+GREEDY = Sampling(temperature=0)
+SUBJECTS = ("rivers", "bread", "the moon", "clocks", "whales", "ink", "bridges", "tea", "salt", "wool", "maps", "snow")
+
+
+def load(path: Path, **options: object) -> LlamaEngine:
+    wanted: dict[str, object] = {"n_ctx": 1024, "n_parallel": 8, **options}
+    return load_engine(ModelFiles(name="smol", paths=(str(path),)), LoadOptions(**wanted))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=["q8_0", "f16"])
+def engine(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[LlamaEngine]:
+    opened = load(smollm2, kv_type=request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2: Path) -> Iterator[LlamaEngine]:
+    opened = load(smollm2, max_queue=4)
+    yield opened
+    opened.close()
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(e.text for e in events if isinstance(e, TextDelta))
+
+
+def end_of(events: list[Event]) -> Finished:
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def written(subject: str, **fields: object) -> GenerateRequest:
+    wanted: dict[str, object] = {
+        "prompt": f"A short note about {subject}:",
+        "sampling": GREEDY,
+        "max_tokens": 16,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "speculative": "off",
+        **fields,
+    }
+    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+
+
+def assert_nothing_left(engine: LlamaEngine) -> None:
+    """No request, no sequence, and once idle prefixes are dropped, no cell: in our books and in llama.cpp's."""
+    metrics = engine.metrics()
+    assert (metrics.running, metrics.queued) == (0, 0)
+    engine.park()
+    assert engine.metrics().kv_used_tokens == 0
+    llama = load_module.native.lib()
+    memory, n = engine._loaded.memory, engine._loaded.n_seq_max
+    assert [llama.llama_memory_seq_pos_max(memory, s) for s in range(n)] == [-1] * n
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_batch_gives_what_each_request_gives_alone(engine: LlamaEngine, temperature: float) -> None:
+    requests = [written(s, sampling=Sampling(temperature=temperature, seed=i)) for i, s in enumerate(SUBJECTS[:8])]
+    alone = [text_of(list(engine.submit(r))) for r in requests]
+    together = [text_of(list(g)) for g in [engine.submit(r) for r in requests]]
+    assert together == alone
+    assert len(set(alone)) == len(alone)
+    assert_nothing_left(engine)
+
+
+def test_long_prompts_in_a_batch_give_what_they_give_alone(smollm2: Path) -> None:
+    engine = load(smollm2, kv_type="q8_0", n_ctx=2048)
+    try:
+        requests = [written(s, prompt=f"{s} and {SUBJECTS[i - 1]} " * 40, max_tokens=24) for i, s in enumerate(SUBJECTS[:6])]
+        alone = [text_of(list(engine.submit(r))) for r in requests]
+        assert [text_of(list(g)) for g in [engine.submit(r) for r in requests]] == alone
+    finally:
+        engine.close()
+
+
+def test_penalties_and_bias_survive_batching(engine: LlamaEngine) -> None:
+    bent = Sampling(
+        temperature=0.7, seed=7, repeat_penalty=1.3, frequency_penalty=0.2, logit_bias={100: -5.0}, dry_multiplier=0.8
+    )
+    requests = [written(s, sampling=bent) for s in SUBJECTS[:4]]
+    alone = [text_of(list(engine.submit(r))) for r in requests]
+    assert [text_of(list(g)) for g in [engine.submit(r) for r in requests]] == alone
+
+
+@pytest.mark.parametrize("mirostat", [1, 2])
+def test_mirostat_and_typical_sampling_repeat_with_a_seed(engine: LlamaEngine, mirostat: int) -> None:
+    for sampling in (Sampling(mirostat=mirostat, seed=3), Sampling(typical_p=0.9, seed=3)):  # type: ignore[arg-type]
+        first, second = (text_of(list(engine.submit(written("ink", sampling=sampling)))) for _ in range(2))
+        assert first == second
+
+
+def test_speculation_changes_nothing_but_the_time(engine: LlamaEngine) -> None:
+    prompt = "one two three four five. one two three four five. one two three"
+    for sampling in (GREEDY, Sampling(temperature=0.8, seed=11)):
+        base = {"prompt": prompt, "sampling": sampling, "max_tokens": 32}
+        without = list(engine.submit(written("", **base, speculative="off")))
+        guessed = list(engine.submit(written("", **base, speculative="ngram")))
+        assert text_of(guessed) == text_of(without)
+        assert end_of(without).timings.draft_tokens == 0
+    assert end_of(guessed).timings.draft_tokens >= end_of(guessed).timings.draft_accepted_tokens
+    assert engine.metrics().draft_accepted_total > 0
+
+
+def test_a_prefix_shared_by_many_is_computed_once(plain: LlamaEngine) -> None:
+    plain.park()
+    prefix = "You are a careful clerk who answers in few words. " * 30
+    requests = [written(s, prompt=prefix + f"Now, {s}:", cache_prompt=True, max_tokens=4) for s in SUBJECTS[:8]]
+    ends = [end_of(list(g)) for g in [plain.submit(r) for r in requests]]
+    computed = [e.usage.prompt_tokens - e.usage.cached_tokens for e in ends]
+    assert max(e.usage.prompt_tokens for e in ends) > 300
+    assert sum(computed) < 300 + 8 * 12 + 30
+    assert sorted(computed)[-2] < 12
+
+
+def test_a_conversation_computes_only_what_is_new(plain: LlamaEngine) -> None:
+    turns: list[Message] = [Message(role="system", content="Answer briefly. " * 20)]
+    shares = []
+    for turn in range(6):
+        turns.append(Message(role="user", content=f"Tell me one fact about {SUBJECTS[turn]}."))
+        events = list(plain.submit(GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=20)))
+        usage = end_of(events).usage
+        shares.append(usage.cached_tokens / usage.prompt_tokens)
+        turns.append(Message(role="assistant", content=text_of(events)))
+    assert min(shares[2:]) > 0.8
+
+
+def test_the_system_prompt_stays_through_parking(smollm2: Path) -> None:
+    engine = load(smollm2, n_parallel=2)
+    try:
+        engine.warm_up()
+        pinned = engine.prefill_system("You speak of nothing but cheese.")
+        engine.park()
+        assert pinned > 5
+        assert engine.metrics().kv_used_tokens == pinned
+        assert engine._loop._thread is None
+        engine.resume(1, b"entropy")
+        system = Message(role="system", content="You speak of nothing but cheese.")
+        ask = GenerateRequest(messages=(system, Message(role="user", content="Hello")), max_tokens=2, sampling=GREEDY)
+        assert end_of(list(engine.submit(ask))).usage.cached_tokens == pinned
+    finally:
+        engine.close()
+
+
+def test_parking_refuses_while_requests_run(plain: LlamaEngine) -> None:
+    generation = iter(plain.submit(written("tea", max_tokens=500)))
+    next(generation)
+    with pytest.raises(load_module.ModelLoadError.__mro__[1]):
+        plain.park()
+    generation.close()  # type: ignore[attr-defined]
+
+
+def test_seeds_differ_when_none_is_given(plain: LlamaEngine) -> None:
+    free = Sampling(temperature=1.5)
+    assert len({text_of(list(plain.submit(written("wool", sampling=free)))) for _ in range(3)}) == 3
+
+
+def test_the_queue_is_bounded_and_served_in_order(plain: LlamaEngine) -> None:
+    capacity = plain.info.n_parallel + 4
+    streams = [plain.submit(written(str(i), max_tokens=60)) for i in range(capacity)]
+    with pytest.raises(QueueFullError):
+        plain.submit(written("too many"))
+    order: list[int] = []
+    lock = threading.Lock()
+
+    def consume(i: int) -> None:
+        for event in streams[i]:
+            if isinstance(event, Progress) and not event.queued:
+                with lock:
+                    if i not in order:
+                        order.append(i)
+
+    threads = [threading.Thread(target=consume, args=(i,)) for i in range(capacity)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(order[-4:]) == set(range(capacity - 4, capacity))
+    assert_nothing_left(plain)
+
+
+def test_a_slow_consumer_stops_nobody(plain: LlamaEngine) -> None:
+    slow = plain.submit(written("ink", max_tokens=40))
+    assert end_of(list(plain.submit(written("tea", max_tokens=40)))).reason == "length"
+    assert end_of(list(slow)).usage.completion_tokens == 40
+
+
+def test_a_deadline_ends_a_running_and_a_waiting_request(plain: LlamaEngine) -> None:
+    running = [plain.submit(written(str(i), max_tokens=900, deadline_s=0.5)) for i in range(plain.info.n_parallel + 2)]
+    ends = [end_of(list(g)) for g in running]
+    assert {e.reason for e in ends} == {"deadline"}
+    assert_nothing_left(plain)
+
+
+def test_a_long_prompt_does_not_stop_a_running_stream(plain: LlamaEngine) -> None:
+    plain.park()
+    running = iter(plain.submit(written("tea", max_tokens=400)))
+    while not isinstance(next(running), TextDelta):
+        pass
+    long = plain.submit(written("", prompt="word " * 800, max_tokens=1))
+    steps = plain.metrics().steps_total
+    list(long)
+    streamed = sum(1 for e in _until_long_began(running, 3) if isinstance(e, TextDelta))
+    assert plain.metrics().steps_total - steps >= 3
+    assert streamed == 3
+    running.close()  # type: ignore[attr-defined]
+
+
+def _until_long_began(running: Iterator[Event], n: int) -> Iterator[Event]:
+    for _ in range(n):
+        yield next(running)
+
+
+def test_a_prompt_beyond_the_context_is_refused_up_front(plain: LlamaEngine) -> None:
+    with pytest.raises(ContextLengthError) as refused:
+        plain.submit(written("", prompt="word " * 1100))
+    assert refused.value.param == "prompt"
+
+
+def test_a_full_context_finishes_with_length(plain: LlamaEngine) -> None:
+    end = end_of(list(plain.submit(written("", prompt="word " * 1000, max_tokens=500))))
+    assert end.reason == "length"
+    assert end.usage.prompt_tokens + end.usage.completion_tokens == plain.info.n_ctx
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
+    engine = load(smollm2, n_ctx=256, n_parallel=2)
+    try:
+        request = written("", prompt="word " * 200, max_tokens=150, overflow="shift", cache_prompt=shared)
+        if shared:
+            list(engine.submit(written("", prompt="word " * 220, max_tokens=1, cache_prompt=True)))
+        end = end_of(list(engine.submit(request)))
+        assert end.reason == "length"
+        assert end.usage.completion_tokens == 150
+        over = end_of(list(engine.submit(written("", prompt="word " * 400, max_tokens=5, overflow="shift"))))
+        assert over.usage.completion_tokens == 5
+        assert_nothing_left(engine)
+    finally:
+        engine.close()
+
+
+def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
+    engine = load(smollm2, n_ctx=256, n_parallel=1)
+    try:
+        system = Message(role="system", content="Remember the word marmalade.")
+        turns = (system, Message(role="user", content="tell me a story " * 20))
+        ask = GenerateRequest(messages=turns, max_tokens=300, overflow="shift", ignore_eos=True, sampling=GREEDY)
+        stream = engine.submit(ask)
+        list(stream)
+        kept = max((r.tokens for r in engine._scheduler.kv.residents), key=len)
+        assert b"marmalade" in engine.detokenize(kept)
+    finally:
+        engine.close()
+
+
+def test_too_little_cache_for_all_preempts_and_finishes_everyone(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
+    engine = load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")
+    try:
+        requests = [written(s, max_tokens=180, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
+        alone = [text_of(list(engine.submit(r))) for r in requests]
+        ends = [list(g) for g in [engine.submit(r) for r in requests]]
+        assert [end_of(e).usage.completion_tokens for e in ends] == [180] * 4
+        assert [text_of(e) for e in ends] == alone
+        assert_nothing_left(engine)
+    finally:
+        engine.close()
+
+
+def test_a_failed_decode_ends_its_requests_and_not_the_engine(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(smollm2, n_parallel=2)
+    try:
+        with monkeypatch.context() as broken:
+            broken.setattr(engine._scheduler._batch, "decode", lambda context: -3)
+            for generation in [engine.submit(written("tea")), engine.submit(written("ink"))]:
+                with pytest.raises(DecodeError):
+                    list(generation)
+        assert end_of(list(engine.submit(written("tea")))).reason == "length"
+        assert_nothing_left(engine)
+    finally:
+        engine.close()
+
+
+class _Chaos:
+    """One random interleaving: joins, cancels, deadlines, stops, in a random order, consumed or not."""
+
+    def __init__(self, engine: LlamaEngine, seed: int) -> None:
+        self.engine, self.rng = engine, random.Random(seed)
+        self.open: list[Iterator[Event]] = []
+
+    def join(self) -> None:
+        rng = self.rng
+        request = written(
+            rng.choice(SUBJECTS),
+            max_tokens=rng.choice([1, 2, 3, 5, 8]),
+            cache_prompt=rng.random() < 0.7,
+            stop=("the", ".", "a") if rng.random() < 0.3 else (),
+            deadline_s=rng.choice([None, None, 0.001, 0.01, 0.05]),
+            sampling=rng.choice([GREEDY, Sampling(seed=rng.randrange(100))]),
+            logprobs=rng.choice([None, None, 2]),
+            speculative=rng.choice(["auto", "off", "ngram"]),
+        )
+        try:
+            stream = self.engine.submit(request)
+        except QueueFullError:
+            return
+        if rng.random() < 0.2:
+            stream.cancel()
+        self.open.append(iter(stream))
+
+    def leave(self) -> None:
+        if self.open:
+            self.open.pop(self.rng.randrange(len(self.open))).close()  # type: ignore[attr-defined]
+
+    def read(self) -> None:
+        for stream in self.rng.sample(self.open, min(2, len(self.open))):
+            next(stream, None)
+
+    def run(self) -> None:
+        for _ in range(self.rng.randrange(3, 9)):
+            self.rng.choice([self.join, self.join, self.leave, self.read])()
+        for stream in self.open:
+            events = list(stream)
+            assert not events or isinstance(events[-1], Finished)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_interleavings_leave_nothing_behind(plain: LlamaEngine, block: int) -> None:
+    for seed in range(50 * block, 50 * block + 50):
+        _Chaos(plain, seed).run()
+    list(plain.submit(written("the last one", max_tokens=1)))  # whoever was left without a reader has ended by now
+    while plain.metrics().running or plain.metrics().queued:
+        list(plain.submit(written("another", max_tokens=1)))
+    assert_nothing_left(plain)
