@@ -1,0 +1,181 @@
+"""`make bench`: load time, prefill and decode rates of both real models, beside a bare llama_decode loop in the same process
+and beside llama-bench when it is on PATH. Writes bench-out/bench.md and bench-out/bench.json.
+
+Sides alternate, round by round; figures are medians with the range of the rounds. The bare loop is what llama.cpp gives with
+its own defaults (micro-batches of 512) and a greedy pick by numpy: no Python of ours in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+from edgeinfer.runtime import native
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+
+MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models")
+NAMES = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
+PREFILL, DECODE, N_CTX = 512, 128, 2048
+
+
+class Bare:
+    """llama_decode and nothing else."""
+
+    def __init__(self, path: Path, n_threads: int) -> None:
+        self.llama = L = native.lib()
+        self.model = L.llama_model_load_from_file(str(path).encode(), L.llama_model_default_params())
+        params = L.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = N_CTX, PREFILL, PREFILL
+        params.n_threads = params.n_threads_batch = n_threads
+        params.n_outputs_max = 8
+        self.context = L.llama_init_from_model(self.model, params)
+        self.memory = L.llama_get_memory(self.context)
+        self.n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.model))
+
+    def decode(self, tokens: list[int]) -> None:
+        array = (self.llama.llama_token * len(tokens))(*tokens)
+        assert self.llama.llama_decode(self.context, self.llama.llama_batch_get_one(array, len(tokens))) == 0
+
+    def greedy(self) -> int:
+        pointer = self.llama.llama_get_logits_ith(self.context, -1)
+        row = (ctypes.c_float * self.n_vocab).from_address(ctypes.addressof(pointer.contents))
+        return int(np.frombuffer(row, np.float32).argmax())
+
+    def rates(self, prompt: list[int]) -> tuple[float, float]:
+        """Prefill and decode, tokens a second."""
+        self.llama.llama_memory_clear(self.memory, False)
+        began = time.perf_counter()
+        self.decode(prompt)
+        prefill = len(prompt) / (time.perf_counter() - began)
+        self.llama.llama_memory_clear(self.memory, False)
+        self.decode(prompt[:16])
+        token = self.greedy()
+        began = time.perf_counter()
+        for _ in range(DECODE):
+            self.decode([token])
+            token = self.greedy()
+        return prefill, DECODE / (time.perf_counter() - began)
+
+    def close(self) -> None:
+        self.llama.llama_free(self.context)
+        self.llama.llama_model_free(self.model)
+
+
+def finished(engine: LlamaEngine, prompt: list[int], n: int) -> Finished:
+    request = GenerateRequest(
+        prompt=tuple(prompt),
+        max_tokens=n,
+        sampling=Sampling(temperature=0),
+        ignore_eos=True,
+        cache_prompt=False,
+        speculative="off",
+    )
+    last = list(engine.submit(request))[-1]
+    assert isinstance(last, Finished)
+    return last
+
+
+def engine_rates(engine: LlamaEngine, prompt: list[int]) -> tuple[float, float]:
+    """Prefill (prompt to first token) and steady decode, tokens a second, by the engine's own timings."""
+    prefill = finished(engine, prompt, 1).timings.prefill_ms
+    end = finished(engine, prompt[:16], DECODE + 1)
+    return 1000.0 * len(prompt) / prefill, end.timings.decode_tokens_per_s(DECODE + 1)
+
+
+def timed(work) -> tuple[float, object]:
+    began = time.perf_counter()
+    made = work()
+    return (time.perf_counter() - began) * 1000.0, made
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def measure(name: str, rounds: int) -> dict[str, object]:
+    path = MODELS / NAMES[name]
+    files = ModelFiles(name=name, paths=(str(path),))
+    options = LoadOptions(n_ctx=N_CTX, n_parallel=1)
+    rows: dict[str, list[float]] = {}
+    ours: LlamaEngine | None = None
+    bare: Bare | None = None
+    for _ in range(rounds):
+        for side in (ours, bare):
+            if side is not None:
+                side.close()
+        ms, ours = timed(lambda: load_engine(files, options))  # type: ignore[assignment]
+        rows.setdefault("load_ms ours", []).append(ms)
+        threads = ours.info.choices["n_threads"].value
+        ms, bare = timed(lambda n=threads: Bare(path, n))  # type: ignore[assignment]
+        rows.setdefault("load_ms bare", []).append(ms)
+    assert ours is not None
+    assert bare is not None
+    prompt = (ours.tokenize("The quick brown fox jumps over the lazy dog, and then it rests. ") * 64)[:PREFILL]
+    engine_rates(ours, prompt)
+    bare.rates(prompt)
+    for _ in range(rounds):
+        for label, (prefill, decode) in (("ours", engine_rates(ours, prompt)), ("bare", bare.rates(prompt))):
+            rows.setdefault(f"prefill_tok_s {label}", []).append(prefill)
+            rows.setdefault(f"decode_tok_s {label}", []).append(decode)
+    ours.close()
+    bare.close()
+    result: dict[str, object] = {key: summary(values) for key, values in rows.items()}
+    result |= llama_bench(path, threads)
+    return result
+
+
+def llama_bench(path: Path, threads: int) -> dict[str, object]:
+    tool = shutil.which("llama-bench")
+    if tool is None:
+        return {}
+    command = [tool, "-m", str(path), "-p", str(PREFILL), "-n", str(DECODE), "-t", str(threads), "-r", "3", "-o", "json"]
+    rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    found = {}
+    for row in rows:
+        key = "prefill_tok_s" if row["n_prompt"] else "decode_tok_s"
+        found[f"{key} llama-bench"] = summary(row["samples_ts"])
+    return found
+
+
+def table(results: dict[str, dict]) -> str:
+    lines = ["| model | figure | ours | bare llama_decode loop | ours/bare | llama-bench |", "|---|---|---|---|---|---|"]
+    for model, rows in results.items():
+        for figure, higher in (("load_ms", False), ("prefill_tok_s", True), ("decode_tok_s", True)):
+            ours, bare = rows[f"{figure} ours"], rows[f"{figure} bare"]
+            peer = rows.get(f"{figure} llama-bench")
+            cells = [f"{s['median']:.1f} ({s['min']:.1f}–{s['max']:.1f})" if s else "–" for s in (ours, bare, peer)]
+            ratio = ours["median"] / bare["median"]
+            mark = " (higher is better)" if higher else " (lower is better)"
+            lines.append(f"| {model} | {figure}{mark} | {cells[0]} | {cells[1]} | {ratio:.3f} | {cells[2]} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    options = parser.parse_args()
+    results = {name: measure(name, options.rounds) for name in options.models}
+    options.out.mkdir(exist_ok=True)
+    info = native.build_info()
+    text = f"llama.cpp {info.llama_version} ({info.ggml_commit}), CPU variant {info.cpu_variant}\n\n{table(results)}"
+    (options.out / "bench.md").write_text(text)
+    (options.out / "bench.json").write_text(json.dumps({"models": results, "cpu_variant": info.cpu_variant}, indent=1))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""`make bench-engine`: what continuous batching, prefix reuse and constraints give and cost, on both real models in one run.
+
+Beside us: a bare llama_decode loop in the same process, and llama-server with as many slots when EDGEINFER_LLAMA_SERVER or
+PATH has one. Sides alternate; figures are medians of the rounds, latencies percentiles over all streams of all rounds.
+Writes bench-out/bench-engine.md and bench-out/bench-engine.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import peer_server
+from bench import MODELS, NAMES, Bare, finished
+
+from edgeinfer.runtime import native
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import Finished, Progress, TextDelta
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Sampling
+
+WIDTHS = (1, 2, 4, 8, 16)
+TOKENS = 48
+N_CTX = 8192
+# fmt: off
+WORDS = ["rivers", "bread", "clocks", "whales", "ink", "bridges", "tea", "salt",
+         "wool", "maps", "snow", "glass", "paper", "iron", "wine", "corn"]
+# fmt: on
+GREEDY = Sampling(temperature=0)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 12},
+    },
+    "required": ["name", "age", "tags"],
+}
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def request(tokens: list[int], n: int, **fields) -> GenerateRequest:
+    wanted = {"max_tokens": n, "sampling": GREEDY, "ignore_eos": True, "cache_prompt": False, **fields}
+    return GenerateRequest(prompt=tuple(tokens), **wanted)
+
+
+class Ours:
+    """Our engine behind the same call as the peer's."""
+
+    def __init__(self, engine: LlamaEngine) -> None:
+        self.engine = engine
+
+    def stream(self, prompt: list[int], n: int, *, cache: bool) -> list[float]:
+        """Arrival times of the tokens as the consumer sees them. Text of several tokens at once counts as one arrival each."""
+        # logprobs would tell tokens apart but cost; the greedy prompts here give text with nearly every token
+        arrivals: list[float] = []
+        for event in self.engine.submit(request(prompt, n, cache_prompt=cache, speculative="off")):
+            if isinstance(event, TextDelta):
+                arrivals.append(time.perf_counter())
+            elif isinstance(event, Finished):
+                arrivals += [time.perf_counter()] * max(0, event.usage.completion_tokens - len(arrivals))
+        return arrivals
+
+
+def together(side, prompts: list[list[int]], n: int, *, cache: bool) -> dict:
+    """All prompts at once: total tokens a second from the first submission to the last token, and each stream's latencies."""
+    arrivals: list[list[float]] = [[] for _ in prompts]
+    ready = threading.Barrier(len(prompts) + 1)
+
+    def one(i: int) -> None:
+        ready.wait()
+        arrivals[i] = side.stream(prompts[i], n, cache=cache)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    began = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    wall = max(a[-1] for a in arrivals) - began
+    return {
+        "tok_s": sum(map(len, arrivals)) / wall,
+        "ttft_ms": [(a[0] - began) * 1000 for a in arrivals],
+        "gap_ms": [(b - a) * 1000 for times in arrivals for a, b in itertools.pairwise(times)],
+    }
+
+
+def merged(samples: list[dict]) -> dict:
+    ttft = [v for s in samples for v in s["ttft_ms"]]
+    gaps = [v for s in samples for v in s["gap_ms"]]
+    rates = [s["tok_s"] for s in samples]
+    return {
+        "tok_s": statistics.median(rates),
+        "tok_s_min": min(rates),
+        "tok_s_max": max(rates),
+        "ttft_p50_ms": percentile(ttft, 0.5),
+        "ttft_p95_ms": percentile(ttft, 0.95),
+        "gap_p50_ms": percentile(gaps, 0.5),
+        "gap_p95_ms": percentile(gaps, 0.95),
+    }
+
+
+def prompts_of(engine: LlamaEngine, width: int, salt: int) -> list[list[int]]:
+    return [engine.tokenize(f"{salt}. Write a long note about {WORDS[i]} and {WORDS[i - 3]}, with care:") for i in range(width)]
+
+
+def single(engine: LlamaEngine, path: Path, rounds: int) -> dict:
+    """One stream, steady decode rate, against the bare loop."""
+    bare = Bare(path, engine.info.choices["n_threads"].value)
+    prompt = engine.tokenize("The quick brown fox jumps over the lazy dog, and then")
+    ours, theirs = [], []
+    for _ in range(rounds + 1):
+        ours.append(finished(engine, prompt, 97).timings.decode_tokens_per_s(97))
+        theirs.append(bare.rates(prompt)[1])
+    bare.close()
+    ours, theirs = ours[1:], theirs[1:]
+    return {
+        "ours_tok_s": statistics.median(ours),
+        "bare_tok_s": statistics.median(theirs),
+        "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+    }
+
+
+def widths(engine: LlamaEngine, path: Path, program: str | None, rounds: int) -> dict:
+    found = {}
+    for width in WIDTHS:
+        server = None
+        if program:
+            threads = engine.info.choices["n_threads"].value
+            server = peer_server.Server(program, path, slots=width, n_ctx=N_CTX, threads=threads)
+        sides = {"ours": Ours(engine)} | ({"llama_server": server} if server else {})
+        samples: dict[str, list[dict]] = {name: [] for name in sides}
+        for r in range(rounds + 1):
+            for name, side in sides.items():
+                samples[name].append(together(side, prompts_of(engine, width, r), TOKENS, cache=False))
+        found[width] = {name: merged(s[1:]) for name, s in samples.items()}
+        if server:
+            server.close()
+        print(width, {name: round(v["tok_s"], 1) for name, v in found[width].items()}, flush=True)
+    return found
+
+
+def shared_prefix(engine: LlamaEngine, path: Path, program: str | None, rounds: int) -> dict:
+    """8 streams that share a 500-token prefix, all at once, a new prefix each round."""
+    server = None
+    if program:
+        threads = engine.info.choices["n_threads"].value
+        server = peer_server.Server(program, path, slots=8, n_ctx=N_CTX, threads=threads)
+    sides = {"ours": Ours(engine)} | ({"llama_server": server} if server else {})
+    samples: dict[str, list[dict]] = {name: [] for name in sides}
+    for r in range(rounds):
+        for name, side in sides.items():
+            prefix = engine.tokenize(f"Rule {r} of {WORDS[r]}: be brief and kind, and say only what you know. " * 60)[:500]
+            prompts = [prefix + engine.tokenize(f" Now write about {WORDS[i]}:") for i in range(8)]
+            samples[name].append(together(side, prompts, TOKENS, cache=True))
+    if server:
+        server.close()
+    return {name: merged(s) for name, s in samples.items()}
+
+
+def stall(engine: LlamaEngine) -> dict:
+    """The longest gap of a running stream while a 2,000-token prompt is prefilled beside it."""
+    prompt = engine.tokenize("The quick brown fox jumps over the lazy dog, and then")
+    long = (engine.tokenize("Nobody has counted the waves of the sea. ") * 300)[:2000]
+    times: list[float] = []
+    chunks: list[tuple[float, int]] = []
+
+    def read_long(generation) -> None:
+        chunks.extend((time.perf_counter(), e.done_tokens) for e in generation if isinstance(e, Progress) and not e.queued)
+
+    other = None
+    for event in engine.submit(request(prompt, 400, speculative="off")):
+        if isinstance(event, TextDelta):
+            times.append(time.perf_counter())
+            if len(times) == 40:
+                generation = engine.submit(request(long, 1, speculative="off"))
+                other = threading.Thread(target=read_long, args=(generation,))
+                other.start()
+    assert other is not None
+    other.join()
+    gaps = [(b - a) * 1000 for a, b in itertools.pairwise(times)]
+    sizes = [b[1] - a[1] for a, b in itertools.pairwise(chunks)]
+    took = [(b[0] - a[0]) * 1000 for a, b in itertools.pairwise(chunks)]
+    normal = statistics.median(gaps[:38])
+    return {
+        "normal_step_ms": normal,
+        "longest_gap_ms": max(gaps[38:]),
+        "p95_gap_ms": percentile(gaps[38:], 0.95),
+        "chunk_tokens_median": statistics.median(sizes) if sizes else 0,
+        "chunk_ms_max": max(took, default=0.0),
+        "bound_ms": 3 * normal + max(took, default=0.0),
+    }
+
+
+def conversation(engine: LlamaEngine) -> list[float]:
+    """The share of each turn's prompt that came from the cache."""
+    turns = [Message(role="system", content="You answer in one or two plain sentences. " * 5)]
+    shares = []
+    for i in range(10):
+        turns.append(Message(role="user", content=f"And what about {WORDS[i]}?"))
+        text = ""
+        for event in engine.submit(GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=60)):
+            if isinstance(event, TextDelta):
+                text += event.text
+            elif isinstance(event, Finished):
+                shares.append(event.usage.cached_tokens / event.usage.prompt_tokens)
+        turns.append(Message(role="assistant", content=text))
+    return shares
+
+
+def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
+    """Decode rate under a JSON schema against none, same prompts, one stream."""
+    rates: dict[str, list[float]] = {"free": [], "schema": []}
+    share = []
+    for r in range(rounds + 1):
+        for name, constraint in (("free", None), ("schema", JsonSchema(SCHEMA))):
+            prompt = engine.tokenize(f"{r}. A JSON record of a person called {WORDS[r].title()}, with many tags: ")
+            wanted = request(prompt, 97, constraint=constraint, ignore_eos=constraint is None, speculative="off")
+            end = list(engine.submit(wanted))[-1]
+            assert isinstance(end, Finished)
+            if r:
+                rates[name].append(end.timings.decode_tokens_per_s(end.usage.completion_tokens))
+                if constraint:
+                    share.append(end.timings.constraint_ms / max(1.0, end.timings.decode_ms))
+    free, schema = statistics.median(rates["free"]), statistics.median(rates["schema"])
+    return {"free_tok_s": free, "schema_tok_s": schema, "ratio": schema / free, "constraint_share": statistics.median(share)}
+
+
+def measure(name: str, rounds: int, sections: set[str]) -> dict:
+    path = MODELS / NAMES[name]
+    program = peer_server.find()
+    options = LoadOptions(n_ctx=min(N_CTX, 4096), n_parallel=16)
+    engine = load_engine(ModelFiles(name=name, paths=(str(path),)), options)
+    engine.warm_up()
+    before = engine.metrics()
+    work = {
+        "single": lambda: single(engine, path, rounds),
+        "widths": lambda: widths(engine, path, program, max(2, rounds - 2)),
+        "shared_prefix": lambda: shared_prefix(engine, path, program, max(2, rounds - 2)),
+        "stall": lambda: stall(engine),
+        "conversation": lambda: conversation(engine),
+        "schema": lambda: schema_cost(engine, rounds),
+    }
+    found = {key: run() for key, run in work.items() if key in sections}
+    after = engine.metrics()
+    busy = after.decode_seconds_total + after.prefill_seconds_total - before.decode_seconds_total - before.prefill_seconds_total
+    found["python_share"] = (after.python_seconds_total - before.python_seconds_total) / max(1e-9, busy)
+    engine.close()
+    return found
+
+
+def table(results: dict[str, dict]) -> str:
+    lines = ["| model | figure | ours | beside | ratio |", "|---|---|---|---|---|"]
+    for model, rows in results.items():
+        if "single" in rows:
+            s = rows["single"]
+            cells = f"{s['ours_tok_s']:.1f} tok/s | bare loop {s['bare_tok_s']:.1f} tok/s | {s['ratio']:.3f}"
+            lines.append(f"| {model} | single stream | {cells} |")
+        for width, sides in rows.get("widths", {}).items():
+            lines.append(f"| {model} | {width} streams | {_against(sides)} |")
+        if "shared_prefix" in rows:
+            lines.append(f"| {model} | 8 streams, 500 shared tokens | {_against(rows['shared_prefix'])} |")
+        if "stall" in rows:
+            s = rows["stall"]
+            cells = (
+                f"longest gap {s['longest_gap_ms']:.0f} ms | bound {s['bound_ms']:.0f} ms (step {s['normal_step_ms']:.1f} ms)"
+            )
+            lines.append(
+                f"| {model} | stall beside a 2,000-token prompt | {cells} | {s['longest_gap_ms'] / s['bound_ms']:.2f} |"
+            )
+        if "conversation" in rows:
+            shares = rows["conversation"]
+            lines.append(
+                f"| {model} | cached share of turns 2 to 10 | lowest {min(shares[1:]):.3f} | turn 1 {shares[0]:.3f} | |"
+            )
+        if "schema" in rows:
+            s = rows["schema"]
+            cells = f"{s['schema_tok_s']:.1f} tok/s | free {s['free_tok_s']:.1f} tok/s | {s['ratio']:.3f}"
+            lines.append(f"| {model} | JSON schema | {cells} |")
+        lines.append(f"| {model} | Python beside llama.cpp | {rows['python_share']:.3f} of its time | | |")
+    return "\n".join(lines) + "\n"
+
+
+def _against(sides: dict) -> str:
+    def words(s: dict) -> str:
+        latency = f"TTFT {s['ttft_p50_ms']:.0f}/{s['ttft_p95_ms']:.0f}, gap {s['gap_p50_ms']:.0f}/{s['gap_p95_ms']:.0f} ms"
+        return f"{s['tok_s']:.1f} tok/s ({latency})"
+
+    peer = sides.get("llama_server")
+    return f"{words(sides['ours'])} | " + (
+        f"llama-server {words(peer)} | {sides['ours']['tok_s'] / peer['tok_s']:.2f}" if peer else "no llama-server | "
+    )
+
+
+def main() -> None:
+    all_sections = ["single", "widths", "shared_prefix", "stall", "conversation", "schema"]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
+    parser.add_argument("--sections", nargs="+", default=all_sections, choices=all_sections)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    options = parser.parse_args()
+    results = {name: measure(name, options.rounds, set(options.sections)) for name in options.models}
+    options.out.mkdir(exist_ok=True)
+    info = native.build_info()
+    text = f"llama.cpp {info.llama_version} ({info.ggml_commit}), CPU variant {info.cpu_variant}\n\n{table(results)}"
+    (options.out / "bench-engine.md").write_text(text)
+    (options.out / "bench-engine.json").write_text(json.dumps(results, indent=1))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

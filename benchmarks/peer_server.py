@@ -1,0 +1,66 @@
+"""llama-server as a peer in our benchmarks: started with as many slots as asked, spoken to over its streaming completions."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+
+def find() -> str | None:
+    """EDGEINFER_LLAMA_SERVER, else the one on PATH."""
+    return os.environ.get("EDGEINFER_LLAMA_SERVER") or shutil.which("llama-server")
+
+
+class Server:
+    """One llama-server process. Its context is cells for all slots together."""
+
+    def __init__(self, program: str, model: Path, *, slots: int, n_ctx: int, threads: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [program, "-m", str(model), "-np", str(slots), "-c", str(n_ctx), "-t", str(threads), "--port", str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while not self._healthy():
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise RuntimeError("llama-server did not start")
+            time.sleep(0.05)
+
+    def _healthy(self) -> bool:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+
+    def stream(self, prompt: list[int], n: int, *, cache: bool) -> list[float]:
+        """Generate n tokens greedily; the arrival time of each, seconds of time.perf_counter."""
+        body = {
+            "prompt": prompt,
+            "n_predict": n,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "cache_prompt": cache,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        arrivals = []
+        for line in response:
+            if line.startswith(b"data:"):
+                event = json.loads(line[5:])
+                arrivals += [time.perf_counter()] * len(event.get("tokens") or ())
+        connection.close()
+        return arrivals
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
