@@ -5,7 +5,7 @@ MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary
+.PHONY: help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-engine
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -34,6 +34,9 @@ docs: setup      ## write the generated parts of the docs again
 
 bench: setup     ## load, prefill and decode rates beside a bare llama_decode loop
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-engine: setup ## many streams, shared prefixes, stalls, schemas, beside llama-server
+	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
 bench-serve: setup ## the endpoint beside llama-server (PATH, or EDGEINFER_LLAMA_SERVER), 1 to 32 clients
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
