@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import native

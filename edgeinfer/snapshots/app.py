@@ -58,6 +58,7 @@ class AppHost(Host):
         """
         if self._held is not None:
             if self._held.serves(model, options):
+                self._held.release_when_idle(self.config.snapshots.idle_release_s)
                 return self._held.take(options)
             return self.worker(model, options, progress)
         engine = super().engine(model, options, progress)

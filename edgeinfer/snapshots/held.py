@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -11,6 +12,8 @@ from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.snapshots import prefetch
+from edgeinfer.snapshots.idle import IdleWatch, give_back
 
 CANARY_TOKENS = 4
 _CANARY_PROMPT = "The quick brown fox"
@@ -27,16 +30,21 @@ class Parkable(Engine, Protocol):
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None: ...
 
+    def between_steps(self, work: Callable[[], Any]) -> Any: ...
+
 
 class Held:
-    """A loaded engine with the name and options it was asked for under. `droppable` are the ranges of `freshness`."""
+    """A loaded engine with the name and options it was asked for under. `droppable` are the ranges of `freshness`,
+    `buffers` those of `memory`."""
 
     def __init__(self, engine: Parkable, model: str, options: LoadOptions) -> None:
         self._engine = engine
         self.model = model
         self._options = options
         self._entropy = b""
+        self._watch: IdleWatch | None = None
         self.droppable: list[tuple[int, int]] = []
+        self.buffers: list[tuple[int, int]] = []
 
     @property
     def is_open(self) -> bool:
@@ -69,6 +77,13 @@ class Held:
 
         self._entropy = entropy
         self._engine.resume(choose_threads(0, read_machine()).value, entropy)
+        prefetch.start()
+
+    def release_when_idle(self, idle_s: float) -> None:
+        """Give memory back after so many seconds without work, every time; 0 never does."""
+        if idle_s > 0 and self._watch is None:
+            self._watch = IdleWatch(self._engine, idle_s, lambda: self._engine.between_steps(lambda: give_back(self.buffers)))
+            self._watch.start()
 
     def sing(self) -> bytes:
         """Four greedy tokens with their logprobs, or an embedding: bit-equal before the dump and after a restore."""

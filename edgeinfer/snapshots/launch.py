@@ -359,9 +359,9 @@ def _listen(argv: list[str]) -> list[_socket.socket]:
     port = choose.option(argv, "--port") or str(serve.get("port", 8080))
     found: list[_socket.socket] = []
     try:
-        name = host.encode() if host.isascii() else host  # text would import the IDNA codec: 6 ms
+        node = host.encode() if host.isascii() else host  # text would import the IDNA codec: 6 ms
         for family, kind, protocol, _, address in _socket.getaddrinfo(
-            name, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
+            node, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
         ):
             if found and port == "0":
                 break  # one free port, not one for each family

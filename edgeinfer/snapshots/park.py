@@ -23,7 +23,7 @@ import msgspec
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
-from edgeinfer.snapshots import app, frames, freshness, native
+from edgeinfer.snapshots import app, frames, freshness, memory, native
 from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.held import Held, Parkable, actual
 
@@ -44,7 +44,6 @@ LAZY_MODULES = (
 )  # fmt: skip
 #: Twice the size of an arena of Python's allocator; see `drop_zero_blocks`.
 ZERO_BLOCK_BYTES = 2 << 20
-LARGE_AREA_BYTES = 32 << 20
 _WIDGETS = "textual.widgets"
 
 
@@ -124,6 +123,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
         system_tokens = engine.prefill_system(fields["system"].decode())
     canary = held.sing()
     engine.park()
+    held.buffers = memory.buffers()
     drop_zero_blocks()
     stages.begin("")
     parked = Parked(
@@ -166,20 +166,16 @@ def drop_zero_blocks() -> None:
 
 def _large_areas() -> list[tuple[int, int]]:
     """Private anonymous writable memory in stretches large enough to hold buffers of llama.cpp."""
-    found = []
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as file:
-        for line in file:
-            parts = line.split()
-            low, high = (int(part, 16) for part in parts[0].split("-"))
-            if len(parts) == 5 and parts[1] == "rw-p" and high - low >= LARGE_AREA_BYTES:
-                found.append((low, high))
-    return found
+    return [
+        (area.low, area.high)
+        for area in memory.areas()
+        if not area.path and area.permissions == "rw-p" and area.high - area.low >= memory.LARGE_BYTES
+    ]
 
 
 def mapped_files() -> tuple[str, ...]:
     """The files this process maps."""
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-        paths = {line.rstrip("\n").split(None, 5)[-1] for line in file if line.count(" ") >= 5}
+    paths = {area.path for area in memory.areas()}
     return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
 
 

@@ -1,0 +1,321 @@
+"""Launches of a warm model, whole processes timed from exec, beside a cold start and beside `llama-server`.
+
+    bench_resume.py [--models small,7b,14b] [--runs 10] [--cold-cache] [--out bench-out]
+
+Sides alternate run by run. Medians and the spread (least to greatest) go to bench-out/resume.md and resume.json. The models of
+7B shape have random weights (`random_gguf.py`) and are removed afterwards unless --keep. Nothing here needs root; as root it
+drops the page cache for the cold figures, where it may.
+
+Stages, in milliseconds from exec: `launcher` its main runs; `restore` CRIU is being started; `running` Python runs in the
+resumed process; `request` it has become the launch; `first token` by the launch's own clock; `exit` the process has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MODELS = {"small": 0, "7b": 32, "14b": 64}
+PROMPT = "Name three colours."
+STAGES = ("launcher", "restore", "running", "request", "first_token")
+
+
+class Bench:
+    """A home of its own with the models in it, and the measurements."""
+
+    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+        self.options, self.work = options, work
+        self.models = Path(options.model_folder) if options.model_folder else work / "models"
+        self.environment = os.environ | {"EDGEINFER_HOME": str(work / "home")}
+        self.server = os.environ.get("EDGEINFER_LLAMA_SERVER") or shutil.which("llama-server")
+        self.results: dict[str, Any] = {"models": {}}
+
+    def edgeinfer(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).parent / "edgeinfer"), *words]
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=900
+        )
+
+    def json(self, *words: str) -> dict[str, Any]:
+        done = self.edgeinfer(*words, "--json")
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)}: {done.stdout} {done.stderr}")
+        return json.loads(done.stdout)["result"]
+
+    # --- one model
+
+    def measure(self, name: str) -> None:
+        model = self._model(name)
+        self.edgeinfer("pull", str(model), "--name", name, "--in-place", "--quiet")
+        found: dict[str, Any] = {"file_bytes": model.stat().st_size}
+        warm = self.json("warm", name, "--quiet")
+        found["warm"] = {"wall_s": warm["wall_s"], "stages_ms": warm["snapshot"]["stages_ms"]}
+        found["snapshot"] = {k: warm["snapshot"][k] for k in ("memory_bytes", "disk_bytes", "images_bytes", "mappings")}
+        self._launch(name)  # page cache and kdat are hot from here on
+        sides = {"resumed": lambda: self._launch(name)}
+        runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+        for _ in range(self.options.runs):
+            for side, launch in sides.items():
+                runs[side].append(launch())
+        found["resumed"] = _medians(runs["resumed"])
+        few = max(1, self.options.runs // 10) if MODELS[name] else self.options.runs
+        found["cold"] = _medians([self._launch(name, "--resume=never") for _ in range(few)])
+        found["decode"] = self._decode(name)
+        found["memory"] = self._memory(name)
+        found["llama_server"] = self._peers(model, few)
+        if self.options.cold_cache:
+            found["cold_cache"] = self._cold_cache(name)
+        self.results["models"][name] = found
+        self.edgeinfer("snapshots", "rm", name)
+
+    def _model(self, name: str) -> Path:
+        tokenizer = Path(self.options.small)
+        if not MODELS[name]:
+            return tokenizer
+        out = self.models / f"random-{name}.gguf"
+        if not out.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, str(HERE / "random_gguf.py"), str(tokenizer), str(out), "--layers", str(MODELS[name])]
+            subprocess.run(command, check=True)
+        return out
+
+    def _launch(self, name: str, *more: str, tokens: int = 2) -> dict[str, float]:
+        words = ("run", name, PROMPT, "--temperature", "0", "--max-tokens", str(tokens), *more)
+        began = time.monotonic()
+        result = self.json(*words)
+        exit_ms = (time.monotonic() - began) * 1000
+        stages = dict(result["start"]["stages_ms"])
+        expected = "cold" if "--resume=never" in more else "resumed"
+        if result["start"]["how"] != expected:
+            raise SystemExit(f"{name} was not {expected}: {result['start']}")
+        stages["ttft"] = result["timings"]["ttft_ms"]
+        decoded = result["usage"]["completion_tokens"] - 1
+        stages["step"] = result["timings"]["decode_ms"] / decoded if decoded > 0 else 0.0
+        # Loading happens between the request and the submission, so the first token is counted back from the exit.
+        stages["first_token"] = exit_ms - result["timings"]["decode_ms"]
+        stages["exit"] = exit_ms
+        return stages
+
+    def _decode(self, name: str) -> dict[str, float]:
+        """Steady decode steps of a resumed and of a freshly loaded process, alternating."""
+        steps: dict[str, list[float]] = {"resumed": [], "fresh": []}
+        for _ in range(3):
+            steps["resumed"].append(self._launch(name, tokens=self.options.tokens)["step"])
+            steps["fresh"].append(self._launch(name, "--resume=never", tokens=self.options.tokens)["step"])
+        medians = {side: statistics.median(values) for side, values in steps.items()}
+        return {f"{side}_step_ms": value for side, value in medians.items()} | {
+            "rate_ratio": medians["fresh"] / medians["resumed"]
+        }
+
+    def _memory(self, name: str) -> dict[str, float]:
+        """An idle resumed process, then one and four that have answered: PSS adds up, shared pages counted once."""
+        with self._waiting(name) as idle:
+            private = sum(_rollup(pid)["private"] for pid in _tree(idle.pid))
+        pss = {}
+        for copies in (1, 4):
+            with contextlib.ExitStack() as stack:
+                endpoints = [stack.enter_context(self._endpoint(name, 18300 + n)) for n in range(copies)]
+                for n in range(copies):
+                    _complete(18300 + n)
+                pss[copies] = sum(_rollup(pid)["pss"] for e in endpoints for pid in _tree(e.pid))
+        return {
+            "idle_private_bytes": private,
+            "one_pss_bytes": pss[1],
+            "four_pss_bytes": pss[4],
+            "four_to_one": pss[4] / pss[1],
+        }
+
+    @contextlib.contextmanager
+    def _waiting(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
+        command = [str(Path(sys.executable).parent / "edgeinfer"), "run", name, "--max-tokens", "1"]
+        process = subprocess.Popen(command, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        while "edgeinfer" not in [Path(f"/proc/{pid}/comm").read_text().strip() for pid in _tree(process.pid)[2:]]:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        yield process
+        process.communicate(b"Hi")
+
+    @contextlib.contextmanager
+    def _endpoint(self, name: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+        command = [str(Path(sys.executable).parent / "edgeinfer"), "serve", name, "--port", str(port), "--log", "off"]
+        process = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+    def _peers(self, model: Path, runs: int) -> dict[str, Any]:
+        if not self.server:
+            return {}
+        return {
+            "default": _medians([self._peer(model) for _ in range(runs)]),
+            "no-repack, no-warmup": _medians([self._peer(model, "--no-repack", "--no-warmup") for _ in range(runs)]),
+        }
+
+    def _peer(self, model: Path, *flags: str) -> dict[str, float]:
+        command = [str(self.server), "-m", str(model), "--port", "18390", "-c", "4096", *flags]
+        began = time.monotonic()
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            while _status(18390) != 200:
+                if process.poll() is not None:
+                    raise SystemExit("llama-server ended")
+                time.sleep(0.005)
+            healthy = (time.monotonic() - began) * 1000
+            _complete(18390)
+            return {"healthy": healthy, "first_token": (time.monotonic() - began) * 1000}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+    def _cold_cache(self, name: str) -> dict[str, Any]:
+        drop = Path("/proc/sys/vm/drop_caches")
+        if not os.access(drop, os.W_OK):
+            return {}
+        runs = []
+        for _ in range(3):
+            os.sync()
+            drop.write_text("3")
+            runs.append(self._launch(name))
+        return _medians(runs)
+
+
+def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:
+    names = runs[0]
+    return {
+        name: {
+            "median": round(statistics.median(r[name] for r in runs), 1),
+            "least": round(min(r[name] for r in runs), 1),
+            "greatest": round(max(r[name] for r in runs), 1),
+            "runs": len(runs),
+        }
+        for name in names
+    }
+
+
+def _tree(pid: int) -> list[int]:
+    found = [pid]
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += _tree(int(child))
+    return found
+
+
+def _rollup(pid: int) -> dict[str, int]:
+    sizes = {"private": 0, "pss": 0}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Anonymous:"):
+                sizes["private"] += int(line.split()[1]) * 1024
+            if line.startswith("Pss:"):
+                sizes["pss"] += int(line.split()[1]) * 1024
+    return sizes
+
+
+def _status(port: int) -> int:
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        link.request("GET", "/health")
+        return link.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        link.close()
+
+
+def _complete(port: int) -> None:
+    """One token over HTTP, whenever the endpoint is there."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1, "temperature": 0})
+    deadline = time.monotonic() + 120
+    while True:
+        link = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        try:
+            link.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            answer = link.getresponse()
+            answer.read()
+            if answer.status == 200:
+                return
+        except OSError:
+            pass
+        finally:
+            link.close()
+        if time.monotonic() > deadline:
+            raise SystemExit(f"nothing answers on port {port}")
+        time.sleep(0.01)
+
+
+def table(results: dict[str, Any]) -> str:
+    """The measurements as Markdown."""
+    lines = ["| | " + " | ".join(results["models"]) + " |", "|---|" + "---|" * len(results["models"])]
+
+    def row(words: str, pick: Any) -> None:
+        cells = []
+        for found in results["models"].values():
+            with contextlib.suppress(KeyError, TypeError):
+                cells.append(pick(found))
+                continue
+            cells.append("–")
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+
+    def ms(value: dict[str, float]) -> str:
+        return f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"
+
+    row("model file", lambda f: f"{f['file_bytes'] / 1e9:.2f} GB")
+    row("exec → launcher's main", lambda f: ms(f["resumed"]["launcher"]))
+    row("exec → CRIU started", lambda f: ms(f["resumed"]["restore"]))
+    row("exec → Python runs again", lambda f: ms(f["resumed"]["running"]))
+    row("exec → **running with its request**", lambda f: ms(f["resumed"]["request"]))
+    row("exec → **first token**", lambda f: ms(f["resumed"]["first_token"]))
+    row("one decode step, resumed", lambda f: f"{f['decode']['resumed_step_ms']:.1f} ms")
+    row("one decode step, freshly loaded", lambda f: f"{f['decode']['fresh_step_ms']:.1f} ms")
+    row("decode rate, resumed : fresh", lambda f: f"{f['decode']['rate_ratio']:.3f}")
+    row("exec → first token, cold start", lambda f: ms(f["cold"]["first_token"]))
+    row("`llama-server` exec → first token", lambda f: ms(f["llama_server"]["default"]["first_token"]))
+    row("the same, `--no-repack --no-warmup`", lambda f: ms(f["llama_server"]["no-repack, no-warmup"]["first_token"]))
+    row("cold page cache: exec → first token", lambda f: ms(f["cold_cache"]["first_token"]))
+    row("private memory, idle", lambda f: f"{f['memory']['idle_private_bytes'] / 1e6:.0f} MB")
+    row("four copies : one (PSS)", lambda f: f"{f['memory']['four_to_one']:.2f}")
+    row("snapshot on disk", lambda f: f"{f['snapshot']['disk_bytes'] / 1e6:.0f} MB")
+    row("`warm`", lambda f: f"{f['warm']['wall_s']:.1f} s")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cache = os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models"
+    parser.add_argument("--small", default=str(Path(cache) / "SmolLM2-135M-Instruct.Q4_1.gguf"), help="the small model")
+    parser.add_argument("--models", default="small,7b,14b")
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of a steady decode")
+    parser.add_argument("--cold-cache", action="store_true", help="as root: also with the page cache dropped")
+    parser.add_argument("--model-folder", help="where the random models are kept; left out: made and removed")
+    parser.add_argument("--work", default=None, help="a folder with room for models and snapshots, no tmpfs")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-resume-", dir=options.work) as work:
+        bench = Bench(options, Path(work))
+        options.out.mkdir(parents=True, exist_ok=True)
+        for name in options.models.split(","):
+            bench.measure(name)
+            (options.out / "resume.json").write_text(json.dumps(bench.results, indent=1))
+            (options.out / "resume.md").write_text(table(bench.results))
+        print(table(bench.results))
+
+
+if __name__ == "__main__":
+    main()

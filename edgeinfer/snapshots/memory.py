@@ -1,0 +1,93 @@
+"""The memory of a resumed process: what it maps, where llama.cpp's buffers are, and giving them back.
+
+A buffer of llama.cpp is one large allocation. glibc takes such a one from the kernel by itself and writes its size in front:
+`buffers` finds them by that, exactly, so nothing of Python's is ever among them. Where that is not found (another libc, another
+allocator) there are none, and nothing is given back: the kernel still can, it only takes longer to want to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+PAGE = mmap.PAGESIZE
+#: Smaller allocations are not worth the trouble.
+LARGE_BYTES = 32 << 20
+#: Memory is looked at and given back in windows of this size.
+WINDOW_BYTES = 2 << 20
+#: posix_memalign with 64, as ggml calls it, puts the chunk's header 48 bytes into its first page.
+_LEAD, _IS_MMAPPED, _FLAGS = 48, 2, 7
+_PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61
+_MADV_DONTNEED, _MADV_PAGEOUT = 4, 21
+
+
+class Area(NamedTuple):
+    """A line of /proc/self/maps. `path` is "" for anonymous memory."""
+
+    low: int
+    high: int
+    permissions: str
+    offset: int
+    path: str
+
+
+def areas() -> Iterator[Area]:
+    """This process's mappings, in order."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            parts = line.rstrip("\n").split(None, 5)
+            low, high = (int(part, 16) for part in parts[0].split("-"))
+            yield Area(low, high, parts[1], int(parts[2], 16), parts[5] if len(parts) > 5 else "")
+
+
+def buffers() -> list[tuple[int, int]]:
+    """The whole pages of every large allocation in anonymous memory: lowest and highest address."""
+    found = []
+    for area in areas():
+        if area.path or area.permissions != "rw-p":
+            continue
+        at = area.low
+        while at + LARGE_BYTES <= area.high:
+            size = _chunk_bytes(at, area.high)
+            if size:
+                found.append((at + PAGE, at + size - PAGE))
+            at += size or PAGE
+    return found
+
+
+def _chunk_bytes(at: int, limit: int) -> int:
+    """The size of the allocation whose first page begins here, or 0."""
+    lead, size = (ctypes.c_uint64 * 2).from_address(at + _LEAD)
+    total = (size & ~_FLAGS) + _LEAD
+    is_one = lead == _LEAD and size & _FLAGS == _IS_MMAPPED and total % PAGE == 0
+    return total if is_one and LARGE_BYTES <= total <= limit - at else 0
+
+
+def give_back(ranges: list[tuple[int, int]]) -> int:
+    """Drop the pages of these ranges that come from a file and were not written since; page out the windows that were.
+
+    Returns the bytes dropped from this process; they stay in the page cache. Nothing may write to the ranges meanwhile.
+    """
+    libc = ctypes.CDLL(None)
+    dropped = 0
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        for low, high in ranges:
+            for at in range(low, high, WINDOW_BYTES):
+                length = min(WINDOW_BYTES, high - at)
+                entries = memoryview(os.pread(pagemap.fileno(), length // PAGE * 8, at // PAGE * 8)).cast("Q")
+                own = any(e & _SWAPPED or (e & _PRESENT and not e & _OF_FILE) for e in entries)
+                advice = _MADV_PAGEOUT if own else _MADV_DONTNEED
+                libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(length), advice)
+                dropped += 0 if own else length
+    return dropped
+
+
+def give_back_shared() -> None:
+    """Drop the pages of large shared file mappings: the model's file, where weights were not repacked."""
+    libc = ctypes.CDLL(None)
+    for area in areas():
+        if area.path.startswith("/") and area.permissions == "r--s" and area.high - area.low >= LARGE_BYTES:
+            libc.madvise(ctypes.c_void_p(area.low), ctypes.c_size_t(area.high - area.low), _MADV_DONTNEED)
