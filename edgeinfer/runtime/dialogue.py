@@ -140,7 +140,7 @@ class ModelConversations:
         if request.constraint is not None:
             if mode != "auto":
                 raise InvalidRequestError("a required tool call leaves no room for another constraint", param="tool_choice")
-            return request.constraint, False
+            return self._call_or_answer(request, request.constraint, talk, tools)
         if mode == "auto" and not talk.template.traits.tools:
             return None, False
         key = msgspec.json.encode((tools, request.tool_choice))
@@ -153,6 +153,15 @@ class ModelConversations:
                 while len(self._grammars) > _KEPT:
                     self._grammars.popitem(last=False)
         return found
+
+    def _call_or_answer(
+        self, request: GenerateRequest, constraint: Constraint, talk: _Talk, tools: tuple[Tool, ...]
+    ) -> tuple[Lark, bool]:
+        """Either a call, or an answer that follows the request's constraint."""
+        for i, tool in enumerate(tools):
+            _check_tool(i, tool)
+        made = grammar.or_answer(talk.form, tools, self._facts.vocab, several=request.tool_choice.parallel)
+        return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not talk.form.bare
 
     def _grammar(self, request: GenerateRequest, talk: _Talk, tools: tuple[Tool, ...]) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
@@ -213,8 +222,8 @@ def _after_reasoning(
     else:
         thought = [f"thought: ANYTHING <[{close}]> /\\s{{0,2}}/"]
     begin = "thought" if opened else f"({grammar.marker(span.open, vocab)} thought)?"
-    rules = [f"start: {begin} @answer", *thought, "ANYTHING: /(?s:.*)/"]
-    return Lark("\n".join(rules), (("answer", source), *grammars))
+    rules = [f"start: {begin} @behind", *thought, "ANYTHING: /(?s:.*)/"]
+    return Lark("\n".join(rules), (("behind", source), *grammars))
 
 
 def _adapted(talk: _Talk, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:

@@ -137,7 +137,7 @@ class ChatTemplate:
     def _render_mended(
         self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any], add_generation_prompt: bool = True
     ) -> str:
-        """Render; if the template insists on alternating roles, once more with turns of one role in a row joined."""
+        """Render; if the template refuses, once more with one call a turn (Llama) and turns of one role in a row joined."""
         shaped = shape(messages, self.traits)
         variables = {**options, "add_generation_prompt": add_generation_prompt}
         if tools:
@@ -145,12 +145,12 @@ class ChatTemplate:
         try:
             return self.render_raw(shaped, variables)
         except _TEMPLATE_FAILURES as error:
-            joined = join_turns(shaped)
-            try:
-                if len(joined) < len(shaped):
-                    return self.render_raw(joined, variables)
-            except _TEMPLATE_FAILURES:
-                pass  # the first failure is the one that speaks of what was asked
+            for mended in (split_calls(shaped), join_turns(shaped), join_turns(split_calls(shaped))):
+                try:
+                    if len(mended) != len(shaped):
+                        return self.render_raw(mended, variables)
+                except _TEMPLATE_FAILURES:
+                    continue  # the first failure is the one that speaks of what was asked
             raise InvalidRequestError(f"the model's chat template refuses this: {_words(error)}", param="messages") from error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
@@ -259,6 +259,26 @@ def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             joined.append(message)
     return joined
+
+
+def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns with several calls made several turns, each followed by its own result, for templates that know single calls."""
+    results = {message["tool_call_id"]: message for message in shaped if message.get("tool_call_id")}
+    split: list[dict[str, Any]] = []
+    placed: set[str] = set()
+    for message in shaped:
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            if message.get("tool_call_id") not in placed:
+                split.append(message)
+            continue
+        for i, call in enumerate(calls):
+            content = message["content"] if i == 0 else (None if message["content"] is None else "")
+            split.append({**message, "content": content, "tool_calls": [call]})
+            if call["id"] in results:
+                split.append(results[call["id"]])
+                placed.add(call["id"])
+    return split
 
 
 def probe(template: ChatTemplate) -> TemplateTraits:

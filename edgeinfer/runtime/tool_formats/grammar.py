@@ -59,6 +59,12 @@ def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, sev
     return Lark("\n".join(rules))
 
 
+def or_answer(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool) -> Lark:
+    """Calls, or what the grammar `@answer` allows, which whoever takes this has to add."""
+    calls = required(form, tools, vocab, several=several).source.removeprefix("start: ")
+    return Lark(f"start: calls | @answer\ncalls: {calls}")
+
+
 def _opening(form: ToolFormat, vocab: VocabView) -> str:
     return "" if form.bare else marker(form.begin[0], vocab) + " "
 

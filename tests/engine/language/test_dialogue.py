@@ -298,6 +298,22 @@ def test_other_constraints_stand_behind_reasoning(constraints, vocab, constraint
     assert seen == {True, False}
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_with_tools_and_a_constraint_the_answer_is_a_call_or_follows_it(constraints, vocab, name):
+    request = asked(tools=(WEATHER,), constraint=Choice(("yes", "no")), template_options={"enable_thinking": False})
+    seen = set()
+    for seed in range(12):
+        prepared = talk(name, vocab).prepare(request)
+        text = walk(constraints, vocab, prepared.constraint, seed)
+        events = parsed(prepared.parser, text)
+        if isinstance(events[0], TextDelta):
+            assert text in ("yes", "no")
+        else:
+            assert all(isinstance(event, ToolCallDelta) for event in events)
+        seen.add(type(events[0]))
+    assert TextDelta in seen
+
+
 def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
     events = list(engine.submit(asked(sampling=Sampling(temperature=1.0, seed=3), **fields)))
     return events[:-1], events[-1]

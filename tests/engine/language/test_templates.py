@@ -110,6 +110,13 @@ def test_a_continued_answer_stays_open(name):
     assert text.count("It is very") == 1
 
 
+def test_several_calls_become_turns_of_one_call_where_a_template_knows_no_more():
+    calls = tuple(ToolCall(id=f"call_{i}", name=f"f{i}", arguments="{}") for i in range(2))
+    results = tuple(Message(role="tool", content=f"result {i}", tool_call_id=f"call_{i}") for i in range(2))
+    text = load("llama31").render((USER, Message(role="assistant", tool_calls=calls), *results), (TOOL,))
+    assert text.index('"f0"') < text.index("result 0") < text.index('"f1"') < text.index("result 1")
+
+
 def test_only_an_answer_can_be_continued():
     with pytest.raises(InvalidRequestError):
         load("qwen25").render((USER,), continue_final=True)
