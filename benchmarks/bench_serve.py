@@ -197,35 +197,45 @@ def llama_server() -> str | None:
     return os.environ.get("EDGEINFER_LLAMA_SERVER") or shutil.which("llama-server")
 
 
-def measure_server(
-    command: list[str], port: int, width: int, requests: int, tokens: int, model: str, first: int
-) -> dict[str, float]:
-    with process(command) as started:
+class Server:
+    """A running server of either side. It stays for the whole run: idle, it costs nothing to the other side."""
+
+    def __init__(self, command: list[str], port: int, model: str, stack: contextlib.ExitStack) -> None:
+        self.port, self.model = port, model
+        started = stack.enter_context(process(command))
         wait_healthy(port, started)
-        asyncio.run(closed_loop(lambda n: ask(port, n, 8, model), min(width, 4), 4, 90_000))
-        samples, wall = asyncio.run(closed_loop(lambda n: ask(port, n, tokens, model), width, requests, first))
-    return figures(samples, wall)
+
+    def measure(self, width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
+        asyncio.run(closed_loop(lambda n: ask(self.port, n, 4, self.model), min(width, 4), 4, 90_000))
+        return figures(*asyncio.run(closed_loop(lambda n: ask(self.port, n, tokens, self.model), width, requests, first)))
 
 
-def measure_engine(width: int, requests: int, tokens: int, threads: int, first: int) -> dict[str, float]:
-    """The same schedule on the engine itself, in a process of its own."""
-    command = [sys.executable, __file__, "--engine", f"{width},{requests},{tokens},{threads},{first}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+class BareEngine:
+    """The engine without HTTP, driven by the same schedule in a process of its own."""
+
+    def __init__(self, threads: int, stack: contextlib.ExitStack) -> None:
+        command = [sys.executable, __file__, "--engine", str(threads)]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        stack.enter_context(self._child)
+
+    def measure(self, width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
+        if self._child.stdin is None or self._child.stdout is None:
+            raise SystemExit("the engine's process has no pipes")
+        print(f"{width},{requests},{tokens},{first}", file=self._child.stdin, flush=True)
+        return dict(json.loads(self._child.stdout.readline()))
 
 
-def engine_main(words: str) -> None:
-    """The child of `measure_engine`."""
+def engine_main(threads: int) -> None:
+    """The child of `BareEngine`: a line in is a schedule, a line out its figures."""
     from edgeinfer.runtime.engine import load_engine
     from edgeinfer.runtime.events import Finished, Progress
     from edgeinfer.runtime.options import LoadOptions, ModelFiles
     from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
-    width, requests, tokens, threads, first = map(int, words.split(","))
-    options = LoadOptions(n_ctx=CONTEXT, n_parallel=PARALLEL, n_threads=threads, max_queue=256)
+    options = LoadOptions(n_ctx=CONTEXT, n_parallel=PARALLEL, n_threads=threads)
     engine = load_engine(ModelFiles(name="m", paths=(str(MODEL),)), options, None)
 
-    async def one(number: int, n_tokens: int = tokens) -> Sample:
+    async def one(number: int, n_tokens: int) -> Sample:
         request = GenerateRequest(
             messages=(Message(role="user", content=prompt(number)),),
             sampling=Sampling(temperature=0),
@@ -241,11 +251,12 @@ def engine_main(words: str) -> None:
                 stamps.append(time.perf_counter())
         return Sample(stamps[0] - begun, time.perf_counter() - begun, made, [b - a for a, b in itertools.pairwise(stamps)])
 
-    async def main() -> dict[str, float]:
-        await closed_loop(lambda n: one(n, 8), min(width, 4), 4, 90_000)
-        return figures(*await closed_loop(one, width, requests, first))
+    async def main(width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
+        await closed_loop(lambda n: one(n, 4), min(width, 4), 4, 90_000)
+        return figures(*await closed_loop(lambda n: one(n, tokens), width, requests, first))
 
-    print(json.dumps(asyncio.run(main())))
+    for line in sys.stdin:
+        print(json.dumps(asyncio.run(main(*map(int, line.split(","))))), flush=True)
     engine.close()
 
 
@@ -255,31 +266,23 @@ def engine_main(words: str) -> None:
 def load_section(options: argparse.Namespace) -> list[dict[str, Any]]:
     theirs = llama_server()
     rows: list[dict[str, Any]] = []
-    for width in options.widths:
-        requests = max(2 * width, 6)
-        sides: dict[str, list[dict[str, float]]] = {"edgeinfer": [], "engine": []} | ({"llama-server": []} if theirs else {})
-        for turn in range(options.rounds):
-            order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
-            for side in order:
-                port = free_port()
-                first = 1000 * (turn + 1) + 100 * width
-                if side == "engine":
-                    got = measure_engine(width, requests, options.tokens, options.threads, first)
-                else:
-                    command = (
-                        our_command(port, options.threads)
-                        if side == "edgeinfer"
-                        else their_command(theirs or "", port, options.threads)
-                    )
-                    model = MODEL.stem if side == "edgeinfer" else "m"
-                    got = measure_server(command, port, width, requests, options.tokens, model, first)
-                sides[side].append(got)
-                print(
-                    f"  width {width} {side}: {got['tokens_per_s']:.1f} tokens/s, TTFT p50 {got['ttft_p50_ms']:.0f} ms",
-                    file=sys.stderr,
-                )
-        for side, rounds in sides.items():
-            rows.append({"width": width, "side": side, "rounds": rounds} | medians(rounds))
+    with contextlib.ExitStack() as stack:
+        port, other = free_port(), free_port()
+        sides: dict[str, Server | BareEngine] = {
+            "edgeinfer": Server(our_command(port, options.threads), port, MODEL.stem, stack),
+            "engine": BareEngine(options.threads, stack),
+        }
+        if theirs:
+            sides["llama-server"] = Server(their_command(theirs, other, options.threads), other, "m", stack)
+        for width in options.widths:
+            rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+            for turn in range(options.rounds):
+                for side in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+                    got = sides[side].measure(width, max(width, 6), options.tokens, 1000 * (turn + 1) + 100 * width)
+                    rounds[side].append(got)
+                    said = f"{got['tokens_per_s']:.1f} tokens/s, TTFT p50 {got['ttft_p50_ms']:.0f} ms"
+                    print(f"  width {width} {side}: {said}", file=sys.stderr, flush=True)
+            rows += [{"width": width, "side": side, "rounds": got} | medians(got) for side, got in rounds.items()]
     return rows
 
 
@@ -311,7 +314,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--sections", default="load,start,switch")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
         engine_main(options.engine)

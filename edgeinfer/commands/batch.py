@@ -181,11 +181,11 @@ async def _run(
     name = host.files(options.model or host.config.default_model).name
     sources = Sources(load=Loader(options.model, name, host, load_options), pulled=pulled_models)
     models = Models(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
-    limits = Limits(max_requests=1_000_000)
+    limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     endpoint = Endpoint(models, Gate(keys=Keys([])), limits, Log("off"), NoTracer(), None, host.start)
     tally = _Tally(len(todo))
     try:
-        width = options.concurrency or await _width(models, name, load_options.max_queue)
+        width = options.concurrency or await _width(models, name)
         with _progress(options, tally) as moved:
             work = asyncio.ensure_future(_work(endpoint, iter(todo), output, tally, width, moved))
             _stop_on_ctrl_c(work)
@@ -201,11 +201,11 @@ async def _run(
     return _result(tally, len(lines), tally.seconds, options.output)
 
 
-async def _width(models: Models, name: str, max_queue: int) -> int:
-    """Enough requests in flight that a finished sequence finds its successor waiting, and never more than may wait."""
+async def _width(models: Models, name: str) -> int:
+    """Enough requests in flight that a finished sequence finds its successor waiting."""
     lease = await models.acquire(name)
     try:
-        return lease.engine.info.n_parallel + min(max_queue, lease.engine.info.n_parallel, 16)
+        return lease.engine.info.n_parallel + min(lease.engine.info.n_parallel, 16)
     finally:
         lease.release()
 

@@ -27,7 +27,10 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to load. 0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps."""
+    """How to load. 0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps.
+
+    `max_queue` only keeps the engine finite, in a snapshot too: what a launch allows to wait is the front's to say.
+    """
 
     n_ctx: int = 0
     n_parallel: int = 0
@@ -37,7 +40,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_type: Literal["f16", "q8_0", "q4_0"] = "f16"
     flash_attention: Literal["auto", "on", "off"] = "auto"
     gpu_layers: int | Literal["auto", "none"] = "auto"
-    max_queue: int = 64
+    max_queue: int = 4096
 
 
 class Chosen(msgspec.Struct, frozen=True):

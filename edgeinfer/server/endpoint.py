@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from edgeinfer.errors import QueueFullError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Generation
@@ -49,6 +50,8 @@ class Endpoint:
         self.running: set[Generation] = set()
         self.in_flight = 0
         self.last_activity = time.monotonic()
+        #: Generations in each model, waiting or running.
+        self.inside: Counter[str] = Counter()
         self._by_key: Counter[str] = Counter()
 
     def enter(self, key: str) -> None:
@@ -78,6 +81,18 @@ class Endpoint:
             self._by_key[key] -= 1
             if not self._by_key[key]:
                 del self._by_key[key]
+
+    def queue(self, model: str, n_parallel: int, n: int) -> None:
+        """Count `n` more generations into a model; whoever counts them calls `unqueue`. Raises QueueFullError."""
+        if self.inside[model] + n > n_parallel + self.limits.max_queue:
+            self.metrics.refused.labels("queue").inc()
+            raise QueueFullError(f"The queue of {model} is full: {self.inside[model]} answers are running or waiting")
+        self.inside[model] += n
+
+    def unqueue(self, model: str, n: int) -> None:
+        self.inside[model] -= n
+        if not self.inside[model]:
+            del self.inside[model]
 
     def cancel_all(self) -> None:
         """End every generation at its next step; their clients are told why."""

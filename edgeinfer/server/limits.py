@@ -6,7 +6,8 @@ import msgspec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_waiting` counts requests beyond what the models decode at once, over all models; `max_per_key` all of one key.
+    """`max_queue` is how many generations may wait for a model beyond those it decodes at once; `max_requests` counts
+    requests of all models, `max_per_key` those of one key.
 
     `header_s` and `body_s` are for a whole header block and a whole body: a client that trickles does not reset them.
     `write_s` is how long a reader may leave its socket full. `comment_s` is the pause between keep-alive comments.
@@ -18,6 +19,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_headers: int = 100
     max_url_bytes: int = 96 << 10
     max_connections: int = 1024
+    max_queue: int = 64
     max_requests: int = 256
     max_per_key: int = 64
     header_s: float = 20.0

@@ -80,7 +80,7 @@ async def begin(exchange: Exchange, job: Job) -> Begun:
         try:
             info = lease.engine.info
             exchange.version = version_of(info.sha256)
-            generations = await submit_all(exchange.endpoint, lease.engine, job.requests(info))
+            generations = await submit_all(exchange, lease.engine, job.requests(info))
             return Begun(lease, generations, job.renderer(exchange.model, info))
         except EngineClosedError:
             lease.failed()
@@ -93,8 +93,10 @@ async def begin(exchange: Exchange, job: Job) -> Begun:
     raise AssertionError("unreachable")
 
 
-async def submit_all(endpoint: Endpoint, engine: Engine, requests: Sequence[GenerateRequest]) -> list[Generation]:
-    """All or none: when one is refused, those before it are cancelled."""
+async def submit_all(exchange: Exchange, engine: Engine, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    """All or none: when one is refused, those before it are cancelled. They count in the model's queue until `_leave`."""
+    endpoint = exchange.endpoint
+    endpoint.queue(exchange.model, engine.info.n_parallel, len(requests))
     generations: list[Generation] = []
     try:
         for request in requests:
@@ -105,6 +107,7 @@ async def submit_all(endpoint: Endpoint, engine: Engine, requests: Sequence[Gene
     except BaseException:
         for generation in generations:
             generation.cancel()
+        endpoint.unqueue(exchange.model, len(requests))
         raise
     return generations
 
@@ -205,6 +208,7 @@ class _Answering:
     def _leave(self) -> None:
         if self.begun is not None:
             self.endpoint.running.difference_update(self.begun.generations)
+            self.endpoint.unqueue(self.exchange.model, len(self.begun.generations))
             self._cancel()
             self.begun.lease.release()
 

@@ -177,6 +177,29 @@ def test_the_engines_full_queue_is_a_503(serve, until):
     assert here.chat().status_code == 200
 
 
+def test_a_models_queue_is_bounded_by_what_this_launch_allows(serve, until):
+    gate = Gate(threading.Event())
+    engine = FakeEngine([[gate, "late"]])  # decodes four at once
+    here = serve(engine, limits=Limits(max_queue=2))
+    threads = _start(here, 5)
+    until(lambda: engine.metrics().running == 5, "five to be inside")
+    assert here.chat(n=2).status_code == 503
+    more = _start(here, 1)
+    until(lambda: engine.metrics().running == 6, "the sixth to be inside")
+    for stream in (False, True):
+        refused = here.chat(stream=stream)
+        assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (
+            503,
+            "queue_full",
+            "1",
+        )
+    gate.opened.set()
+    for thread in (*threads, *more):
+        thread.join()
+    assert here.chat().status_code == 200
+    assert not here.endpoint.inside
+
+
 def test_connections_are_limited(serve):
     here = serve(limits=Limits(max_connections=3))
     kept = [socket.create_connection(("127.0.0.1", here.port)) for _ in range(3)]
