@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgeinfer.errors import ModelLoadError, OutOfMemoryError
+from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
 from edgeinfer.runtime import native
 from edgeinfer.runtime.choices import (
     Machine,
@@ -72,7 +72,8 @@ class Loaded:
 
 
 def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> Loaded:
-    """Load weights and make a context. Raises ModelLoadError, OutOfMemoryError."""
+    """Load weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
+    check_options(options)
     started = time.perf_counter()
     llama = native.lib()
     machine = read_machine()
@@ -84,6 +85,17 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
         raise
     loaded.load_ms = (time.perf_counter() - started) * 1000.0
     return loaded
+
+
+def check_options(options: LoadOptions) -> None:
+    """Raises UsageError naming the option that is out of range."""
+    ranges = {"n_ctx": (0, 1 << 24), "n_parallel": (0, 240), "n_threads": (0, 1024), "n_batch": (32, 1 << 16)}
+    for name, (least, most) in ranges.items():
+        value = getattr(options, name)
+        if not least <= value <= most:
+            raise UsageError(f"{name}: {value} is not between {least} and {most}")
+    if isinstance(options.gpu_layers, int) and not 0 <= options.gpu_layers <= 1 << 16:
+        raise UsageError(f"gpu_layers: {options.gpu_layers} is not between 0 and {1 << 16}")
 
 
 def open_model(paths: tuple[str, ...], options: LoadOptions, progress: Progress | None = None) -> Any:
@@ -157,10 +169,22 @@ def kv_bytes_per_token(model: Any, meta: dict[str, str], kv_type: str) -> int:
     return int(llama.llama_model_n_layer(model) * kv_heads * (key + value) * _KV_TYPES[kv_type][1])
 
 
-def _with_context(model: Any, options: LoadOptions, machine: Machine, progress: Progress | None) -> Loaded:
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the context is to be, before it is made."""
+
+    n_threads: Chosen
+    n_parallel: Chosen
+    n_ctx: Chosen
+    n_cells: Chosen
+    n_ubatch: Chosen
+    n_seq_max: int
+    n_batch: int
+    n_outputs: int
+
+
+def _plan(model: Any, vocab: Vocab, meta: dict[str, str], options: LoadOptions, machine: Machine) -> _Plan:
     llama = native.lib()
-    vocab = Vocab(model)
-    meta = read_meta(model)
     weights = int(llama.llama_model_size(model))
     compute = _compute_estimate(vocab.n_vocab, options.n_batch, llama.llama_model_n_embd(model))
     # repacked weights are anonymous and gone from MemAvailable already; mapped ones still count as reclaimable
@@ -170,17 +194,32 @@ def _with_context(model: Any, options: LoadOptions, machine: Machine, progress: 
     parallel = choose_parallel(options.n_parallel, threads.value, per_token, free)
     n_ctx = choose_context(options.n_ctx, int(llama.llama_model_n_ctx_train(model)), per_token, free)
     cells = choose_cells(n_ctx.value, parallel.value, per_token, free)
-    if progress:
-        progress("making a context", None)
     partial = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
     n_seq_max = parallel.value if partial else min(256, parallel.value + _SPARE_SEQUENCES)
-    n_batch = max(options.n_batch, parallel.value)
-    # llama.cpp aborts when fewer outputs are allowed than there are sequence ids
-    n_outputs = max(n_seq_max, min(n_batch, parallel.value * (1 + MAX_DRAFT)))
-    params = context_params(options, cells.value, n_batch, n_seq_max, threads.value)
-    params.n_outputs_max = n_outputs
-    ubatch = choose_ubatch(n_batch, n_seq_max, int(meta.get("general.file_type", -1)))
-    params.n_ubatch = ubatch.value
+    n_batch = min(max(options.n_batch, parallel.value), cells.value)
+    return _Plan(
+        n_threads=threads,
+        n_parallel=parallel,
+        n_ctx=n_ctx,
+        n_cells=cells,
+        n_ubatch=choose_ubatch(n_batch, n_seq_max, int(meta.get("general.file_type", -1))),
+        n_seq_max=n_seq_max,
+        n_batch=n_batch,
+        # llama.cpp aborts when fewer outputs are allowed than there are sequence ids
+        n_outputs=max(n_seq_max, min(n_batch, parallel.value * (1 + MAX_DRAFT))),
+    )
+
+
+def _with_context(model: Any, options: LoadOptions, machine: Machine, progress: Progress | None) -> Loaded:
+    llama = native.lib()
+    vocab = Vocab(model)
+    meta = read_meta(model)
+    plan = _plan(model, vocab, meta, options, machine)
+    if progress:
+        progress("making a context", None)
+    params = context_params(options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value)
+    params.n_outputs_max = plan.n_outputs
+    params.n_ubatch = plan.n_ubatch.value
     context, lines = make_context(model, params)
     return Loaded(
         model=model,
@@ -188,29 +227,33 @@ def _with_context(model: Any, options: LoadOptions, machine: Machine, progress: 
         memory=llama.llama_get_memory(context) if llama.llama_get_causal_attn(context) else None,
         vocab=vocab,
         meta=meta,
-        n_ctx=min(n_ctx.value, int(llama.llama_n_ctx(context))),
+        n_ctx=min(plan.n_ctx.value, int(llama.llama_n_ctx(context))),
         n_cells=int(llama.llama_n_ctx(context)),
-        n_parallel=parallel.value,
-        n_seq_max=n_seq_max,
-        n_batch=n_batch,
-        n_outputs_max=n_outputs,
-        n_threads=threads.value,
-        weights_bytes=weights,
+        n_parallel=plan.n_parallel.value,
+        n_seq_max=plan.n_seq_max,
+        n_batch=int(llama.llama_n_batch(context)),
+        n_outputs_max=plan.n_outputs,
+        n_threads=plan.n_threads.value,
+        weights_bytes=int(llama.llama_model_size(model)),
         kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
         compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
         load_ms=0.0,
-        choices={
-            "n_threads": threads,
-            "n_parallel": parallel,
-            "n_ctx": n_ctx,
-            "n_cells": cells,
-            "n_ubatch": ubatch,
-            "kv_type": Chosen(options.kv_type, "as asked"),
-            "repack": _repack_choice(options),
-            "gpu_layers": _gpu_choice(options),
-            "flash_attention": _flash_choice(options, lines),
-        },
+        choices=_choices(plan, options, lines),
     )
+
+
+def _choices(plan: _Plan, options: LoadOptions, lines: list[str]) -> dict[str, Chosen]:
+    return {
+        "n_threads": plan.n_threads,
+        "n_parallel": plan.n_parallel,
+        "n_ctx": plan.n_ctx,
+        "n_cells": plan.n_cells,
+        "n_ubatch": plan.n_ubatch,
+        "kv_type": Chosen(options.kv_type, "as asked"),
+        "repack": _repack_choice(options),
+        "gpu_layers": _gpu_choice(options),
+        "flash_attention": _flash_choice(options, lines),
+    }
 
 
 def _compute_estimate(n_vocab: int, n_batch: int, n_embd: int) -> int:
