@@ -5,8 +5,11 @@
 `load`: closed-loop clients over a real socket, streaming chat completions of a fixed length; sides alternate, medians and
 spread over the rounds. The third side is our engine driven in its own process by the same schedule: what HTTP adds is the
 difference. `start`: exec of `edgeinfer serve MODEL` to the first streamed token, warm and cold. `switch`: a catalogue of ten
-models asked in turn, each resumed. llama-server is taken from PATH or EDGEINFER_LLAMA_SERVER; without it that side is left
-out and the table says so. Writes a Markdown table to stdout and JSON to bench-out/serve.json.
+models asked in turn, each resumed. `worker`: what streaming through a worker adds to a token. `crash`: `kill -9` of the
+application under twenty streaming clients.
+
+llama-server is taken from PATH or EDGEINFER_LLAMA_SERVER; without it that side is left out and the table says so. Writes
+Markdown tables to stdout and JSON to bench-out/.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve_models import percentile, start_section, switch_section
+from bench_serve_models import crash_section, percentile, start_section, switch_section, worker_section
 
 ROOT = Path(__file__).parents[1]
 MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models")
@@ -313,7 +316,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--sections", default="load,start,switch")
+    parser.add_argument("--sections", default="load,start,switch,worker,crash")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
@@ -335,6 +338,14 @@ def main() -> None:
         print(f"\n{row['switches']} switches over ten models, {row['resumed']} resumed\n\n| | p50 ms | p95 ms |\n|---|---|---|")
         print(f"| resume | {row['resume_p50_ms']:.0f} | {row['resume_p95_ms']:.0f} |")
         print(f"| request → first token | {row['first_token_p50_ms']:.0f} | {row['first_token_p95_ms']:.0f} |")
+    if "worker" in options.sections:
+        row = report["worker"] = worker_section(MODEL, free_port)
+        print(f"\nbetween tokens, p50 of {row['tokens']}: {row['own_p50_ms']:.2f} ms in the endpoint's own process, ", end="")
+        print(f"{row['worker_p50_ms']:.2f} ms through a worker: {row['added_ms']:+.2f} ms")
+    if "crash" in options.sections:
+        row = report["crash"] = crash_section(MODEL, free_port)
+        print(f"\n{row['kills']} kills under 20 streaming clients: {row['refused']} connections refused, ", end="")
+        print(f"next first token after {row['next_answer_p50_ms']:.0f} ms (p50), {row['worst_ms']:.0f} ms (worst)")
     out = ROOT / "bench-out"
     out.mkdir(exist_ok=True)
     name = f"serve-{options.sections.replace(',', '-')}.json"

@@ -1,11 +1,12 @@
-"""Two sections of bench_serve.py about models that come and go: exec to first token, and a catalogue visited in turn.
+"""Sections of bench_serve.py about models that come and go: starts, a catalogue in turn, workers, and a killed application.
 
-Both need snapshots; where none can be made the section says so. They use a home of their own, which is removed afterwards.
+All need snapshots; where none can be made the section says so. They use a home of their own, which is removed afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -154,3 +155,76 @@ def switch_section(model: Path, free_port: Any, models: int = 10, rounds: int = 
         "first_token_p50_ms": statistics.median(waits),
         "first_token_p95_ms": percentile(waits, 95),
     }
+
+
+def stream_gaps(port: int, model: str, tokens: int) -> list[float]:
+    """Milliseconds between the tokens of one stream."""
+    asked = {"model": model, "messages": [{"role": "user", "content": "Tell a story."}], "max_tokens": tokens}
+    raw = json.dumps(asked | {"temperature": 0, "ignore_eos": True, "stream": True}).encode()
+    stamps: list[float] = []
+    with connect(port) as client:
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        )
+        client.sendall(head + b"content-length: %d\r\n\r\n" % len(raw) + raw)
+        while piece := client.recv(65_536):
+            stamps += [time.perf_counter()] * len(re.findall(rb'"content":"(?!")', piece))
+    return [(b - a) * 1000 for a, b in itertools.pairwise(stamps)]
+
+
+def worker_section(model: Path, free_port: Any, rounds: int = 6, tokens: int = 64) -> dict[str, Any]:
+    """Time between tokens of the model in the endpoint's own process and of its twin in a worker, alternating."""
+    with home_with(model, ["own", "other"]) as env:
+        port = free_port()
+        gaps: dict[str, list[float]] = {"own": [], "other": []}
+        with endpoint(env, "own", port):
+            for name in gaps:
+                stream_gaps(port, name, 8)
+            for turn in range(rounds):
+                for name in ("own", "other") if turn % 2 == 0 else ("other", "own"):
+                    gaps[name] += stream_gaps(port, name, tokens)
+    own, other = statistics.median(gaps["own"]), statistics.median(gaps["other"])
+    return {"own_p50_ms": own, "worker_p50_ms": other, "added_ms": other - own, "tokens": len(gaps["own"])}
+
+
+def crash_section(model: Path, free_port: Any, clients: int = 20, rounds: int = 5) -> dict[str, Any]:
+    """`kill -9` of the application under streaming clients: refused connections, and the time to the next answer."""
+    refused, answered = 0, []
+    with home_with(model, ["one"]) as env:
+        for _ in range(rounds):
+            port = free_port()
+            with endpoint(env, "one", port) as (served, _):
+                first_token(port, "one")
+                threads = [threading.Thread(target=_stream_until_cut, args=(port,)) for _ in range(clients)]
+                for thread in threads:
+                    thread.start()
+                time.sleep(0.5)
+                os.kill(_biggest_below(served.pid), signal.SIGKILL)
+                begun = time.perf_counter()
+                try:
+                    first_token(port, "one")
+                    answered.append((time.perf_counter() - begun) * 1000)
+                except ConnectionRefusedError:
+                    refused += 1
+                for thread in threads:
+                    thread.join(60)
+    return {"kills": rounds, "refused": refused, "next_answer_p50_ms": statistics.median(answered), "worst_ms": max(answered)}
+
+
+def _stream_until_cut(port: int) -> None:
+    with contextlib.suppress(OSError):
+        stream_gaps(port, "one", 400)
+
+
+def _biggest_below(pid: int) -> int:
+    """The descendant with the most memory: the one that holds the model."""
+    found: dict[int, int] = {}
+
+    def look(parent: int) -> None:
+        for task in Path(f"/proc/{parent}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found[child] = int(Path(f"/proc/{child}/statm").read_text().split()[1])
+                look(child)
+
+    look(pid)
+    return max(found, key=lambda child: found[child])
