@@ -272,6 +272,8 @@ def context_params(options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: 
     params.type_k = params.type_v = getattr(llama, _KV_TYPES[options.kv_type][0])
     params.flash_attn_type = _FLASH["on" if options.kv_type != "f16" else options.flash_attention]
     params.kv_unified = True
+    # a context that generates does not pool; llama.cpp aborts when it would with fewer outputs than tokens
+    params.pooling_type = llama.LLAMA_POOLING_TYPE_NONE
     # a sliding-window cache of full size is what lets a prefix of it be kept (decision 021)
     params.swa_full = True
     params.no_perf = True
