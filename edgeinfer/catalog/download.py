@@ -8,8 +8,9 @@ ignores Range is written over from the start without cutting what is there. Noth
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
@@ -67,6 +68,7 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 _attempt(client, remote, part, job)
                 return part
             except _AgainError as again:
+                job.check()  # a connection that was shut down because somebody asked to stop
                 failures = 0 if _size(part) > had else failures + 1
                 if failures >= patience.attempts:
                     raise DownloadError(
@@ -134,7 +136,8 @@ def _receive(remote: Remote, response: httpx2.Response, part: Path, start: int, 
     state = _Partial(origin=remote.origin, sha256=remote.sha256, validator=validator)
     write_whole(part.with_name(part.name + ".json"), msgspec.json.encode(state))
     job.at(offset, total)
-    with room_errors(part), open(part, "r+b" if part.exists() else "w+b", buffering=0) as file:
+    existing = "r+b" if part.exists() else "w+b"
+    with job.waking(lambda: _hang_up(response)), room_errors(part), open(part, existing, buffering=0) as file:
         file.seek(offset)
         for chunk in response.iter_raw():
             _write(file.fileno(), chunk)
@@ -143,6 +146,15 @@ def _receive(remote: Remote, response: httpx2.Response, part: Path, start: int, 
         file.truncate(offset)  # a longer tail of an earlier file ends here
     if total is not None and offset != total:
         raise _AgainError(f"the server sent {offset} of {total} bytes")
+
+
+def _hang_up(response: httpx2.Response) -> None:
+    """End a read that waits in another thread. The connection is of no use afterwards."""
+    stream = response.extensions.get("network_stream")
+    connection = stream.get_extra_info("socket") if stream else None
+    if connection is not None:
+        with suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # the plain one, also under TLS: no farewell to wait for
 
 
 def _write(descriptor: int, chunk: bytes) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import msgspec
@@ -61,6 +62,7 @@ class Job:
     ) -> None:
         self.patience = patience or Patience()
         self._on_progress = on_progress or (lambda _: None)
+        self._cancellable = cancel is not None
         self._cancel = cancel or threading.Event()
         self._now = PullProgress(stage="resolving")
         self._marks: deque[tuple[float, int]] = deque()
@@ -102,6 +104,28 @@ class Job:
         """Raise InterruptedByUser when somebody asked to stop."""
         if self._cancel.is_set():
             raise InterruptedByUser("stopped; what was fetched is kept", hint="type the same command again to go on")
+
+    @contextmanager
+    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Call `wake` from another thread when somebody asks to stop during the block, which may be waiting for a server."""
+        if not self._cancellable:
+            yield
+            return
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.is_set():
+                if self._cancel.wait(_INTERVAL_S):
+                    wake()
+                    return
+
+        thread = threading.Thread(target=watch, name="pull-cancel", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def wait(self, seconds: float) -> None:
         """Wait, unless somebody asks to stop meanwhile."""

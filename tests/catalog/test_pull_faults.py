@@ -10,7 +10,7 @@ import pytest
 from edgeinfer import paths
 from edgeinfer.catalog import pins, store
 from edgeinfer.catalog.names import reference
-from edgeinfer.catalog.progress import PullProgress
+from edgeinfer.catalog.progress import Patience, PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import (
     AuthenticationError,
@@ -312,6 +312,29 @@ def test_cancelling(server, url, body, options, sha256, fault) -> None:
     pull(url, options=options)
     assert is_right(body, sha256)
     assert "range" in server.gets("/tiny.gguf")[-1].headers
+
+
+def test_cancelling_does_not_wait_for_a_silent_server(server, url, fault) -> None:
+    server.always = fault(cut_after=10_000, silent=True)
+    cancel = threading.Event()
+    outcome: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            pull(url, None, cancel, PullOptions(name="tiny", patience=Patience(silence_s=200)))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(2000):
+        if kept() == 10_000 or server.release.wait(0.01):
+            break
+    cancel.set()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert isinstance(outcome[0], InterruptedByUser)
+    assert kept() == 10_000
 
 
 def test_two_pulls_do_not_fight(server, url, body, options, sha256, fault) -> None:
