@@ -49,6 +49,7 @@ class CallParser:
         self._text = ""
         self._space = ""
         self._fresh = True
+        self._after_call = False
         self._section: Section | None = None
         self.special_tokens = False
 
@@ -69,7 +70,7 @@ class CallParser:
             self._close(self._section, events)
         text, self._text = self._text, ""
         self._say(text, events)
-        if not self._count:
+        if not self._after_call:
             self._flush_space(events)
         return _merged(events)
 
@@ -123,17 +124,18 @@ class CallParser:
     def _call(self) -> tuple[int, str]:
         """(index, id) of a new call. White space that led to it was only layout."""
         self._space = ""
+        self._after_call = True
         self._count += 1
         return self._count - 1, self._id()
 
     def _say(self, text: str, events: list[Parsed]) -> None:
         """Text for the reader; white space at the beginning and after a call waits for what follows it."""
-        if self._fresh or self._count:
+        if self._fresh or self._after_call:
             stripped = text.lstrip()
             self._space += text[: len(text) - len(stripped)]
             text = stripped
         if text:
-            self._fresh = False
+            self._fresh = self._after_call = False
             self._flush_space(events)
             events.append(TextDelta(text))
 
