@@ -5,7 +5,7 @@ MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-engine
+.PHONY: bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-engine
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -40,6 +40,14 @@ bench-engine: setup ## many streams, shared prefixes, stalls, schemas, beside ll
 
 bench-serve: setup ## the endpoint beside llama-server (PATH, or EDGEINFER_LLAMA_SERVER), 1 to 32 clients
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
+
+bench-tui: setup  ## the chat: first paint and first token, 10,000 lines, what showing costs, the store
+	$(BIN)/edgeinfer pull $(MODEL) >&2
+	$(BIN)/edgeinfer warm $(MODEL) >&2
+	$(BIN)/python benchmarks/bench_tui.py $(ARGS)
+
+screenshots: setup ## the README's pictures of the chat
+	$(BIN)/python tools/screenshots.py
 
 fuzz-http: setup ## schemathesis over the OpenAPI document, 5,000 cases and more
 	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/http/test_openapi.py -s $(ARGS)

@@ -97,6 +97,26 @@ def model_keys() -> str:
     return "\n".join(["| key | |", "| --- | --- |", *rows]) + "\n"
 
 
+def chat_commands() -> str:
+    """Every `/` command of the chat."""
+    from edgeinfer.chat.slash import COMMANDS
+
+    rows = []
+    for c in COMMANDS:
+        also = f" Also `/{'`, `/'.join(c.aliases)}`." if c.aliases else ""
+        usage = f"/{c.name} {c.argument}".rstrip().replace("|", "\\|")
+        rows.append(f"| `{usage}` | {c.summary[0].upper()}{c.summary[1:]}.{also} |")
+    return "\n".join(["| command | |", "| --- | --- |", *rows]) + "\n"
+
+
+def chat_keys() -> str:
+    """Every key of the chat with the id to rebind it by."""
+    from edgeinfer.tui.bindings import HEADINGS, KEYS, shown
+
+    rows = [f"| {HEADINGS[k.where]} | {shown(k.keys)} | `{k.id}` | {k.tooltip} |" for k in KEYS]
+    return "\n".join(["| where | key | id | |", "| --- | --- | --- | --- |", *rows]) + "\n"
+
+
 def quantizations() -> str:
     """Every type `quantize` offers; those that need an importance matrix are marked."""
     from edgeinfer.catalog.ggml_types import FILE_TYPES
@@ -106,6 +126,8 @@ def quantizations() -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
+    "chat-commands": chat_commands,
+    "chat-keys": chat_keys,
     "command-line": command_line,
     "configuration": configuration,
     "exit-codes": exit_codes,

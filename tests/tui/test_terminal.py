@@ -186,7 +186,7 @@ def test_a_signal_ends_it_cleanly(terminal, how, number):
     launcher = terminal.children()[0][0]
     os.kill(launcher, number)
     terminal.until(lambda: left(terminal))
-    assert terminal.modes() == before
+    assert terminal.modes() == before, f"{terminal.screen()}\n{terminal.children()}"
 
 
 def test_kill_9_of_the_app(terminal, how):
