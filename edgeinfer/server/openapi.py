@@ -10,7 +10,7 @@ from edgeinfer import __version__
 from edgeinfer.server.operations import OPERATIONS, Operation
 from edgeinfer.server.wire.anthropic import AnthropicError
 from edgeinfer.server.wire.native import Health
-from edgeinfer.server.wire.openai import ErrorReply
+from edgeinfer.server.wire.openai_replies import ErrorReply
 
 _REF = "#/components/schemas/{name}"
 #: Status → what it says; every operation may give these.

@@ -14,6 +14,7 @@ from edgeinfer.server.routes import anthropic, native, openai
 from edgeinfer.server.wire import anthropic as anthropic_wire
 from edgeinfer.server.wire import native as native_wire
 from edgeinfer.server.wire import openai as openai_wire
+from edgeinfer.server.wire import openai_replies
 from edgeinfer.server.wire import responses as responses_wire
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -54,11 +55,13 @@ OPERATIONS: tuple[Operation, ...] = (
             openai.chat_completions,
             "Answer a conversation.",
             openai_wire.ChatRequest,
-            openai_wire.ChatCompletion,
+            openai_replies.ChatCompletion,
         )
     ),
     _streaming(
-        _post("/v1/completions", openai.completions, "Continue a text.", openai_wire.CompletionRequest, openai_wire.Completion)
+        _post(
+            "/v1/completions", openai.completions, "Continue a text.", openai_wire.CompletionRequest, openai_replies.Completion
+        )
     ),
     _streaming(
         _post(
@@ -69,7 +72,7 @@ OPERATIONS: tuple[Operation, ...] = (
             responses_wire.ResponseReply,
         )
     ),
-    _post("/v1/embeddings", openai.embeddings, "Embed texts.", openai_wire.EmbeddingRequest, openai_wire.EmbeddingReply),
+    _post("/v1/embeddings", openai.embeddings, "Embed texts.", openai_wire.EmbeddingRequest, openai_replies.EmbeddingReply),
     _streaming(
         _post(
             "/v1/messages",
@@ -90,8 +93,8 @@ OPERATIONS: tuple[Operation, ...] = (
         ),
         dialect="anthropic",
     ),
-    _asked("/v1/models", openai.list_models, "The pulled models.", openai_wire.ModelList),
-    _asked("/v1/models/{id}", openai.one_model, "One pulled model.", openai_wire.ModelCard),
+    _asked("/v1/models", openai.list_models, "The pulled models.", openai_replies.ModelList),
+    _asked("/v1/models/{id}", openai.one_model, "One pulled model.", openai_replies.ModelCard),
     Operation(
         method="POST",
         path="/v1/models/{id}/unload",

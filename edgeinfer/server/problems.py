@@ -13,7 +13,7 @@ import msgspec
 
 from edgeinfer import errors as e
 from edgeinfer.server.wire.anthropic import AnthropicError, AnthropicErrorBody
-from edgeinfer.server.wire.openai import ErrorBody, ErrorReply
+from edgeinfer.server.wire.openai_replies import ErrorBody, ErrorReply
 
 Dialect = Literal["openai", "anthropic"]
 

@@ -13,7 +13,7 @@ import msgspec
 from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta, Usage
 from edgeinfer.server.answer import Answer, total, wire_timings
 from edgeinfer.server.problems import Dialect, Problem
-from edgeinfer.server.wire import openai as wire
+from edgeinfer.server.wire import openai_replies as wire
 
 _DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode

@@ -23,6 +23,7 @@ from edgeinfer.server.render_responses import ResponseRenderer
 from edgeinfer.server.routes.replies import json_reply
 from edgeinfer.server.stream import Job, answer
 from edgeinfer.server.wire import openai as wire
+from edgeinfer.server.wire import openai_replies as replies
 from edgeinfer.server.wire.responses import ResponsesRequest
 
 
@@ -116,9 +117,9 @@ async def embeddings(request: Request) -> Response:
         lease.release()
     exchange.prompt_tokens = tokens
     as_text = body.encoding_format == "base64"
-    data = [wire.Embedding(index=i, embedding=_base64(v) if as_text else v) for i, v in enumerate(vectors)]
-    usage = wire.EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-    return json_reply(wire.EmbeddingReply(data=data, model=exchange.model, usage=usage))
+    data = [replies.Embedding(index=i, embedding=_base64(v) if as_text else v) for i, v in enumerate(vectors)]
+    usage = replies.EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return json_reply(replies.EmbeddingReply(data=data, model=exchange.model, usage=usage))
 
 
 def _embed(engine: Engine, texts: Sequence[str | tuple[int, ...]], dimensions: int | None) -> tuple[list[list[float]], int]:
@@ -140,7 +141,7 @@ async def list_models(request: Request) -> Response:
     exchange = exchange_of(request)
     models = exchange.endpoint.models
     pulled = await exchange.endpoint.in_thread(models.pulled)
-    return json_reply(wire.ModelList(data=[_card(exchange, model) for model in pulled]))
+    return json_reply(replies.ModelList(data=[_card(exchange, model) for model in pulled]))
 
 
 async def one_model(request: Request) -> Response:
@@ -153,10 +154,10 @@ async def one_model(request: Request) -> Response:
     return json_reply(_card(exchange, found))
 
 
-def _card(exchange: Exchange, pulled: Pulled) -> wire.ModelCard:
+def _card(exchange: Exchange, pulled: Pulled) -> replies.ModelCard:
     models = exchange.endpoint.models
     info = next((engine.info for name, engine in models.engines() if name == pulled.name), None)
-    return wire.ModelCard(
+    return replies.ModelCard(
         id=pulled.name,
         created=pulled.created,
         state=models.state(pulled.name),
