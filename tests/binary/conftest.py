@@ -60,10 +60,15 @@ class Machine:
             shutil.copy(file, folder / file[1:])
         shutil.copy("/lib64/ld-linux-x86-64.so.2", folder / "lib64")
         (folder / "etc/passwd").write_text(f"user:x:{UID}:{UID}::{HOME}:/bin/sh\n")
+        (folder / "etc/hosts").write_text("127.0.0.1 localhost\n")
         (folder / "tmp").chmod(0o1777)
         self.home = folder / HOME[1:]
         self.install(binary)
-        self.own(self.home)
+        config = self.home / ".config/edgeinfer/config.toml"
+        config.parent.mkdir(parents=True)
+        config.write_text("[snapshots]\nauto-warm = false # nothing goes on behind a test's back\n")
+        for path in (self.home, *self.home.rglob("*")):
+            self.own(path)
 
     def install(self, binary: Path) -> None:
         """Put the shipped file in place as an update does: beside, then by a rename."""

@@ -1,0 +1,47 @@
+"""A file with a model inside: opens a chat on a machine without a network, and its weights are in the store once."""
+
+import pytest
+
+from edgeinfer.payload import open_shipped
+
+from .conftest import MODEL, Machine
+from .test_bare_machine import ASK
+
+
+@pytest.fixture(scope="module")
+def bundled(used, tmp_path_factory):
+    """The shipped file with the small model inside, written by the program itself."""
+    found = used.json("bundle", MODEL, "-o", "/tmp/with-model")
+    assert found["size_bytes"] > 98_000_000
+    return used.root / "tmp/with-model"
+
+
+def test_its_size_is_the_files_and_the_models(bundled, binary, smollm2):
+    both = binary.stat().st_size + smollm2.stat().st_size
+    assert both <= bundled.stat().st_size <= both + (1 << 20)
+    assert open_shipped(bundled).app == open_shipped(binary).app
+
+
+def test_answers_on_a_machine_without_a_network(bundled, tmp_path):
+    machine = Machine(tmp_path / "root", bundled)
+    first = machine.run("run", *ASK[2:], "--resume", "never", options=("--no-network",))
+    assert first.stdout.strip()
+    weights = list(machine.home.rglob("*.gguf"))
+    assert len(weights) == 1
+    again = machine.run(*ASK, "--resume", "never", options=("--no-network",))
+    assert (again.stdout, "first start" in again.stderr) == (first.stdout, False)
+    assert machine.json("self-check")["findings"] == []
+
+
+def test_a_damaged_model_is_refused_and_nothing_is_stored(bundled, tmp_path):
+    machine = Machine(tmp_path / "root", bundled)
+    shipped = open_shipped(bundled)
+    with (machine.root / "usr/local/bin/edgeinfer").open("r+b") as file:
+        file.seek(shipped.bundle_offset + shipped.bundle_length // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    done = machine.run("list", check=False)
+    assert done.returncode == 5
+    assert "damaged" in done.stderr
+    assert list(machine.home.rglob("*.gguf")) == []
