@@ -24,7 +24,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A table of config.toml."""
 
 
-class LoadConfig(_Section):
+class LoadConfig(_Section, frozen=True, kw_only=True):
     """How a model is loaded when the command line does not say."""
 
     ctx: Annotated[int, _about("Context in tokens; 0 fits it to memory.", ge=0, le=1 << 24)] = 0
@@ -35,7 +35,7 @@ class LoadConfig(_Section):
     kv_type: Annotated[Literal["f16", "q8_0", "q4_0"], _about("Type of the KV cache.")] = "f16"
 
 
-class SnapshotsConfig(_Section):
+class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     """Snapshots of warmed processes."""
 
     auto_warm: Annotated[bool, _about("Build a snapshot in the background after a cold launch.")] = True
@@ -49,7 +49,7 @@ class SnapshotsConfig(_Section):
     ] = 30.0
 
 
-class ServeConfig(_Section):
+class ServeConfig(_Section, frozen=True, kw_only=True):
     """The HTTP endpoint."""
 
     host: Annotated[str, _about("Address to bind.")] = "127.0.0.1"
@@ -60,7 +60,7 @@ class ServeConfig(_Section):
     allowed_hosts: Annotated[tuple[str, ...], _about("Host names accepted besides loopback's own.")] = ()
 
 
-class ChatConfig(_Section):
+class ChatConfig(_Section, frozen=True, kw_only=True):
     """The terminal chat."""
 
     theme: Annotated[str, _about('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = "edgeinfer-dark"
@@ -72,7 +72,7 @@ class ChatConfig(_Section):
     mouse: Annotated[bool, _about("Take the mouse; off leaves it to the terminal.")] = True
 
 
-class Config(_Section):
+class Config(_Section, frozen=True, kw_only=True):
     """The whole file."""
 
     default_model: Annotated[str, _about("The model when none is named.")] = "smollm2-135m-instruct"
