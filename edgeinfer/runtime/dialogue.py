@@ -22,11 +22,12 @@ import msgspec
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.constraint_api import Lark, VocabView
 from edgeinfer.runtime.constraints import check_schema, lark_parts, quoted
+from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.parsers_api import Prepared, StreamParser, TemplateFacts
 from edgeinfer.runtime.reasoning import ReasoningParser, Span, is_open
 from edgeinfer.runtime.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
-from edgeinfer.runtime.templates import TRANSCRIPT, TRANSCRIPT_STOP, ChatTemplate, choose
+from edgeinfer.runtime.templates import CHATML, TRANSCRIPT, TRANSCRIPT_STOP, ChatTemplate, choose
 from edgeinfer.runtime.tool_formats import grammar
 from edgeinfer.runtime.tool_formats.families import ToolFormat
 from edgeinfer.runtime.tool_formats.families import detect as detect_format
@@ -43,6 +44,7 @@ class _Talk:
 
     template: ChatTemplate
     form: ToolFormat
+    form_reason: str
     span: Span
     knows_span: bool
 
@@ -64,9 +66,9 @@ def _has_chatml(vocab: VocabView) -> bool:
 
 
 def _talk(facts: TemplateFacts, template: ChatTemplate) -> _Talk:
-    form, _ = detect_format(template.source, facts.architecture, facts.name)
+    form, why = detect_format(template.source, facts.architecture, facts.name)
     span, knows = detect_reasoning(template.source)
-    return _Talk(template, form, span, knows)
+    return _Talk(template, form, why, span, knows)
 
 
 class ModelConversations:
@@ -82,6 +84,22 @@ class ModelConversations:
     def tool_format(self) -> str:
         """The family its calls are parsed as; "" for a model without a chat template."""
         return "" if self._plain.template.source == TRANSCRIPT else self._with_tools.form.name
+
+    @property
+    def choices(self) -> dict[str, Chosen]:
+        """What was chosen for the template and the notations, and why."""
+        span = self._plain.span
+        why = (
+            "the chat template has it"
+            if self._plain.knows_span
+            else "no sign in the chat template; read where an answer begins with it"
+        )
+        kind = {CHATML: "chatml", TRANSCRIPT: "transcript"}.get(self._plain.template.source, "own")
+        return {
+            "chat_template": Chosen(kind, self.reason),
+            "tool_format": Chosen(self.tool_format, self._with_tools.form_reason),
+            "reasoning": Chosen(span.open, why),
+        }
 
     def render(self, request: GenerateRequest) -> str:
         """The prompt alone. Raises InvalidRequestError."""

@@ -266,7 +266,7 @@ def _info(
         system_prompt=files.system_prompt,
         sampling=files.sampling,
         lora=lora.names,
-        choices={**loaded.choices, "pooling": embedder.pooling},
+        choices={**loaded.choices, **conversations.choices, "pooling": embedder.pooling},
         load_ms=loaded.load_ms,
     )
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from edgeinfer.runtime.constraint_api import CompiledConstraint, Lark, VocabView
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
+from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.requests import Constraint, GenerateRequest
 
 Parsed = TextDelta | ReasoningDelta | ToolCallDelta
@@ -71,6 +72,10 @@ class Conversations(Protocol):
     @property
     def tool_format(self) -> str:
         """The family its calls are parsed as; "" when there is no chat template."""
+
+    @property
+    def choices(self) -> dict[str, Chosen]:
+        """What was chosen for the template, the tool format and the reasoning span, and why."""
 
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Apply the template to `request.messages` and `request.tools`. Raises InvalidRequestError."""

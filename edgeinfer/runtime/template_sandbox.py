@@ -272,7 +272,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox with fuel. One may be shared by threads: the fuel is the context's own."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
-    concat = staticmethod(_concat)  # type: ignore[assignment]
+    concat = staticmethod(_concat)
     tick = staticmethod(_tick)
     weigh = staticmethod(weigh)
     join = staticmethod(_join)

@@ -98,6 +98,17 @@ def test_a_base_model_writes_a_transcript():
     assert "base model" in conversations.reason
 
 
+def test_what_was_chosen_is_said_with_its_reason():
+    chosen = talk("qwen3").choices
+    assert (chosen["chat_template"].value, chosen["tool_format"].value, chosen["reasoning"].value) == (
+        "own",
+        "hermes",
+        "<think>",
+    )
+    assert "<tool_call>" in chosen["tool_format"].reason
+    assert talk().choices["chat_template"].value == "transcript"
+
+
 def test_bos_is_put_before_a_prompt_that_lacks_it_only_where_the_model_wants_it():
     assert talk("qwen25", add_bos=True).render(asked()).startswith("<s><|im_start|>")
     assert talk("qwen25").render(asked()).startswith("<|im_start|>")
