@@ -81,6 +81,7 @@ def estimate(
 ) -> Estimate:
     """The memory of `header`'s model with a context of `n_ctx` tokens (0: what it was trained for).
 
+    `n_parallel` counts sequence ids: each has a row of logits, a recurrent state, and its share of a window.
     `n_outputs` is how many positions of a micro-batch get logits (0: all of them). `weights_bytes` replaces the header's own
     sum when the model is split over several files. `whole_windows` is llama.cpp's `swa_full`.
     """
@@ -96,7 +97,7 @@ def estimate(
         weights_bytes=weights_bytes or header.weights_bytes,
         kv_bytes=kv,
         kv_per_1000_bytes=int(1000 * growing * per_element),
-        compute_bytes=_compute_bytes(header, n_ctx, n_ubatch, n_outputs or n_ubatch, n_parallel),
+        compute_bytes=_compute_bytes(header, n_ctx, n_ubatch, n_outputs or n_ubatch, n_parallel, whole_windows=whole_windows),
     )
 
 
@@ -165,14 +166,16 @@ def _layer_bytes(layer: Layer, n_ctx: int, per_element: float, n_parallel: int, 
     return int(cells * (layer.k_elements + layer.v_elements) * per_element) + 4 * layer.state_elements * n_parallel
 
 
-def _compute_bytes(header: GgufHeader, n_ctx: int, n_ubatch: int, n_outputs: int, n_parallel: int) -> int:
+def _compute_bytes(
+    header: GgufHeader, n_ctx: int, n_ubatch: int, n_outputs: int, n_parallel: int, *, whole_windows: bool
+) -> int:
     """llama.cpp's compute and output buffers: the larger of the logits' end of the graph and a layer's middle."""
     n_vocab, n_embd = header.n_vocab, header.n_embd
     logits = 4 * (n_outputs * n_vocab + 2 * n_embd * n_ubatch)
     middle = 4 * n_ubatch * (3 * _feed_forward(header) + 3 * n_embd + _query_elements(header))
     widest = max(_windows(header, header.n_layer), default=0)
-    window = min(n_ctx, _padded(widest * n_parallel + n_ubatch)) if widest else 0
-    masks = 2 * n_ubatch * (n_ctx + window)
+    window = n_ctx if whole_windows else min(n_ctx, _padded(widest * n_parallel + n_ubatch))
+    masks = 2 * n_ubatch * (n_ctx + (window if widest else 0))
     return max(logits, middle + masks) + 4 * n_vocab * n_parallel
 
 

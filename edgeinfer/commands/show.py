@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
@@ -16,8 +16,13 @@ from edgeinfer.commands.list import parameters_words
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.runtime.choices import choose_cells, choose_context, choose_parallel, choose_threads, read_machine
+from edgeinfer.runtime.choices import choose_cells, choose_context, choose_parallel, choose_threads, choose_ubatch, read_machine
 from edgeinfer.units import bytes_words
+
+#: What the engine makes its context with (`runtime.load`, which cannot be imported here: it loads llama.cpp).
+_BATCH_TOKENS = 512
+_SPARE_SEQUENCES = 16
+_OUTPUTS_PER_SEQUENCE = 8
 
 
 class FileShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +53,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes, for the context the engine would take (or the one asked for), and why it would."""
 
     estimate: Estimate
+    n_parallel: int
     n_ctx: int
     n_ctx_reason: str
     machine: MachineMemory
@@ -153,7 +159,7 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
         ("memory, weights", bytes_words(need.weights_bytes)),
         ("memory, KV cache", f"{bytes_words(need.kv_per_1000_bytes)} for 1,000 tokens ({need.kv_type})"),
         ("context", f"{memory.n_ctx} tokens: {memory.n_ctx_reason}"),
-        ("memory, context", f"{bytes_words(need.kv_bytes)} for {need.n_ctx} cells, {need.n_parallel} sequences"),
+        ("memory, context", f"{bytes_words(need.kv_bytes)} for {need.n_ctx} cells, {memory.n_parallel} sequences at once"),
         ("memory, compute", bytes_words(need.compute_bytes)),
         ("memory, together", f"{bytes_words(need.total_bytes)} of {bytes_words(machine.available_bytes)} available: {verdict}"),
     ]
@@ -247,26 +253,37 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
 
 
 def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host) -> MemoryShown:
-    """The estimate for the context the engine would choose: the same rules, on the header instead of a loaded model."""
-    load = host.config.load
+    """The estimate for the context the engine would make: its own rules, on the header instead of a loaded model."""
+    load, header, machine = host.config.load, headers[0], machine_memory()
+    kv_type = options.kv_type or load.kv_type
+    weights = sum(one.weights_bytes for one in headers)
     wanted = options.ctx if options.ctx is not None else load.ctx
-    given: dict[str, Any] = {
-        "kv_type": options.kv_type or load.kv_type,
-        "weights_bytes": sum(header.weights_bytes for header in headers),
-    }
-    machine = machine_memory()
-    rough = estimate(headers[0], wanted, n_outputs=64, whole_windows=True, **given)
+    rough = estimate(header, wanted, kv_type, n_outputs=_BATCH_TOKENS // 8, whole_windows=True)
     per_token = max(1, rough.kv_per_1000_bytes // 1000)
-    free = machine.available_bytes - rough.weights_bytes - rough.compute_bytes
-    threads = choose_threads(load.threads, read_machine()).value
-    parallel = choose_parallel(load.parallel, threads, per_token, max(0, free)).value
+    free = max(0, machine.available_bytes - weights - weights // 4 - rough.compute_bytes)
+    parallel = choose_parallel(load.parallel, choose_threads(load.threads, read_machine()).value, per_token, free).value
     try:
-        chosen = choose_context(wanted, headers[0].n_ctx_train or 4096, per_token, max(0, free))
+        chosen = choose_context(wanted, header.n_ctx_train or 4096, per_token, free)
         n_ctx, reason = int(chosen.value), chosen.reason
     except OutOfMemoryError as error:
         n_ctx, reason = wanted or 4096, error.message
-    cells = choose_cells(n_ctx, parallel, per_token, max(0, free)).value
-    need = estimate(headers[0], cells, n_parallel=parallel, n_outputs=min(512, 8 * parallel), **given)
-    return MemoryShown(
-        estimate=need, n_ctx=n_ctx, n_ctx_reason=reason, machine=machine, fits=need.total_bytes <= machine.available_bytes
+    need = _as_the_engine_does(header, n_ctx, choose_cells(n_ctx, parallel, per_token, free).value, parallel, kv_type)
+    need = msgspec.structs.replace(need, weights_bytes=weights)
+    fits = need.total_bytes <= machine.available_bytes
+    return MemoryShown(estimate=need, n_parallel=parallel, n_ctx=n_ctx, n_ctx_reason=reason, machine=machine, fits=fits)
+
+
+def _as_the_engine_does(header: gguf.GgufHeader, n_ctx: int, cells: int, parallel: int, kv_type: str) -> Estimate:
+    """The buffers of the context that `runtime.load` makes; a test compares the two on both real models."""
+    recurrent = header.number(header.own("ssm.state_size")) > 0
+    n_seq_max = parallel if recurrent else min(256, parallel + _SPARE_SEQUENCES)
+    n_batch = min(max(_BATCH_TOKENS, parallel), cells)
+    return estimate(
+        header,
+        max(cells, n_ctx),
+        kv_type,
+        n_parallel=n_seq_max,
+        n_ubatch=choose_ubatch(n_batch, n_seq_max, header.number("general.file_type", -1)).value,
+        n_outputs=max(n_seq_max, min(n_batch, _OUTPUTS_PER_SEQUENCE * parallel)),
+        whole_windows=True,
     )

@@ -11,6 +11,7 @@ import pytest
 
 from edgeinfer.catalog.gguf import GgufHeader, check
 from edgeinfer.catalog.memory import estimate, layers, machine_memory
+from edgeinfer.cli import main
 
 #: Makes contexts and prints what llama.cpp says of its buffers, in MiB: [weights, [kv, compute + output] per context].
 _BUFFERS = """
@@ -68,6 +69,32 @@ def test_the_estimate_agrees_with_llama_cpp(which: str, request: pytest.FixtureR
         ours = estimate(header, n_ctx, kind, n_parallel=n_seq, n_ubatch=n_ubatch, n_outputs=n_outputs)
         assert ours.kv_bytes / 2**20 == pytest.approx(kv, abs=0.02), shape
         assert ours.compute_bytes / 2**20 == pytest.approx(compute, rel=0.10), shape
+
+
+_ENGINE = """
+import json, sys
+from edgeinfer.catalog.store import model_files
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions
+engine = load_engine(model_files(sys.argv[1]), LoadOptions(), None)
+info = engine.info
+print(json.dumps([info.n_ctx, info.n_parallel, info.weights_bytes, info.kv_bytes, info.compute_bytes]))
+engine.close()
+"""
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("which", ["smollm2", "gemma3"])
+def test_show_agrees_with_the_loaded_engine(which: str, request: pytest.FixtureRequest, capsys) -> None:
+    model = str(request.getfixturevalue(which))
+    ran = subprocess.run([sys.executable, "-c", _ENGINE, model], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    n_ctx, n_parallel, weights, kv, compute = json.loads(ran.stdout)
+    assert main(["show", model, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["result"]["memory"]
+    assert (memory["n_ctx"], memory["n_parallel"], memory["estimate"]["weights_bytes"]) == (n_ctx, n_parallel, weights)
+    assert memory["estimate"]["kv_bytes"] == pytest.approx(kv, abs=1 << 15)
+    assert memory["estimate"]["compute_bytes"] == pytest.approx(compute, rel=0.15)
 
 
 def header_with(**metadata: object) -> GgufHeader:
