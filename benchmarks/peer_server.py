@@ -18,7 +18,8 @@ def find() -> str | None:
 
 
 class Server:
-    """One llama-server process. Its context is cells for all slots together."""
+    """One llama-server process. Its context is cells for all slots together; it inherits our setting of libgomp's spin count,
+    so that the two differ in nothing but themselves."""
 
     def __init__(self, program: str, model: Path, *, slots: int, n_ctx: int, threads: int) -> None:
         with socket.socket() as probe:

@@ -1,0 +1,301 @@
+"""Loading, sampling, log-probabilities, embeddings and validation on the real models."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError, ModelLoadError, OutOfMemoryError, UsageError
+from edgeinfer.runtime import native
+from edgeinfer.runtime.batch import Batch
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import Event, Finished, TextDelta, TokenLogprobs
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import Choice, GenerateRequest, JsonSchema, Message, Regex, Sampling
+
+SMALL = LoadOptions(n_ctx=512, n_parallel=2)
+GREEDY = Sampling(temperature=0)
+
+
+def files(path: Path) -> ModelFiles:
+    return ModelFiles(name=path.stem, paths=(str(path),))
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(e.text for e in events if isinstance(e, TextDelta))
+
+
+def logprobs_of(events: list[Event]) -> list[TokenLogprobs]:
+    return [entry for e in events if isinstance(e, TextDelta) for entry in e.logprobs]
+
+
+def ask(engine: LlamaEngine, prompt: str = "The capital of France is", **fields: object) -> list[Event]:
+    wanted: dict[str, object] = {"prompt": prompt, "sampling": GREEDY, "max_tokens": 8, "ignore_eos": True, **fields}
+    return list(engine.submit(GenerateRequest(**wanted)))  # type: ignore[arg-type]
+
+
+def test_build_info_names_the_variant_and_the_commit() -> None:
+    info = native.build_info()
+    assert info.llama_version
+    assert info.ggml_commit
+    assert any(flag.startswith(("AVX", "SSE", "NEON")) for flag in info.flags)
+    assert any(device.startswith("CPU") for device in info.devices)
+    assert info.max_sequences >= 64
+
+
+def test_llama_cpp_prints_nothing(smollm2: Path) -> None:
+    program = (
+        "from edgeinfer.runtime.engine import load_engine\n"
+        "from edgeinfer.runtime.options import LoadOptions, ModelFiles\n"
+        f"load_engine(ModelFiles(name='m', paths=({str(smollm2)!r},)), LoadOptions(n_ctx=512, n_parallel=1)).close()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("", "")
+
+
+def test_info_tells_sizes_and_reasons(smol: LlamaEngine, gemma: LlamaEngine) -> None:
+    for engine, architecture, n_vocab in ((smol, "llama", 49_152), (gemma, "gemma3", 262_144)):
+        info = engine.info
+        assert (info.architecture, info.n_vocab) == (architecture, n_vocab)
+        assert info.n_ctx == 2048
+        assert info.weights_bytes > 50_000_000
+        assert info.kv_bytes > 1_000_000
+        assert info.compute_bytes > 1_000_000
+        assert all(chosen.reason for chosen in info.choices.values())
+        assert {"n_threads", "n_parallel", "n_ctx", "repack", "gpu_layers", "flash_attention"} <= set(info.choices)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("repack", ["on", "off"])
+def test_every_cache_type_and_repacking_answers(gemma3: Path, kv_type: str, repack: str) -> None:
+    options = LoadOptions(n_ctx=256, n_parallel=1, kv_type=kv_type, repack=repack)  # type: ignore[arg-type]
+    engine = load_engine(files(gemma3), options)
+    try:
+        assert "capital" in text_of(ask(engine)) or "Paris" in text_of(ask(engine))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("flash", ["on", "off"])
+def test_flash_attention_on_and_off_answer(smollm2: Path, flash: str) -> None:
+    engine = load_engine(files(smollm2), LoadOptions(n_ctx=256, n_parallel=1, flash_attention=flash))  # type: ignore[arg-type]
+    try:
+        assert "Paris" in text_of(ask(engine))
+    finally:
+        engine.close()
+
+
+def test_the_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.runtime.load.choose_cells", lambda n_ctx, *_: _cells(256))
+    engine = load_engine(files(smollm2), LoadOptions(n_ctx=200, n_parallel=1))
+    try:
+        last = ask(engine, "word " * 190, max_tokens=100)[-1]
+        assert isinstance(last, Finished)
+        assert last.usage.prompt_tokens + last.usage.completion_tokens == 200
+    finally:
+        engine.close()
+
+
+def _cells(n: int) -> object:
+    from edgeinfer.runtime.options import Chosen
+
+    return Chosen(n, "a test wants few")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LoadOptions(n_ctx=-1),
+        LoadOptions(n_parallel=1000),
+        LoadOptions(n_threads=-2),
+        LoadOptions(n_batch=0),
+        LoadOptions(gpu_layers=-4),
+    ],
+)
+def test_options_out_of_range_are_refused(smollm2: Path, options: LoadOptions) -> None:
+    with pytest.raises(UsageError):
+        load_engine(files(smollm2), options)
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path: Path, smollm2: Path) -> None:
+    with pytest.raises(ModelLoadError, match="not there"):
+        load_engine(files(tmp_path / "none.gguf"), SMALL)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ModelLoadError, match="could not load"):
+        load_engine(files(broken), SMALL)
+    with pytest.raises(OutOfMemoryError, match="MiB"):
+        load_engine(files(smollm2), LoadOptions(n_ctx=1 << 24))
+
+
+def test_progress_reaches_the_end(smollm2: Path) -> None:
+    seen: list[tuple[str, float | None]] = []
+    load_engine(files(smollm2), SMALL, lambda stage, share: seen.append((stage, share))).close()
+    shares = [share for stage, share in seen if stage == "loading weights" and share is not None]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert seen[-1][0] == "making a context"
+
+
+def test_logprobs_are_a_distribution_and_greedy_takes_the_best(smol: LlamaEngine) -> None:
+    events = ask(smol, logprobs=20, max_tokens=6)
+    entries = logprobs_of(events)
+    assert len(entries) == 6
+    for entry in entries:
+        assert entry.chosen == entry.top[0]
+        values = [alternative.logprob for alternative in entry.top]
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 20
+        assert 0 < sum(math.exp(v) for v in values) <= 1.0 + 1e-5
+    assert b"".join(e.chosen.piece for e in entries).decode() == text_of(events)
+
+
+def test_logprobs_are_of_the_unbiased_model(smol: LlamaEngine) -> None:
+    best = logprobs_of(ask(smol, logprobs=0, max_tokens=1))[0].chosen
+    banned = Sampling(temperature=0, logit_bias={best.token_id: -math.inf})
+    other = logprobs_of(ask(smol, logprobs=1, max_tokens=1, sampling=banned))[0]
+    assert other.chosen.token_id != best.token_id
+    assert other.top[0].token_id == best.token_id
+    assert other.top[0].logprob == pytest.approx(best.logprob, abs=1e-4)
+
+
+def test_stop_strings_across_token_borders(smol: LlamaEngine) -> None:
+    whole = text_of(ask(smol, max_tokens=24))
+    stop = whole[5:9]
+    events = ask(smol, max_tokens=24, stop=(stop,))
+    assert text_of(events) == whole[: whole.index(stop)]
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert (end.reason, end.stop_sequence) == ("stop", stop)
+
+
+def test_the_models_own_stop_strings_count(smollm2: Path) -> None:
+    engine = load_engine(ModelFiles(name="m", paths=(str(smollm2),), stop=("Paris",)), SMALL)
+    try:
+        assert "Paris" not in text_of(ask(engine, max_tokens=20))
+    finally:
+        engine.close()
+
+
+def test_seeds_repeat_and_differ(smol: LlamaEngine) -> None:
+    def say(seed: int) -> str:
+        return text_of(ask(smol, sampling=Sampling(temperature=1.2, seed=seed), max_tokens=16))
+
+    assert say(1) == say(1)
+    assert len({say(seed) for seed in range(5)}) == 5
+
+
+def test_constraints_hold_at_any_temperature(smol: LlamaEngine) -> None:
+    hot = Sampling(temperature=2.0, seed=5)
+    free = {"sampling": hot, "ignore_eos": False, "max_tokens": 60}
+    assert text_of(ask(smol, constraint=Choice(("left", "right")), **free)) in ("left", "right")
+    digits = text_of(ask(smol, constraint=Regex("[0-9]{3}-[0-9]{2}"), **free))
+    assert len(digits) == 6
+    assert digits[3] == "-"
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    assert text_of(ask(smol, constraint=JsonSchema(schema), **free)).replace(" ", "") in ('{"ok":true}', '{"ok":false}')
+
+
+def test_a_constraint_in_a_batch_is_its_own_requests(smol: LlamaEngine) -> None:
+    wanted = [Choice(("alpha", "beta")), None, Choice(("gamma", "delta")), None]
+    streams = [
+        smol.submit(GenerateRequest(prompt="Say:", constraint=c, max_tokens=12, sampling=Sampling(seed=i)))
+        for i, c in enumerate(wanted)
+    ]
+    texts = [text_of(list(s)) for s in streams]
+    assert texts[0] in ("alpha", "beta")
+    assert texts[2] in ("gamma", "delta")
+    assert not {texts[1], texts[3]} & {"alpha", "beta", "gamma", "delta"}
+
+
+def test_messages_go_through_the_models_template(smol: LlamaEngine) -> None:
+    ask_it = GenerateRequest(messages=(Message(role="user", content="Say yes."),), sampling=GREEDY, max_tokens=30)
+    events = list(smol.submit(ask_it))
+    assert "<|im_end|>" not in text_of(events)
+    assert isinstance(events[-1], Finished)
+
+
+def test_embeddings_are_closer_where_meaning_is(smol: LlamaEngine) -> None:
+    a, b, c = (np.array(v) for v in smol.embed(["The cat sleeps.", "A cat is sleeping.", "Quarterly revenue rose by 4%."]))
+    assert a @ b > a @ c
+
+
+def test_embeddings_in_one_batch_equal_those_alone(smol: LlamaEngine) -> None:
+    texts = [f"sentence number {i} " * (1 + i % 3) for i in range(40)]
+    together = smol.embed(texts)
+    for i in (0, 20, 39):
+        alone = smol.embed([texts[i]])[0]
+        assert float(np.dot(alone, together[i])) > 0.999
+
+
+def test_what_cannot_be_embedded_is_refused(smol: LlamaEngine) -> None:
+    with pytest.raises(InvalidRequestError):
+        smol.embed([""])
+    with pytest.raises(InvalidRequestError):
+        smol.embed([[10**9]])
+    with pytest.raises(ContextLengthError):
+        smol.embed(["word " * 5000])
+    with pytest.raises(InvalidRequestError):
+        smol.rerank("query", ["document"])
+
+
+def with_pooling(source: Path, target: Path, pooling: int) -> Path:
+    """A copy of SmolLM2 whose file names a pooling type."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "llama")
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(key, field.contents(), kind, sub_type=sub)
+    writer.add_uint32("llama.pooling_type", pooling)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def test_pooling_is_the_models_own(smollm2: Path, tmp_path: Path, smol: LlamaEngine) -> None:
+    vectors = {}
+    for name, number in (("mean", 1), ("cls", 2), ("last", 3)):
+        engine = load_engine(files(with_pooling(smollm2, tmp_path / f"{name}.gguf", number)), SMALL)
+        try:
+            assert engine.info.choices["pooling"].value == number
+            vectors[name] = engine.embed(["one two three"])[0]
+        finally:
+            engine.close()
+    assert vectors["mean"] == pytest.approx(smol.embed(["one two three"])[0], abs=1e-4)
+    assert vectors["cls"] != pytest.approx(vectors["last"], abs=1e-3)
+    assert vectors["mean"] != pytest.approx(vectors["last"], abs=1e-3)
+
+
+def test_a_batch_refuses_what_llama_cpp_would_abort_on() -> None:
+    batch = Batch(capacity=4, max_outputs=2, n_vocab=10, n_seq_max=2, n_cells=8)
+    for bad in (
+        {"tokens": [], "pos": 0, "seq_id": 0, "outputs": 0},
+        {"tokens": [1] * 5, "pos": 0, "seq_id": 0, "outputs": 0},
+        {"tokens": [10], "pos": 0, "seq_id": 0, "outputs": 0},
+        {"tokens": [-1], "pos": 0, "seq_id": 0, "outputs": 0},
+        {"tokens": [1], "pos": 8, "seq_id": 0, "outputs": 0},
+        {"tokens": [1], "pos": -1, "seq_id": 0, "outputs": 0},
+        {"tokens": [1], "pos": 0, "seq_id": 2, "outputs": 0},
+        {"tokens": [1] * 3, "pos": 0, "seq_id": 0, "outputs": 3},
+    ):
+        with pytest.raises(DecodeError):
+            batch.add(**bad)  # type: ignore[arg-type]
+    assert batch.add([1, 2, 3], 0, 0, outputs=1) == 0
+    assert batch.add([4], 0, 1, outputs=1) == 3
+    native_batch = batch._native
+    assert [native_batch.token[i] for i in range(4)] == [1, 2, 3, 4]
+    assert [native_batch.pos[i] for i in range(4)] == [0, 1, 2, 0]
+    assert [native_batch.seq_id[i][0] for i in range(4)] == [0, 0, 0, 1]
+    assert [native_batch.logits[i] for i in range(4)] == [0, 0, 1, 1]
