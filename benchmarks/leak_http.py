@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve import free_port, our_command, process, wait_healthy
+from bench_serve import MODEL, free_port, our_command, process, wait_healthy
 
 
 def body(number: int) -> bytes:

@@ -106,12 +106,13 @@ class _FrontDoor:
             self._endpoint.leave(exchange.key)
 
     def _operation(self, scope: Scope) -> Operation | None:
-        found = self._operations.get((scope["method"], scope["path"]))
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        found = self._operations.get((method, scope["path"]))
         if found is not None:
             return found
         for route in self._router.routes:
             if route.matches(scope)[0] is Match.FULL and isinstance(route, Route):
-                return self._operations.get((scope["method"], route.path))
+                return self._operations.get((method, route.path))
         return None
 
     def _from_router(self, error: HTTPException, scope: Scope) -> Problem:

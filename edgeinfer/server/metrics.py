@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server import memory
@@ -144,7 +145,10 @@ class _Engines(Collector):
         )
         accepted = CounterMetricFamily("edgeinfer_spec_decode_num_accepted_tokens", "Proposed tokens accepted.", labels=_MODEL)
         for name, engine in self._engines():
-            now = engine.metrics()
+            try:
+                now = engine.metrics()
+            except EdgeInferError:  # its worker has died; the next request replaces it
+                continue
             labels = (name, version_of(engine.info.sha256))
             running.add_metric(labels, now.running)
             waiting.add_metric(labels, now.queued)

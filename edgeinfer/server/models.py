@@ -23,6 +23,10 @@ Progress = Callable[[str, float | None], None]
 Where = Literal["process", "worker"]
 
 
+#: Models that are being unloaded when the endpoint ends have this long.
+_CLOSE_S = 5.0
+
+
 class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     """A model whose files are here. `created` is Unix time."""
 
@@ -209,6 +213,8 @@ class Models:
         for slot in list(self._slots.values()):
             if slot.loaded is not None:
                 await self._unload(slot)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=_CLOSE_S)
         for task in list(self._tasks):
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -161,12 +161,14 @@ async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[i
 
 
 async def _feed(queue: asyncio.Queue[tuple[int, Event] | BaseException | None], index: int, generation: Generation) -> None:
+    outcome: EdgeInferError | None = None
     try:
         async for event in generation:
             queue.put_nowait((index, event))
-        queue.put_nowait(None)
     except EdgeInferError as error:
-        queue.put_nowait(error)
+        outcome = error
+    finally:
+        queue.put_nowait(outcome)
 
 
 class _Answering:

@@ -48,6 +48,7 @@ def test_a_request_on_a_kept_connection_is_refused_while_draining(serve, until):
     until(lambda: here.endpoint.draining, "draining")
     refused = here.chat()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert here.client.head("/infer?prompt=x").status_code == 503
     health = here.client.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     gate.opened.set()

@@ -304,3 +304,32 @@ def test_everything_is_closed_at_the_end(serve, shelf):
     here.drain()
     here.wait_ended()
     assert sorted(shelf.closed) == ["a", "b"]
+
+
+def test_a_dead_worker_does_not_break_a_scrape(serve, shelf):
+    here = serve(load=shelf.load, names=("a", "b"))
+    _ask(here, "b")
+
+    def dead():
+        raise EngineClosedError("the worker died")
+
+    shelf.live["b"].metrics = dead
+    text = here.client.get("/metrics").text
+    assert 'edgeinfer_num_requests_running{model_name="a"' in text
+    assert 'edgeinfer_num_requests_running{model_name="b"' not in text
+
+
+def test_a_model_given_back_while_the_endpoint_ends_is_closed(serve, shelf, until):
+    gate = Gate(threading.Event())
+    shelf.scripts["b"] = [[gate, "done"]]
+    here = serve(load=shelf.load, names=("a", "b"))
+    running = threading.Thread(target=_ask, args=(here, "b"))
+    running.start()
+    assert gate.reached.wait(20)
+    assert here.client.post("/v1/models/b/unload").json()["state"] == "unloading"
+    here.drain()
+    until(lambda: here.endpoint.draining, "the drain to begin")
+    gate.opened.set()
+    running.join()
+    here.wait_ended()
+    assert sorted(shelf.closed) == ["a", "b"]
