@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 
 from edgeinfer.host import Host, LoadProgress
@@ -17,6 +19,7 @@ class Engines:
         self.options = options
         self.engine: Engine | None = None
         self._home: Engine | None = None
+        self._loading = threading.Lock()
         self._home_key: tuple[str, int] | None = None
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
@@ -24,6 +27,10 @@ class Engines:
 
         `n_ctx` None keeps the launch's. Raises what `Host.engine` raises; then the engine before goes on.
         """
+        with self._loading:  # who asks for another meanwhile gets theirs after this one
+            return self._get(model, n_ctx, progress)
+
+    def _get(self, model: str, n_ctx: int | None, progress: LoadProgress | None) -> Engine:
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
         key = (model, options.n_ctx)
         if self._home is not None and key == self._home_key:

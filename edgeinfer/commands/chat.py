@@ -36,15 +36,16 @@ def chat(options: argparse.Namespace, host: Host) -> ChatResult:
         launch.attachments.append(piped)
     if options.plain or os.environ.get("TERM") == "dumb":
         return _plain(launch)
-    from edgeinfer.tui.driver import TerminalDriver, claim_terminal  # 0.3 s: Textual; a parked process has it
+    from edgeinfer.tui.app import ChatApp  # 0.3 s: Textual; a parked process has it
 
-    terminal = claim_terminal()
-    if terminal is None:
-        return _plain(launch)
-    TerminalDriver.out = terminal
-    from edgeinfer.tui.app import ChatApp
+    driver = None
+    if sys.platform != "win32":
+        from edgeinfer.tui.driver import TerminalDriver, claim_terminal
 
-    app = ChatApp(launch)
+        driver, TerminalDriver.out = TerminalDriver, claim_terminal()
+        if TerminalDriver.out is None:
+            return _plain(launch)
+    app = ChatApp(launch, driver)
     app.run(mouse=launch.config.mouse)
     if app.crash is not None:
         if os.environ.get("EDGEINFER_DEBUG") == "1":

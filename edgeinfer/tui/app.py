@@ -18,7 +18,6 @@ from textual.screen import Screen
 from edgeinfer.chat import slash
 from edgeinfer.chat.launch import Launch, started
 from edgeinfer.tui.bindings import BY_ID
-from edgeinfer.tui.driver import TerminalDriver
 from edgeinfer.tui.screens.chat import ChatScreen
 from edgeinfer.tui.themes import DARK, LIGHT
 
@@ -37,7 +36,7 @@ class ChatApp(App[None]):
     COMMAND_PALETTE_BINDING = "ctrl+p"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q", "leave", "Quit", show=False, priority=True, id="leave")]
 
-    def __init__(self, launch: Launch, driver_class: type[Driver] | None = TerminalDriver) -> None:
+    def __init__(self, launch: Launch, driver_class: type[Driver] | None = None) -> None:
         super().__init__(driver_class=driver_class)
         self.launch = launch
         self.started = started(launch.host.start)

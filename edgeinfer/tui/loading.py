@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from textual.worker import Worker, get_current_worker
+from textual._context import NoActiveAppError
 
 from edgeinfer.chat.launch import Launch
 from edgeinfer.errors import EdgeInferError, EngineClosedError, ModelNotPulledError
@@ -34,11 +36,11 @@ class Loading:
         serial = self._serial
         self.words = f"loading {model}…"
         self._screen.refresh_status()
-        self._screen.run_worker(lambda: self._load(model, n_ctx, serial), group="load", thread=True, name=f"load {model}")
+        # not a worker of Textual's: leaving would wait for it
+        threading.Thread(target=self._load, args=(model, n_ctx, serial), name=f"load {model}", daemon=True).start()
 
     def _load(self, model: str, n_ctx: int | None, serial: int) -> None:
         """In the thread."""
-        worker = get_current_worker()
 
         def progress(stage: str, fraction: float | None) -> None:
             done = "" if fraction is None else f" {fraction:.0%}"
@@ -47,15 +49,17 @@ class Loading:
         try:
             engine = self._engines.get(model, n_ctx, progress)
         except OSError as error:  # the launcher that would have started a worker is gone
-            self._say(worker, self._failed, model, EngineClosedError(f"{model} cannot be started: {error}"), serial)
+            self._say(self._failed, model, EngineClosedError(f"{model} cannot be started: {error}"), serial)
         except EdgeInferError as error:
-            self._say(worker, self._failed, model, error, serial)
+            self._say(self._failed, model, error, serial)
         else:
-            self._say(worker, self._loaded, model, engine, serial)
+            self._say(self._loaded, model, engine, serial)
 
-    def _say(self, worker: Worker[Any], tell: Callable[..., None], *arguments: object) -> None:
-        if not worker.is_cancelled and self._screen.app.is_running:
-            self._screen.app.call_from_thread(tell, *arguments)
+    def _say(self, tell: Callable[..., None], *arguments: object) -> None:
+        """In the app's thread, unless the app has ended meanwhile."""
+        with contextlib.suppress(RuntimeError, NoActiveAppError):
+            if self._screen.is_running:
+                self._screen.app.call_from_thread(tell, *arguments)
 
     def _loaded(self, model: str, engine: Engine, serial: int) -> None:
         if serial != self._serial:

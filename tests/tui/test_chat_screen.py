@@ -442,3 +442,32 @@ async def test_a_crash_is_remembered_and_everything_is_stored(tmp_path):
     store = Store.open(tmp_path / "conversations.db")
     assert [t.content for t in store.turns(1).values()] == ["q", "kept"]
     store.close()
+
+
+async def test_leaving_does_not_wait_for_a_load(drive):
+    gate, loaded = threading.Event(), threading.Event()
+
+    class Stuck(FixedHost):
+        def engine(self, model, options, progress=None):
+            gate.wait(60)
+            loaded.set()
+            return super().engine(model, options, progress)
+
+    async with drive(host=Stuck()) as d:
+        await d.until(lambda: d.chat.loader.words)
+        await d.press("ctrl+q")
+    assert not loaded.is_set()
+    gate.set()
+
+
+async def test_typing_after_a_click_goes_to_the_composer(drive):
+    async with drive(FakeEngine()) as d:
+        await d.ready()
+        await d.ask("q")
+        await d.pilot.click("#transcript", offset=(20, 5))
+        await d.press("h", "i")
+        assert d.chat.composer.text == "hi"
+        d.chat.transcript.focus()
+        await d.press("!")
+        assert d.chat.composer.text == "hi!"
+        assert d.chat.composer.has_focus

@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, ClassVar
 
-from textual import on, work
+from textual import events, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.screen import Screen
@@ -301,6 +301,13 @@ class ChatScreen(Screen[None]):
         self.composer.focus()
 
     # keys
+
+    def on_key(self, event: events.Key) -> None:
+        """Typing goes to the composer, wherever the focus went."""
+        if event.is_printable and event.character and self.focused is self.transcript and self.transcript.chosen is None:
+            event.stop()
+            self.composer.focus()
+            self.composer.insert(event.character)
 
     def action_slash(self, line: str) -> None:
         self.run_command(f"/{line}")

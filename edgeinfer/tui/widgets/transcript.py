@@ -67,6 +67,8 @@ _NAMES = (
 class Transcript(ScrollView, can_focus=True):
     """Entries, top to bottom. `cursor` is the index of the chosen entry while the user walks among turns, else None."""
 
+    FOCUS_ON_CLICK = False  # whoever clicks to mark text goes on typing where they typed
+
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"transcript--{name}" for name in _NAMES}
 
     class Clicked(Message):
