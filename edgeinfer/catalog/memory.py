@@ -12,6 +12,7 @@ import msgspec
 
 from edgeinfer.catalog.ggml_types import TENSOR_TYPES
 from edgeinfer.catalog.gguf import GgufHeader
+from edgeinfer.runtime.choices import choose_ubatch
 
 #: Every so many layers one attends to the whole context, the others to the window; (period, whether the whole one comes
 #: first). llama.cpp has these in its model code for architectures whose files do not say.
@@ -33,6 +34,10 @@ _WINDOW_DEFAULTS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}
 _BYTES_OF = {kind.name.lower(): kind.bytes / kind.block for kind in TENSOR_TYPES.values()}
 #: llama.cpp pads the cache to this many cells.
 _CELLS = 256
+#: What the engine makes its context with (`runtime.load`, which cannot be imported here: it loads llama.cpp).
+_BATCH_TOKENS = 512
+_SPARE_SEQUENCES = 16
+_OUTPUTS_PER_SEQUENCE = 8
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +103,29 @@ def estimate(
         kv_bytes=kv,
         kv_per_1000_bytes=int(1000 * growing * per_element),
         compute_bytes=_compute_bytes(header, n_ctx, n_ubatch, n_outputs or n_ubatch, n_parallel, whole_windows=whole_windows),
+    )
+
+
+def engine_estimate(
+    header: GgufHeader, n_cells: int = 0, kv_type: str = "f16", n_parallel: int = 4, weights_bytes: int = 0
+) -> Estimate:
+    """`estimate` with the context that `runtime.load` makes for `n_parallel` sequences over `n_cells` cells together.
+
+    A test compares the two on both real models.
+    """
+    n_cells = _padded(n_cells or header.n_ctx_train or 4096)
+    recurrent = header.number(header.own("ssm.state_size")) > 0
+    n_seq_max = n_parallel if recurrent else min(256, n_parallel + _SPARE_SEQUENCES)
+    n_batch = min(max(_BATCH_TOKENS, n_parallel), n_cells)
+    return estimate(
+        header,
+        n_cells,
+        kv_type,
+        n_parallel=n_seq_max,
+        n_ubatch=choose_ubatch(n_batch, n_seq_max, header.number("general.file_type", -1)).value,
+        n_outputs=max(n_seq_max, min(n_batch, _OUTPUTS_PER_SEQUENCE * n_parallel)),
+        weights_bytes=weights_bytes,
+        whole_windows=True,
     )
 
 

@@ -55,7 +55,7 @@ def _pulled(pulled: PulledModel, model: Model | None, available: int, warm: bool
     needs = 0
     try:
         header = gguf.read_header(pulled.paths[0])
-        needs = engine_estimate(header, min(_N_CTX, pulled.n_ctx_train or _N_CTX)).total_bytes
+        needs = engine_estimate(header, min(_N_CTX, pulled.n_ctx_train or _N_CTX), weights_bytes=pulled.size_bytes).total_bytes
     except (EdgeInferError, OSError):
         pass  # `edgeinfer show` says what is wrong with it
     return Shelved(

@@ -9,20 +9,15 @@ from typing import ClassVar
 import msgspec
 
 from edgeinfer.catalog import gguf, names, store
-from edgeinfer.catalog.memory import Estimate, MachineMemory, estimate, machine_memory
+from edgeinfer.catalog.memory import Estimate, MachineMemory, engine_estimate, estimate, machine_memory
 from edgeinfer.catalog.models import Model, load_catalog
 from edgeinfer.catalog.store import PulledModel
 from edgeinfer.commands.list import parameters_words
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.runtime.choices import choose_cells, choose_context, choose_parallel, choose_threads, choose_ubatch, read_machine
+from edgeinfer.runtime.choices import choose_cells, choose_context, choose_parallel, choose_threads, read_machine
 from edgeinfer.units import bytes_words
-
-#: What the engine makes its context with (`runtime.load`, which cannot be imported here: it loads llama.cpp).
-_BATCH_TOKENS = 512
-_SPARE_SEQUENCES = 16
-_OUTPUTS_PER_SEQUENCE = 8
 
 
 class FileShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,7 +253,7 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
     kv_type = options.kv_type or load.kv_type
     weights = sum(one.weights_bytes for one in headers)
     wanted = options.ctx if options.ctx is not None else load.ctx
-    rough = estimate(header, wanted, kv_type, n_outputs=_BATCH_TOKENS // 8, whole_windows=True)
+    rough = estimate(header, wanted, kv_type, n_outputs=64, whole_windows=True)
     per_token = max(1, rough.kv_per_1000_bytes // 1000)
     free = max(0, machine.available_bytes - weights - weights // 4 - rough.compute_bytes)
     parallel = choose_parallel(load.parallel, choose_threads(load.threads, read_machine()).value, per_token, free).value
@@ -267,23 +262,7 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
         n_ctx, reason = int(chosen.value), chosen.reason
     except OutOfMemoryError as error:
         n_ctx, reason = wanted or 4096, error.message
-    need = _as_the_engine_does(header, n_ctx, choose_cells(n_ctx, parallel, per_token, free).value, parallel, kv_type)
-    need = msgspec.structs.replace(need, weights_bytes=weights)
+    cells = choose_cells(n_ctx, parallel, per_token, free).value
+    need = engine_estimate(header, cells, kv_type, parallel, weights)
     fits = need.total_bytes <= machine.available_bytes
     return MemoryShown(estimate=need, n_parallel=parallel, n_ctx=n_ctx, n_ctx_reason=reason, machine=machine, fits=fits)
-
-
-def _as_the_engine_does(header: gguf.GgufHeader, n_ctx: int, cells: int, parallel: int, kv_type: str) -> Estimate:
-    """The buffers of the context that `runtime.load` makes; a test compares the two on both real models."""
-    recurrent = header.number(header.own("ssm.state_size")) > 0
-    n_seq_max = parallel if recurrent else min(256, parallel + _SPARE_SEQUENCES)
-    n_batch = min(max(_BATCH_TOKENS, parallel), cells)
-    return estimate(
-        header,
-        max(cells, n_ctx),
-        kv_type,
-        n_parallel=n_seq_max,
-        n_ubatch=choose_ubatch(n_batch, n_seq_max, header.number("general.file_type", -1)).value,
-        n_outputs=max(n_seq_max, min(n_batch, _OUTPUTS_PER_SEQUENCE * parallel)),
-        whole_windows=True,
-    )
