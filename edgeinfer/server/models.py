@@ -92,6 +92,11 @@ class Lease:
     def model(self) -> str:
         return self._slot.name
 
+    @property
+    def in_worker(self) -> bool:
+        """Whether a call of the engine waits for another process."""
+        return self._slot.loaded is not None and self._slot.loaded.where == "worker"
+
     def failed(self) -> None:
         """The engine died: the next request gets a fresh one."""
         self._models.discard(self._slot)

@@ -80,7 +80,7 @@ async def begin(exchange: Exchange, job: Job) -> Begun:
         try:
             info = lease.engine.info
             exchange.version = version_of(info.sha256)
-            generations = await submit_all(exchange, lease.engine, job.requests(info))
+            generations = await submit_all(exchange, lease, job.requests(info))
             return Begun(lease, generations, job.renderer(exchange.model, info))
         except EngineClosedError:
             lease.failed()
@@ -93,14 +93,14 @@ async def begin(exchange: Exchange, job: Job) -> Begun:
     raise AssertionError("unreachable")
 
 
-async def submit_all(exchange: Exchange, engine: Engine, requests: Sequence[GenerateRequest]) -> list[Generation]:
+async def submit_all(exchange: Exchange, lease: Lease, requests: Sequence[GenerateRequest]) -> list[Generation]:
     """All or none: when one is refused, those before it are cancelled. They count in the model's queue until `_leave`."""
-    endpoint = exchange.endpoint
+    endpoint, engine = exchange.endpoint, lease.engine
     endpoint.queue(exchange.model, engine.info.n_parallel, len(requests))
     generations: list[Generation] = []
     try:
         for request in requests:
-            if _heavy(request):
+            if lease.in_worker or _heavy(request):
                 generations.append(await _submit_beside(endpoint, engine, request))
             else:
                 generations.append(engine.submit(request))
