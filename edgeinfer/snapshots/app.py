@@ -83,6 +83,19 @@ class AppHost(Host):
             raise SnapshotError(answer[0]["message"].decode(), hint=answer[0]["hint"].decode() or None)
         return RemoteEngine(socket.socket(fileno=answer[1][0]), progress)
 
+    def warm_models(self) -> frozenset[str]:
+        from edgeinfer.snapshots.records import listed  # reads every manifest: only the model picker asks
+
+        return frozenset(one.details.model for one in listed() if one.fresh)
+
+    def warm(
+        self, model: str, options: LoadOptions, progress: LoadProgress | None = None, cancel: threading.Event | None = None
+    ) -> None:
+        """`edgeinfer warm` in a process of its own. Its stages are its lines on stderr."""
+        from edgeinfer.snapshots.warming import warm_apart  # only the model picker asks
+
+        warm_apart(model, options, progress, cancel)
+
     def _ask_for_warming(self, model: str, options: LoadOptions) -> None:
         """Tell the launcher which snapshot would have served this cold start; it builds one when this process has ended."""
         if self.config.snapshots.auto_warm and self.start.how == "cold":

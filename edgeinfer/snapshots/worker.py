@@ -130,9 +130,15 @@ class _Wire:
             return None
         return decoder.decode(body) if body and len(body) == size else None
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """From any thread: the side that receives, here and there, comes to the end."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """By the side that receives, when it has come to the end."""
+        self.hang_up()
+        self._file.close()
         self._sock.close()
 
 
@@ -203,7 +209,7 @@ class RemoteEngine:
     def close(self) -> None:
         """End the worker. Idempotent."""
         self._closed = True
-        self._wire.close()
+        self._wire.hang_up()
 
     # --- the wire
 
@@ -278,9 +284,10 @@ def serve(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engi
             engine = load(lambda stage, fraction: wire.send(Loading(stage, fraction)))
         except EdgeInferError as error:
             wire.send(_problem(0, error))
-            return
-        wire.send(Ready(engine.info, start))
-        _Server(wire, engine).run()
+        else:
+            wire.send(Ready(engine.info, start))
+            _Server(wire, engine).run()
+    wire.close()
 
 
 class _Server:

@@ -1,0 +1,147 @@
+"""The manifest and the frames: what is written is what is read, and nothing torn is believed."""
+
+import contextlib
+import os
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError, SnapshotUnsafeError
+from edgeinfer.snapshots import format, frames
+
+words = st.text(st.characters(exclude_characters="\0\r\x85\u2028\u2029", exclude_categories=("Cs", "Zl", "Zp")), max_size=30)
+
+
+def manifest(**tables) -> format.Manifest:
+    made = format.Manifest(name="m", model="m", criu="/criu", tier="root", pid=30000, link_inode=1, wake_inode=2)
+    for name, value in tables.items():
+        setattr(made, name, value)
+    return made
+
+
+@given(st.dictionaries(st.sampled_from(["cpu", "kernel", "user"]), words), st.lists(words, max_size=4))
+def test_a_manifest_is_read_as_it_was_written(keys, paths):
+    files = [format.FileStamp(f"/{path}", n, n * 1000, n) for n, path in enumerate(paths)]
+    made = manifest(keys=keys, files=files, images={"memory.img": 5}, requested={"n_ctx": "8"}, actual={"n_ctx": "8"})
+    assert format.parse_manifest(format.manifest_text(made), "here") == made
+
+
+def test_every_truncation_of_a_manifest_is_refused():
+    text = format.manifest_text(manifest(images={"memory.img": 5}))
+    for length in range(len(text)):
+        with pytest.raises((SnapshotCorruptError, SnapshotStaleError)):
+            format.parse_manifest(text[:length], "here")
+
+
+def test_another_version_is_stale_and_names_the_schema():
+    text = format.manifest_text(manifest()).replace(f"{format.MAGIC}\t{format.VERSION}", f"{format.MAGIC}\t999")
+    with pytest.raises(SnapshotStaleError) as raised:
+        format.parse_manifest(text, "here")
+    assert raised.value.key == "schema"
+
+
+@pytest.mark.parametrize("model", ["a/b/../c", "../../etc", ".hidden", "x:y@z,w", "/tmp/m.gguf", "é"])
+def test_a_safe_name_is_one_component_without_separators(model):
+    name = format.safe_name(model)
+    assert name == os.path.basename(name)
+    assert not set("/@,:") & set(name)
+    assert not name.startswith(".")
+
+
+def test_two_files_of_the_same_name_have_different_snapshots():
+    assert format.safe_name("/a/m.gguf") != format.safe_name("/b/m.gguf")
+
+
+def test_names_carry_the_options_or_what_was_given():
+    assert format.snapshot_name("m", {"n_ctx": "8192", "kv_type": "q8_0"}) == "m,kv_typeq8_0,ctx8192"
+    assert format.snapshot_name("m", {"n_ctx": "8192"}, "work") == "m,work"
+    assert format.model_part("m,work") == "m"
+
+
+def test_generations_are_newest_first_and_only_published_ones(tmp_path):
+    for generation, published in ((1, True), (2, True), (3, False)):
+        folder = tmp_path / format.folder_name("m", generation)
+        folder.mkdir()
+        if published:
+            (folder / format.MANIFEST).touch()
+    found = format.generations(str(tmp_path))
+    assert [os.path.basename(folder) for folder in found["m"]] == [format.folder_name("m", n) for n in (2, 1)]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o750])
+def test_a_folder_that_others_can_enter_is_refused(tmp_path, mode):
+    folder = tmp_path / "s"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(SnapshotUnsafeError):
+        format.refuse_unsafe(str(folder), directory=True)
+
+
+def test_a_missing_file_is_missing_and_a_folder_is_no_file(tmp_path):
+    with pytest.raises(SnapshotMissingError):
+        format.refuse_unsafe(str(tmp_path / "no"), directory=False)
+    with pytest.raises(SnapshotUnsafeError):
+        format.refuse_unsafe(str(tmp_path), directory=False)
+
+
+def test_an_ancestor_that_others_can_write_is_refused(tmp_path):
+    above = tmp_path / "above"
+    (above / "snapshots").mkdir(parents=True)
+    format.refuse_unsafe_ancestors(str(above / "snapshots"))
+    above.chmod(0o777)
+    with pytest.raises(SnapshotUnsafeError):
+        format.refuse_unsafe_ancestors(str(above / "snapshots"))
+    above.chmod(0o1777)
+    format.refuse_unsafe_ancestors(str(above / "snapshots"))
+
+
+# --- frames
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=8), st.binary(max_size=50), max_size=6))
+def test_a_message_is_read_as_it_was_packed(fields):
+    assert frames.unpack(frames.pack(fields)[4:]) == fields
+
+
+@given(st.binary(max_size=64))
+def test_garbage_is_a_value_error_or_a_message(body):
+    with contextlib.suppress(ValueError, UnicodeDecodeError):
+        frames.unpack(body)
+
+
+def test_descriptors_and_long_messages_go_through():
+    left, right = socket.socketpair()
+    reader, writer = os.pipe()
+    import threading
+
+    big = os.urandom(3 << 20)
+    sender = threading.Thread(target=frames.send, args=(left, {"big": big, "n": 7}, [writer]))
+    sender.start()
+    received = frames.receive(right)
+    sender.join()
+    assert received is not None
+    fields, fds = received
+    assert (fields["big"] == big, fields["n"], len(fds)) == (True, b"7", 1)
+    os.write(fds[0], b"through")
+    assert os.read(reader, 7) == b"through"
+    assert not os.get_inheritable(fds[0])
+    for fd in (reader, writer, *fds):
+        os.close(fd)
+    left.close()
+    assert frames.receive(right) is None
+    right.close()
+
+
+def test_a_torn_message_is_the_end():
+    left, right = socket.socketpair()
+    left.sendall(frames.pack({"a": b"b" * 100})[:50])
+    left.close()
+    assert frames.receive(right) is None
+    right.close()
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1)))
+def test_lists_of_words(strings):
+    assert frames.split(frames.join(strings)) == strings

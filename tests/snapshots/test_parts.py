@@ -1,0 +1,283 @@
+"""The small parts: guessing a snapshot from what was typed, stamps, memory, read-ahead, idleness, limits, imports."""
+
+import ctypes
+import json
+import mmap
+import os
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from edgeinfer.config import SnapshotsConfig
+from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.snapshots import choose, fingerprint, format, freshness, held, memory, prefetch, prune
+from edgeinfer.snapshots.idle import IdleWatch
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
+    folder = tmp_path / "cache/snapshots"
+    folder.mkdir(parents=True, mode=0o700)
+    for path in (folder, folder.parent):
+        path.chmod(0o700)
+    return folder
+
+
+def publish(root, name, generation=1, *, model="m", requested=None, actual=None, size=4096):
+    """A snapshot that passes every check of a launch."""
+    folder = root / format.folder_name(name, generation)
+    (folder / format.IMAGES).mkdir(parents=True, mode=0o700)
+    folder.chmod(0o700)
+    made = format.Manifest(name=name, model=model, criu="/criu", tier="root", pid=1, link_inode=1, wake_inode=2)
+    made.requested, made.actual = requested or {}, actual or {}
+    made.keys = fingerprint.machine_keys()
+    made.files = [fingerprint.stamp(sys.executable)]
+    made.images = {format.MEMORY: size}
+    for file, content in (
+        (format.MEMORY, bytes(size)),
+        (format.MANIFEST, format.manifest_text(made).encode()),
+        (format.LOCK, b""),
+    ):
+        (folder / file).write_bytes(content)
+        (folder / file).chmod(0o600)
+    return folder
+
+
+# --- choosing
+
+
+def test_the_model_is_the_first_word_that_has_a_snapshot(root):
+    publish(root, "m")
+    assert choose.wish(["run", "--seed", "4", "m", "hello"]).model == "m"
+    assert choose.wish(["run", "hello"]).model == choose.DEFAULT_MODEL
+
+
+def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.toml").write_text('default-model = "d"\n[load]\nctx = 512\n[snapshots]\nresume = "never"\n')
+    wish = choose.wish(["run", "hi"])
+    assert (wish.model, wish.options, wish.resume) == ("d", {"n_ctx": "512"}, "never")
+    wish = choose.wish(["run", "--ctx=1024", "--kv-type", "q8_0", "--resume", "always"])
+    assert (wish.options, wish.resume) == ({"n_ctx": "1024", "kv_type": "q8_0"}, "always")
+    assert choose.wish(["run", "--ctx", "0"]).options == {}
+
+
+def test_the_default_is_the_configurations():
+    from edgeinfer.config import Config
+
+    assert Config().default_model == choose.DEFAULT_MODEL
+
+
+def test_an_exact_match_is_preferred_then_the_newest(root):
+    publish(root, "m,ctx512", 3, requested={"n_ctx": "512"}, actual={"n_ctx": "512"})
+    publish(root, "m", 1, actual={"n_ctx": "8192"})
+    publish(root, "m", 2, actual={"n_ctx": "8192"})
+    assert choose.find("m", {})[0].endswith(format.folder_name("m", 2))
+    assert choose.find("m", {"n_ctx": "512"})[1].name == "m,ctx512"
+    assert choose.find("m", {"n_ctx": "8192"})[1].name == "m"
+    with pytest.raises(SnapshotMissingError, match="n_ctx=99"):
+        choose.find("m", {"n_ctx": "99"})
+    with pytest.raises(SnapshotMissingError):
+        choose.find("other", {})
+
+
+def test_a_refused_snapshot_gives_way_to_the_next_that_fits(root):
+    publish(root, "m", 1)
+    spoiled = publish(root, "m,work", 2)
+    (spoiled / format.MEMORY).write_bytes(b"")
+    assert choose.find("m", {})[1].name == "m"
+
+
+def test_what_refused_the_only_one_is_said(root):
+    folder = publish(root, "m")
+    (folder / format.MEMORY).write_bytes(b"")
+    with pytest.raises(SnapshotCorruptError, match=r"memory\.img"):
+        choose.find("m", {})
+
+
+def test_a_default_option_accepts_any_snapshot_and_another_does_not():
+    engine = FakeEngine()
+    mine = held.Held(engine, "fake", LoadOptions(n_ctx=4096, kv_type="q8_0"))
+    assert mine.serves("fake", LoadOptions())
+    assert mine.serves("fake", LoadOptions(n_ctx=4096, n_threads=7))
+    assert not mine.serves("fake", LoadOptions(n_ctx=512))
+    assert not mine.serves("other", LoadOptions())
+    engine.close()
+    assert not mine.serves("fake", LoadOptions())
+
+
+# --- stamps
+
+
+@pytest.mark.parametrize("key", list(fingerprint.machine_keys()))
+def test_every_key_of_the_machine_is_compared_and_named(root, key):
+    folder = publish(root, "m")
+    manifest = format.read_manifest(str(folder))
+    fingerprint.refuse_stale(manifest, str(folder))
+    manifest.keys[key] = "another"
+    with pytest.raises(SnapshotStaleError) as raised:
+        fingerprint.refuse_stale(manifest, str(folder))
+    assert raised.value.key == key
+
+
+@pytest.mark.parametrize("field", ["size", "mtime_ns", "inode"])
+def test_every_part_of_a_stamp_is_compared(root, field):
+    folder = publish(root, "m")
+    manifest = format.read_manifest(str(folder))
+    setattr(manifest.files[0], field, 1)
+    with pytest.raises(SnapshotStaleError) as raised:
+        fingerprint.refuse_stale(manifest, str(folder))
+    assert raised.value.key == sys.executable
+
+
+# --- freshness
+
+SMAPS = """7f0000000000-7f0000001000 rw-p 00000000 00:00 0
+Size:                  4 kB
+VmFlags: rd wr mr mw me ac dp
+7f0000002000-7f0000003000 rw-p 00000000 00:00 0
+VmFlags: rd wr mr mw me ac
+ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsyscall]
+VmFlags: ex dp
+"""
+
+
+def test_droppable_memory_is_found_by_its_flag():
+    ranges = [(0x7F0000000000, 0x7F0000001000), (0xFFFFFFFFFF600000, 0xFFFFFFFFFF601000)]
+    assert freshness.droppable_ranges(SMAPS) == ranges
+    assert isinstance(freshness.read_droppable_ranges(), list)
+
+
+def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
+    area = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area[:4] = b"seed"
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    state = random.getstate()
+    drawn = []
+    for _ in range(2):
+        random.setstate(state)
+        drawn.append((freshness.reseed(b"same", [(address, address + 4096)]), random.random()))
+    assert drawn[0][0] != drawn[1][0]
+    assert drawn[0][1] != drawn[1][1]
+    assert area[:4] == bytes(4)
+
+
+# --- memory
+
+
+def test_a_large_allocation_is_found_whole_and_given_back(tmp_path):
+    libc = ctypes.CDLL(None)
+    pointer, size = ctypes.c_void_p(), 64 << 20
+    assert libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
+    try:
+        inside = [(low, high) for low, high in memory.buffers() if low <= pointer.value + memory.PAGE < high]
+        assert len(inside) == 1
+        low, high = inside[0]
+        assert pointer.value <= low + memory.PAGE
+        assert size - 3 * memory.PAGE <= high - low <= size
+    finally:
+        libc.free(pointer)
+
+
+def test_clean_file_pages_are_dropped_and_written_ones_kept(tmp_path):
+    path = tmp_path / "file"
+    length = 4 * memory.WINDOW_BYTES
+    path.write_bytes(b"f" * length)
+    with open(path, "r+b") as file:
+        area = mmap.mmap(file.fileno(), length, flags=mmap.MAP_PRIVATE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    low = -(-address // memory.WINDOW_BYTES) * memory.WINDOW_BYTES
+    offset = low - address
+    assert area[:] == b"f" * length
+    area[offset + 5] = ord("w")
+    dropped = memory.give_back([(low, low + 2 * memory.WINDOW_BYTES)])
+    assert dropped == memory.WINDOW_BYTES
+    assert area[offset + 5] == ord("w")
+    assert area[offset + memory.WINDOW_BYTES] == ord("f")
+
+
+def test_read_ahead_leaves_a_cached_file_alone(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(1 << 20))
+    with open(path, "rb") as file:
+        assert prefetch.missing_part(file.fileno(), [(str(path), 0, 1 << 20)]) == 0.0
+        assert prefetch._read_ahead(file.fileno(), [(str(path), 0, 1 << 20)]) == 1 << 20
+
+
+def test_an_idle_engine_is_released_once_until_it_works_again():
+    engine = FakeEngine()
+    released = threading.Semaphore(0)
+    watch = IdleWatch(engine, 0.1, released.release)
+    watch.start()
+    assert released.acquire(timeout=20)
+    assert not released.acquire(timeout=0.5)
+    list(engine.submit(GenerateRequest(prompt="hi")))
+    assert released.acquire(timeout=20)
+    watch.stop()
+    engine.close()
+
+
+# --- limits
+
+
+def use(folder, at_s):
+    os.utime(folder / format.LOCK, (at_s, at_s))
+
+
+def test_the_least_recently_used_go_first_and_the_kept_stays(root):
+    mib = 1 << 20
+    for n, name in enumerate(("a", "b", "c")):
+        use(publish(root, name, n + 1, size=4 * mib), 1000 + n)
+    config = SnapshotsConfig(max_total_gib=9 * mib / (1 << 30), disk_margin_gib=0.0)
+    for path in root.rglob(format.MEMORY):
+        path.write_bytes(os.urandom(4 * mib))
+    assert prune.to_limit(root, config, keep="a") == ["b"]
+    assert sorted(format.generations(str(root))) == ["a", "c"]
+
+
+def test_older_generations_go_and_stale_ones_can(root):
+    publish(root, "a", 1)
+    publish(root, "a", 2)
+    prune.drop_older(root, "a")
+    assert [os.path.basename(f) for f in format.generations(str(root))["a"]] == [format.folder_name("a", 2)]
+    (root / format.folder_name("a", 2) / format.MEMORY).write_bytes(b"")
+    assert prune.stale(root) == ["a"]
+    assert format.generations(str(root)) == {}
+
+
+# --- what a launch imports
+
+LAUNCH = """
+import sys, json
+before = set(sys.modules)
+from edgeinfer.launcher import main
+from edgeinfer.snapshots.launch import launch
+print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - before})))
+"""
+CHEAP = {
+    "__future__",
+    "_ctypes",
+    "_signal",
+    "_socket",
+    "_struct",
+    "ctypes",
+    "edgeinfer",
+    "errno",
+    "select",
+    "struct",
+    "time",
+    "types",
+    "math",
+}
+
+
+def test_the_way_of_a_launch_imports_only_what_is_cheap():
+    done = subprocess.run([sys.executable, "-I", "-c", LAUNCH], capture_output=True, text=True, check=True)
+    assert set(json.loads(done.stdout)) <= CHEAP

@@ -1,0 +1,127 @@
+"""An engine behind a socket: everything the engine does, its errors by name, and what happens when a side goes away."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from edgeinfer.errors import EngineClosedError, InvalidRequestError, ModelLoadError, QueueFullError
+from edgeinfer.host import Start
+from edgeinfer.runtime.events import Finished, TextDelta
+from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+from edgeinfer.snapshots.worker import RemoteEngine, serve
+
+
+@contextlib.contextmanager
+def remote(engine, progress=None):
+    here, there = socket.socketpair()
+
+    def load(report):
+        report("load", 0.5)
+        if isinstance(engine, Exception):
+            raise engine
+        return engine
+
+    worker = threading.Thread(target=serve, args=(there, Start(how="resumed", snapshot="fake"), load))
+    worker.start()
+    try:
+        made = RemoteEngine(here, progress)
+    except BaseException:
+        here.close()
+        worker.join()
+        raise
+    try:
+        yield made, there
+    finally:
+        made.close()
+        worker.join(10)
+        assert not worker.is_alive()
+
+
+def ask(text="hi", **fields) -> GenerateRequest:
+    return GenerateRequest(prompt=text, **fields)
+
+
+def test_events_info_and_start_come_through():
+    heard = []
+    with remote(FakeEngine([("One", " two")]), lambda *stage: heard.append(stage)) as (engine, _):
+        assert engine.info.model == "fake"
+        assert engine.start.snapshot == "fake"
+        events = list(engine.submit(ask()))
+    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == "One two"
+    assert isinstance(events[-1], Finished)
+    assert heard == [("load", 0.5)]
+
+
+async def test_events_come_through_to_a_loop():
+    with remote(FakeEngine([("One",)])) as (engine, _):
+        events = [event async for event in engine.submit(ask())]
+    assert isinstance(events[-1], Finished)
+
+
+def test_calls_answer_as_the_engine_does():
+    fake = FakeEngine()
+    with remote(fake) as (engine, _):
+        assert engine.tokenize("abc") == fake.tokenize("abc")
+        assert engine.detokenize([97, 98]) == fake.detokenize([97, 98])
+        messages = [Message(role="user", content="hi")]
+        assert engine.apply_template(messages) == fake.apply_template(messages)
+        assert engine.embed(["a", [98]]) == fake.embed(["a", [98]])
+        assert engine.rerank("q", ["a", "b"]) == fake.rerank("q", ["a", "b"])
+        assert engine.metrics() == fake.metrics()
+
+
+def test_errors_keep_their_class_words_and_parameter():
+    with remote(FakeEngine(max_inside=0)) as (engine, _):
+        with pytest.raises(InvalidRequestError) as raised:
+            engine.submit(ask(sampling=Sampling(temperature=-1)))
+        assert raised.value.param
+        with pytest.raises(QueueFullError):
+            engine.submit(ask())
+
+
+def test_a_load_that_fails_raises_here():
+    with pytest.raises(ModelLoadError, match="no such layer"), remote(ModelLoadError("no such layer")):
+        raise AssertionError("it loaded")
+
+
+def test_cancelling_reaches_the_worker():
+    gate = Gate(threading.Event())
+    with remote(FakeEngine([("a", gate, "b")])) as (engine, _):
+        generation = engine.submit(ask())
+        assert gate.reached.wait(10)
+        generation.cancel()
+        assert list(generation)[-1].reason == "cancelled"
+
+
+def test_many_at_once_keep_apart():
+    with remote(FakeEngine(lambda request: (request.prompt,) * 20)) as (engine, _):
+        running = [(str(n), engine.submit(ask(str(n)))) for n in range(32)]
+        for name, generation in running:
+            text = "".join(event.text for event in generation if isinstance(event, TextDelta))
+            assert text == name * 20
+
+
+def test_the_death_of_the_worker_ends_everything_in_flight():
+    gate = Gate(threading.Event())
+    with remote(FakeEngine([("a", gate)])) as (engine, there):
+        generation = iter(engine.submit(ask()))
+        assert gate.reached.wait(10)
+        there.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(EngineClosedError):
+            list(generation)
+        with pytest.raises(EngineClosedError):
+            engine.submit(ask())
+        with pytest.raises(EngineClosedError):
+            engine.tokenize("x")
+        gate.opened.set()
+
+
+def test_a_worker_that_dies_before_it_is_ready():
+    here, there = socket.socketpair()
+    there.close()
+    with pytest.raises(EngineClosedError):
+        RemoteEngine(here)
+    assert here.fileno() == -1
