@@ -62,7 +62,8 @@ class TokenMatcher:
         self._matcher.unsafe_compute_mask_ptr(self._pointer, self._n_bytes)
         np.invert(self._words, out=self._words)
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
-        if forbidden.all():
+        # a parser in error allows the end, which would pass for a whole output
+        if self._matcher.is_error() or forbidden.all():
             raise UnsupportedConstraintError(f"nothing can follow: {_brief(self._matcher.get_error())}", param="constraint")
         np.copyto(logits, -np.inf, where=forbidden)
 

@@ -16,10 +16,11 @@ from edgeinfer.runtime.parsers_api import Parsed, StreamParser
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A pair of markers. `after` is what stands between the end of the span and the answer in the models' own training."""
+    """A pair of markers. `plain` begins an answer without a span, and is no part of it."""
 
     open: str
     close: str
+    plain: str = ""
 
 
 THINK = Span("<think>", "</think>")
@@ -31,7 +32,11 @@ SPANS = (
     Span("<seed:think>", "</seed:think>"),
     Span("<|START_THINKING|>", "<|END_THINKING|>"),
     Span("<reasoning>", "</reasoning>"),
-    Span("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    Span(
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+        plain="<|channel|>final<|message|>",
+    ),
 )
 
 
@@ -82,10 +87,12 @@ class ReasoningParser:
         if begun.startswith(self._span.open):
             self._step = self._inside
             return self._inside(begun[len(self._span.open) :])
-        if not begun or could_become(begun, (self._span.open,)):
+        if not begun or could_become(begun, (self._span.open, self._span.plain)):
             self._held = text
             return ()
         self._step = self._after_all
+        if self._span.plain and begun.startswith(self._span.plain):
+            text = begun[len(self._span.plain) :]
         return self._pass(text)
 
     def _inside(self, text: str) -> Sequence[Parsed]:

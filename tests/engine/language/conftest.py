@@ -51,12 +51,23 @@ def engine(smollm2: Path) -> Iterator[LlamaEngine]:
     made.close()
 
 
-@pytest.fixture(scope="session")
-def generated() -> Callable[[int], dict[str, Any]]:
-    """The schema of a seed; see generated_schemas.py (which importlib mode cannot import by name)."""
+def _schemas() -> Any:
+    """generated_schemas.py, which importlib mode cannot import by name."""
     spec = importlib.util.spec_from_file_location("generated_schemas", Path(__file__).with_name("generated_schemas.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.schema  # type: ignore[no-any-return]
+    return module
+
+
+@pytest.fixture(scope="session")
+def generated() -> Callable[[int], dict[str, Any]]:
+    """The schema of a seed, none of them impossible."""
+    return _schemas().schema  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def wild() -> Callable[[int], dict[str, Any]]:
+    """The schema of a seed, thrown together."""
+    return _schemas().wild  # type: ignore[no-any-return]

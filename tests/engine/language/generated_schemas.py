@@ -97,3 +97,68 @@ def _union(rng: random.Random, depth: int) -> dict[str, Any]:
     if key == "allOf":
         return {"allOf": [_object(rng, depth - 1), {"type": "object"}]}
     return {"anyOf": [_any(rng, depth - 1) for _ in range(rng.randrange(1, 4))]}
+
+
+_STRINGS: list[dict[str, Any]] = [
+    {"maxLength": 3},
+    {"minLength": 2, "maxLength": 2},
+    {"pattern": "^a+b?$", "maxLength": 4},
+    {"pattern": "x", "maxLength": 3},
+    {"format": "date", "minLength": 3},
+    {"format": "email", "maxLength": 20},
+    {"format": "hostname", "maxLength": 12},
+    {"format": "uri", "maxLength": 20},
+    {"format": "duration"},
+    {"format": "ipv6"},
+    {"enum": ["ab", "a", "c"], "minLength": 2},
+]
+_NUMBERS: list[dict[str, Any]] = [
+    {"minimum": -3, "maximum": 3.5},
+    {"exclusiveMinimum": -1, "exclusiveMaximum": 2},
+    {"multipleOf": 0.5, "minimum": 0, "maximum": 2},
+    {"multipleOf": 3, "maximum": 10, "minimum": -10},
+]
+
+
+def wild(seed: int) -> dict[str, Any]:
+    """A schema whose parts were thrown together: often contradictory, or more than a grammar can do."""
+    rng = random.Random(seed)
+    return {**_wild(rng, 3), "$defs": {"x": _wild(rng, 0)}}
+
+
+def _wild(rng: random.Random, depth: int) -> dict[str, Any]:
+    kinds = ["type", "enum", "const", "string", "number"]
+    if depth > 0:
+        kinds += ["array", "object", "anyOf", "oneOf", "allOf", "both", "ref"]
+    kind = rng.choice(kinds)
+    if kind == "type":
+        return {"type": rng.choice(["boolean", "null", "integer", ["boolean", "integer"]])}
+    if kind == "enum":
+        return {"enum": rng.sample([1, "1", None, True, 1.5, [1], {"a": 1}, "é"], 3)}
+    if kind == "const":
+        return {"const": rng.choice([1, 0, False, "", {}, [], 1e3, None])}
+    if kind == "string":
+        return {"type": "string", **rng.choice(_STRINGS)}
+    if kind == "number":
+        return {"type": rng.choice(["integer", "number"]), **rng.choice(_NUMBERS)}
+    if kind == "array":
+        fixed = {"prefixItems": [_wild(rng, depth - 1)]} if rng.random() < 0.4 else {}
+        return {"type": "array", "maxItems": 3, "items": _wild(rng, depth - 1), **fixed}
+    if kind == "both":
+        return {**_wild(rng, depth - 1), **_wild(rng, depth - 1)}
+    if kind == "ref":
+        return {"$ref": "#/$defs/x", **({"maxLength": 2} if rng.random() < 0.3 else {})}
+    if kind == "object":
+        return _wild_object(rng, depth)
+    return {kind: [_wild(rng, depth - 1) for _ in range(2)]}
+
+
+def _wild_object(rng: random.Random, depth: int) -> dict[str, Any]:
+    properties = {name: _wild(rng, depth - 1) for name in rng.sample("abcd", rng.randrange(0, 4))}
+    made: dict[str, Any] = {"type": "object", "properties": properties}
+    made["required"] = rng.sample([*sorted(properties), "z"], rng.randrange(0, len(properties) + 1))
+    made["additionalProperties"] = rng.choice([False, _wild(rng, 0)])
+    for key, value in (("patternProperties", {"^q": _wild(rng, 0)}), ("minProperties", 1), ("maxProperties", 3)):
+        if rng.random() < 0.2:
+            made[key] = value
+    return made

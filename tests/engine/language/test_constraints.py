@@ -122,6 +122,13 @@ def walk(constraints: Constraints, vocab: Any, constraint: Constraint | Lark, se
     return None
 
 
+def test_when_nothing_can_follow_it_is_said(constraints, vocab):
+    matcher = constraints.compile(Choice(("yes",)), vocab).start()
+    matcher._matcher.consume_token(vocab.tokenize("no")[0])  # what llguidance calls an error, it never leaves
+    with pytest.raises(UnsupportedConstraintError):
+        matcher.mask_into(np.zeros(vocab.n_vocab, np.float32))
+
+
 def valid(schema: dict[str, Any], text: str) -> None:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     jsonschema.validate(json.loads(text), schema, format_checker=checker)
@@ -133,6 +140,22 @@ def test_random_walks_validate(constraints, vocab, generated, seed):
     text = walk(constraints, vocab, JsonSchema(schema), seed)
     assert text is not None
     valid(schema, text)
+
+
+def test_schemas_thrown_together_are_refused_or_their_output_validates(constraints, vocab, wild):
+    validated = refused = 0
+    for seed in range(400):
+        schema = wild(seed)
+        try:
+            text = walk(constraints, vocab, JsonSchema(schema), seed)
+        except UnsupportedConstraintError:
+            refused += 1
+            continue
+        if text is not None:
+            valid(schema, text)
+            validated += 1
+    assert validated > 250
+    assert refused > 20
 
 
 def test_random_walks_validate_with_a_sentencepiece_vocabulary(big_vocab, generated):

@@ -327,6 +327,10 @@ def test_every_span_is_read_and_found_in_a_template(span):
     assert not is_open(f"{span.open}\n\n{span.close}\n\n", span)
 
 
+def test_an_answer_in_a_final_channel_is_only_the_answer():
+    assert think(*"<|channel|>final<|message|>Yes.", span=SPANS[-1]) == [("text", "Yes.")]
+
+
 def test_a_call_after_reasoning():
     text = "<think>Paris it is.</think>\n\n" + CALLS[0][1]
     assert think(*text, inner=CallParser(HERMES, NAMES)) == [("thought", "Paris it is."), PARIS]
