@@ -15,12 +15,12 @@ from edgeinfer.process import child_command
 from edgeinfer.runtime.options import LoadOptions
 
 
-class _Failed(msgspec.Struct):
+class _Failed(msgspec.Struct, frozen=True):
     message: str = ""
     hint: str = ""
 
 
-class _Envelope(msgspec.Struct):
+class _Envelope(msgspec.Struct, frozen=True):
     ok: bool
     error: _Failed = _Failed()
 
