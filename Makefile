@@ -5,7 +5,7 @@ MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-engine
+.PHONY: bench-resume bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-engine
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -37,6 +37,9 @@ bench: setup     ## load, prefill and decode rates beside a bare llama_decode lo
 
 bench-engine: setup ## many streams, shared prefixes, stalls, schemas, beside llama-server
 	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
+
+bench-resume: setup ## launches of warm models, 135M to 14B-shaped, beside cold starts and llama-server; 30 GB of disk
+	$(BIN)/python benchmarks/bench_resume.py $(ARGS)
 
 bench-serve: setup ## the endpoint beside llama-server (PATH, or EDGEINFER_LLAMA_SERVER), 1 to 32 clients
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)

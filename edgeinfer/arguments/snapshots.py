@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from edgeinfer.arguments.launch import add_load_options
+from edgeinfer.errors import SnapshotsUnavailableError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 
@@ -15,6 +17,12 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     _add_snapshots(verbs)
     _add_ps(verbs)
     _add_stop(verbs)
+
+
+def _linux_only() -> None:
+    """Raise SnapshotsUnavailableError elsewhere: launches work there, cold."""
+    if sys.platform != "linux":
+        raise SnapshotsUnavailableError("snapshots need Linux; every launch here is a cold start", hint="")
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +43,7 @@ def _add_warm(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def _cmd_warm(options: argparse.Namespace, host: Host) -> Result:
+    _linux_only()
     from edgeinfer.commands.warm import warm
 
     return warm(options, host)
@@ -56,6 +65,7 @@ def _add_snapshots(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _cmd_snapshots(options: argparse.Namespace, host: Host) -> Result:
+    _linux_only()
     from edgeinfer.commands.snapshots import snapshots
 
     return snapshots(options, host)
@@ -68,6 +78,7 @@ def _add_ps(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _cmd_ps(options: argparse.Namespace, host: Host) -> Result:
+    _linux_only()
     from edgeinfer.commands.ps import ps
 
     return ps()
@@ -82,6 +93,7 @@ def _add_stop(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def _cmd_stop(options: argparse.Namespace, host: Host) -> Result:
+    _linux_only()
     from edgeinfer.commands.stop import stop
 
     return stop(options)

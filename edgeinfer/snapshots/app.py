@@ -9,6 +9,7 @@ a verb, serve an engine to another process, or answer the canary. The launcher l
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -26,20 +27,32 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import frames, freshness, native
 from edgeinfer.snapshots.held import Held, asked
+from edgeinfer.snapshots.idle import IdleWatch
 
 #: Roles of a launch request.
 VERB, WORKER, CANARY, FACTS = b"verb", b"worker", b"canary", b"facts"
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
+#: Seconds without work after which a cold chat or endpoint has the snapshot built that its next start will want.
+REST_S = 15.0
 
 
 class AppHost(Host):
     """A process with a launcher behind it: it may hold a resumed model, and gets others from worker processes."""
 
-    def __init__(self, start: Start, link: socket.socket, held: Held | None, listeners: tuple[socket.socket, ...]) -> None:
+    def __init__(
+        self,
+        start: Start,
+        link: socket.socket,
+        held: Held | None,
+        listeners: tuple[socket.socket, ...] = (),
+        *,
+        long_lived: bool = True,
+    ) -> None:
         super().__init__(start)
         self._link = link
         self._held = held
         self._listeners = listeners
+        self._long_lived = long_lived
         self._asking = threading.Lock()
 
     @property
@@ -62,7 +75,7 @@ class AppHost(Host):
                 return self._held.take(options)
             return self.worker(model, options, progress)
         engine = super().engine(model, options, progress)
-        self._ask_for_warming(model, options)
+        self._ask_for_warming(engine, model, options)
         return engine
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
@@ -96,11 +109,25 @@ class AppHost(Host):
 
         warm_apart(model, options, progress, cancel)
 
-    def _ask_for_warming(self, model: str, options: LoadOptions) -> None:
-        """Tell the launcher which snapshot would have served this cold start; it builds one when this process has ended."""
-        if self.config.snapshots.auto_warm and self.start.how == "cold":
-            with self._asking:
-                frames.send(self._link, {"op": "warm", "model": model, "options": msgspec.json.encode(options)})
+    def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
+        """Tell the launcher which snapshot would have served this cold start. It has one built when this verb has ended, or,
+        of a verb that goes on for long, as soon as the engine has rested for a while."""
+        if not self.config.snapshots.auto_warm or self.start.how != "cold":
+            return
+        request: dict[str, frames.Value] = {"op": "warm", "model": model, "options": msgspec.json.encode(options), "now": 0}
+        self._tell(request)
+        if self._long_lived:
+
+            def rested() -> None:
+                self._tell(request | {"now": 1})
+                watch.stop()
+
+            watch = IdleWatch(engine, REST_S, rested)
+            watch.start()
+
+    def _tell(self, message: Mapping[str, frames.Value]) -> None:
+        with self._asking, contextlib.suppress(OSError):
+            frames.send(self._link, message)
 
 
 def become(link: socket.socket, held: Held | None, resumed_ns: int) -> NoReturn:
@@ -175,11 +202,12 @@ def _play(
     if role == VERB:
         from edgeinfer import cli  # 20 ms in a cold process
 
-        return cli.main(frames.split(fields["argv"]), AppHost(start, link, held, tuple(sockets)))
+        argv = frames.split(fields["argv"])
+        return cli.main(argv, AppHost(start, link, held, tuple(sockets), long_lived=argv[0] in ("chat", "serve")))
     if role == WORKER:
         from edgeinfer.snapshots.worker import serve  # 5 ms in a cold process
 
-        host = AppHost(start, link, held, ())
+        host = AppHost(start, link, held)
         options = msgspec.json.decode(fields["options"], type=LoadOptions)
         serve(sockets[0], start, lambda progress: host.engine(fields["model"].decode(), options, progress))
         return 0

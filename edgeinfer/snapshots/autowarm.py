@@ -8,6 +8,7 @@ it did nothing, goes to one line of `auto-warm.log` in the state directory.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import choose, criu, held, warm
 from edgeinfer.units import bytes_words
 
-LOG = "auto-warm.log"
+LOG, LOCK = "auto-warm.log", ".auto-warm.lock"
 _LOG_BYTES = 256 << 10
 
 
@@ -82,8 +83,10 @@ def log(words: str) -> None:
 
 
 def main() -> None:
-    """The background process."""
+    """The background process; one at a time."""
     step_back()
+    turn = os.open(paths.private_dir(paths.state_dir()) / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(turn, fcntl.LOCK_EX)
     log(build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions)))
 
 

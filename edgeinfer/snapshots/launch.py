@@ -56,7 +56,7 @@ class Launcher:
         self._apps: list[App] = []
         self._main: App | None = None
         self._listeners: list[_socket.socket] = []
-        self._warm: dict[str, bytes] | None = None
+        self._warm: dict[bytes, dict[str, bytes]] = {}
         self._asked_to_end = False
         self._crashes = 0
         self._terminal_fd = guard.terminal()
@@ -235,7 +235,9 @@ class Launcher:
         elif op == b"worker":
             self._worker(app, fields)
         elif op == b"warm":
-            self._warm = fields
+            self._warm[fields["model"]] = fields
+            if fields["now"] == b"1":
+                self._warm_later()
 
     def _worker(self, app: App, fields: dict[str, bytes]) -> None:
         """Start a process that serves an engine, and give the app the other end of its socket."""
@@ -295,27 +297,33 @@ class Launcher:
 
     def _leave(self, code: int) -> NoReturn:
         self._dismiss_guard()
-        if self._warm is not None:
-            self._warm_later()
+        self._warm_later()
         os._exit(code)
 
     def _warm_later(self) -> None:
-        """Build the snapshot that would have helped, in a process that nobody waits for."""
-        from edgeinfer.process import child_command
+        """Build the snapshots that would have helped, each in a process that nobody waits for."""
+        while self._warm:
+            _, fields = self._warm.popitem()
+            _detach("edgeinfer.snapshots.autowarm", os.fsdecode(fields["model"]), os.fsdecode(fields["options"]))
 
-        assert self._warm is not None
-        model, options = os.fsdecode(self._warm["model"]), os.fsdecode(self._warm["options"])
-        command = child_command("edgeinfer.snapshots.autowarm", model, options)
-        if os.fork() == 0:
-            try:
-                os.setsid()
-                null = os.open("/dev/null", os.O_RDWR)
-                for fd in (0, 1, 2):
-                    os.dup2(null, fd)
-                os.closerange(3, 4096)
-                os.execv(command[0], command)
-            finally:
-                os._exit(127)
+
+def _detach(module: str, *arguments: str) -> None:
+    """Start a module of ours that outlives us, with none of our descriptors."""
+    from edgeinfer.process import child_command
+
+    command = child_command(module, *arguments)
+    if os.fork() == 0:
+        try:
+            os.setsid()
+            null = os.open("/dev/null", os.O_RDWR)
+            for fd in (0, 1, 2):
+                os.dup2(null, fd)
+            os.closerange(3, 4096)
+            for number in supervise.FORWARDED:
+                _signal.signal(number, _signal.SIG_DFL)
+            os.execv(command[0], command)
+        finally:
+            os._exit(127)
 
 
 def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:

@@ -20,7 +20,14 @@ _CAPABILITY_VERSION_3 = 0x20080522
 CRIU_CAPABILITIES = (40, 19, 8, 21)
 MADV_DONTNEED = 4
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_loaded: list[ctypes.CDLL] = []
+
+
+def _libc() -> ctypes.CDLL:
+    """The C library, opened on first use: importing this module must work where there is none to open."""
+    if not _loaded:
+        _loaded.append(ctypes.CDLL(None, use_errno=True))
+    return _loaded[0]
 
 
 def _checked(result: int, what: str) -> int:
@@ -33,7 +40,7 @@ def _checked(result: int, what: str) -> int:
 def clone(flags: int) -> int:
     """fork() into new namespaces: 0 in the child. Only for a process with one thread. Raises OSError."""
     number = _CLONE[os.uname().machine]
-    return _checked(_libc.syscall(number, ctypes.c_ulong(flags | _SIGCHLD), None, None, None, None), "clone")
+    return _checked(_libc().syscall(number, ctypes.c_ulong(flags | _SIGCHLD), None, None, None, None), "clone")
 
 
 def map_this_user(uid: int, gid: int) -> None:
@@ -45,23 +52,23 @@ def map_this_user(uid: int, gid: int) -> None:
 
 def own_proc() -> None:
     """A /proc for this pid namespace; mounts made outside later are still seen, ours are not seen outside."""
-    _checked(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None), "mount --make-rslave /")
-    _checked(_libc.mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(0), None), "mount /proc")
+    _checked(_libc().mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None), "mount --make-rslave /")
+    _checked(_libc().mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(0), None), "mount /proc")
 
 
 def die_with_parent(signal_number: int = 9) -> None:
     """This process gets the signal when its parent ends, however it ends."""
-    _checked(_libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    _checked(_libc().prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def adopt_orphans() -> None:
     """Descendants whose parent ends become children of this process, as they do of an init."""
-    _checked(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
+    _checked(_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def set_name(name: str) -> None:
     """What ps and top show as the command (15 bytes)."""
-    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    _libc().prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def keep_capabilities(numbers: tuple[int, ...]) -> None:
@@ -70,29 +77,29 @@ def keep_capabilities(numbers: tuple[int, ...]) -> None:
     low, high = word & 0xFFFFFFFF, word >> 32
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     sets = (ctypes.c_uint32 * 6)(low, low, low, high, high, high)
-    _checked(_libc.capset(header, sets), "capset")
+    _checked(_libc().capset(header, sets), "capset")
     for number in numbers:
-        _checked(_libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number, 0, 0), "prctl(PR_CAP_AMBIENT)")
+        _checked(_libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number, 0, 0), "prctl(PR_CAP_AMBIENT)")
 
 
 def drop_privileges() -> None:
     """No capability, now or after an exec; no setuid program works any more."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
-    _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    _checked(_libc().capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _checked(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def forget_pages(start: int, length: int) -> None:
     """madvise(MADV_DONTNEED): the pages read as when they were mapped."""
-    _checked(_libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
+    _checked(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
 
 
 def getrandom(size: int) -> bytes:
     """Randomness by the system call itself: libc's function may keep a state that a snapshot repeats (glibc >= 2.41)."""
     number = {"x86_64": 318, "aarch64": 278}[os.uname().machine]
     buffer = ctypes.create_string_buffer(size)
-    got = _checked(_libc.syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")
+    got = _checked(_libc().syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")
     if got != size:
         raise OSError(f"getrandom gave {got} bytes of {size}")
     return buffer.raw

@@ -1,0 +1,202 @@
+"""The background warm, workers for other models, and `serve` across crashes: with the real model, as an ordinary user."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.criu
+
+MODEL = "small"
+
+
+def logged(person, words: str) -> str:
+    """Wait until the background warm has said something with these words."""
+    log = person.data / "state/auto-warm.log"
+    waiting = threading.Event()
+    for _ in range(1200):
+        if log.exists() and words in log.read_text():
+            return log.read_text()
+        waiting.wait(0.1)
+    raise AssertionError(f"{words!r} was never logged: {log.read_text() if log.exists() else 'no log'}")
+
+
+def settings(person, text: str) -> None:
+    folder = person.data / "config"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(text)
+
+
+def test_the_first_launch_is_cold_and_the_next_instant(user):
+    first = user.ask()
+    assert first.start["how"] == "cold"
+    assert "no snapshot yet" in first.err
+    assert "built in" in logged(user, "built in")
+    assert user.ask().start["how"] == "resumed"
+
+
+def test_a_stale_snapshot_is_built_again_by_itself(user):
+    user.run("warm", MODEL, "--quiet").check()
+    stale = user.snapshot()
+    (stale / "memory.img").write_bytes(b"")
+    assert user.ask().start["how"] == "cold"
+    logged(user, "built in")
+    assert user.snapshot() != stale
+    assert user.ask().start["how"] == "resumed"
+
+
+def test_nothing_is_built_when_it_is_switched_off(user):
+    settings(user, "[snapshots]\nauto-warm = false\n")
+    user.ask()
+    assert not user.snapshots.exists()
+    assert not (user.data / "state/auto-warm.log").exists()
+
+
+def test_the_background_never_fills_the_disk(user):
+    settings(user, "[snapshots]\ndisk-margin-gib = 1000000\n")
+    user.ask()
+    assert "stay free" in logged(user, "not built")
+
+
+class Endpoint:
+    """A running `serve` with the port it was given."""
+
+    def __init__(self, person, *words: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.log = person.home / "serve.log"
+        with open(self.log, "wb") as log:
+            self.process = person.popen("serve", *words, "--port", str(self.port), stderr=log, stdout=log)
+
+    def ask(self, model: str = MODEL, tokens: int = 3) -> dict:
+        """One completion. The connection may wait, it is never refused once the endpoint was up."""
+        body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": tokens, "temperature": 0})
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        with contextlib.closing(link):
+            link.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            answer = link.getresponse()
+            content = answer.read()
+            assert answer.status == 200, content
+            return json.loads(content)
+
+    def listening(self) -> None:
+        waiting = threading.Event()
+        for _ in range(600):
+            assert self.process.poll() is None, self.log.read_text()
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 5):
+                return
+            waiting.wait(0.02)
+        raise AssertionError("it never listened")
+
+    def apps(self) -> list[int]:
+        """The pids of the apps, the verb's first."""
+        return [pid for pid in _descendants(self.process.pid) if _comm(pid) == "edgeinfer" and not _children(pid)]
+
+    def __enter__(self):
+        self.listening()
+        return self
+
+    def __exit__(self, *_):
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _descendants(pid: int) -> list[int]:
+    return [found for child in _children(pid) for found in (child, *_descendants(child))]
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
+    model = json.loads((warm.data / f"data/models/{MODEL}/model.json").read_text())["files"][0]["path"]
+    warm.run("pull", model, "--name", "second", "--in-place", "--quiet").check()
+    warm.run("warm", "second", "--quiet").check()
+    with Endpoint(warm, MODEL) as endpoint:
+        first = endpoint.ask(MODEL)["choices"][0]["text"]
+        assert endpoint.ask("second")["choices"][0]["text"] == first
+        apps = endpoint.apps()
+        assert len(apps) == 2
+        assert '"where":"worker"' in endpoint.log.read_text().replace(" ", "")
+        assert '"how":"resumed"' in endpoint.log.read_text().replace(" ", "")
+        os.kill(apps[1], signal.SIGKILL)
+        assert endpoint.ask("second")["choices"][0]["text"] == first
+        handles = [os.pidfd_open(pid) for pid in endpoint.apps()]
+    for handle in handles:
+        assert select.select([handle], [], [], 30)[0]
+        os.close(handle)
+    warm.run("snapshots", "rm", "second").check()
+    warm.run("rm", "second").check()
+
+
+def test_a_killed_endpoint_is_resumed_and_no_client_is_refused(warm):
+    with Endpoint(warm, MODEL) as endpoint:
+        endpoint.ask()
+        for _ in range(3):
+            app = endpoint.apps()[0]
+            handle = os.pidfd_open(app)
+            os.kill(app, signal.SIGKILL)
+            assert select.select([handle], [], [], 30)[0]
+            os.close(handle)
+            assert endpoint.ask()["usage"]["completion_tokens"] == 3
+        assert endpoint.apps()[0] != app
+    assert endpoint.process.returncode == 0
+
+
+def test_a_client_that_connects_at_once_waits_instead_of_failing(warm):
+    with Endpoint(warm, MODEL, "--resume=never") as endpoint:
+        assert endpoint.ask()["usage"]["completion_tokens"] == 3
+
+
+def test_an_idle_endpoint_gives_its_memory_back_and_answers_again(warm):
+    settings(warm, "[snapshots]\nidle-release-s = 0.5\n")
+    try:
+        with Endpoint(warm, MODEL) as endpoint:
+            endpoint.ask(tokens=30)
+            app = endpoint.apps()[0]
+            waiting = threading.Event()
+            before = _of_files(app)
+            for _ in range(600):
+                if _of_files(app) < before - 30_000_000:
+                    break
+                waiting.wait(0.05)
+            assert _of_files(app) < before - 30_000_000
+            assert endpoint.ask(tokens=30)["usage"]["completion_tokens"] == 30
+    finally:
+        (warm.data / "config/config.toml").unlink()
+
+
+def _of_files(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssFile"))
+
+
+def test_ps_shows_a_launch_and_stop_ends_it(warm):
+    with Endpoint(warm, MODEL) as endpoint:
+        endpoint.ask()
+        rows = [r for r in warm.run("ps", "--json").result["running"] if str(endpoint.port) in r["arguments"]]
+        assert [row["verb"] for row in rows] == ["serve"]
+        assert warm.run("stop", str(rows[0]["pid"]), "--json").result["stopped"] == [rows[0]["pid"]]
+        assert endpoint.process.wait(30) == 0
+    assert warm.run("stop", "nothing").code == 2
