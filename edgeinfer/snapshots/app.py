@@ -104,10 +104,18 @@ class AppHost(Host):
     def warm(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None, cancel: threading.Event | None = None
     ) -> None:
-        """`edgeinfer warm` in a process of its own. Its stages are its lines on stderr."""
-        from edgeinfer.snapshots.warming import warm_apart  # only the model picker asks
+        """`edgeinfer warm` in a process of the launcher's: none can be dumped from inside a resumed one's namespaces."""
+        from edgeinfer.snapshots.warming import listen, words  # only the model picker asks
 
-        warm_apart(model, options, progress, cancel)
+        read_fd, write_fd = os.pipe()
+        with self._asking:
+            frames.send(self._link, {"op": "warm-now", "words": frames.join(words(model, options))}, [write_fd])
+        os.close(write_fd)
+        listen(model, read_fd, progress, cancel, self._stop_warming)
+
+    def _stop_warming(self) -> None:
+        with self._asking:
+            frames.send(self._link, {"op": "warm-stop"})
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
         """Tell the launcher which snapshot would have served this cold start. It has one built when this verb has ended, or,

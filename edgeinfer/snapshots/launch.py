@@ -17,7 +17,7 @@ import sys
 import time
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError
-from edgeinfer.snapshots import choose, format, frames, guard, supervise
+from edgeinfer.snapshots import choose, format, frames, guard, native, supervise
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Launcher:
         self._listeners: list[_socket.socket] = []
         self._warm: dict[bytes, dict[str, bytes]] = {}
         self._asked_to_end = False
+        self._warming = 0
         self._crashes = 0
         self._terminal_fd = guard.terminal()
         self._terminal = _terminal_modes(self._terminal_fd)
@@ -234,6 +235,10 @@ class Launcher:
                 self._leave(code)
         elif op == b"worker":
             self._worker(app, fields)
+        elif op == b"warm-now":
+            self._warm_now(app, fields, received[1])
+        elif op == b"warm-stop":
+            self._warm_stop()
         elif op == b"warm":
             self._warm[fields["model"]] = fields
             if fields["now"] == b"1":
@@ -253,6 +258,33 @@ class Launcher:
             return
         frames.send(app.link, {"op": "worker"}, [theirs.fileno()])
         theirs.close()
+
+    def _warm_now(self, app: App, fields: dict[str, bytes], fds: list[int]) -> None:
+        """Run `edgeinfer warm` for the app, which cannot from inside its namespaces; what it says goes to the app's pipe."""
+        from edgeinfer.process import child_command
+
+        self._warm_stop()
+        command = child_command("edgeinfer", "warm", *frames.split(fields["words"]))
+        self._warming = os.fork()
+        if self._warming == 0:
+            try:
+                native.die_with_parent()
+                os.setsid()
+                null = os.open("/dev/null", os.O_RDWR)
+                for source, target in ((null, 0), (fds[0], 1), (fds[0], 2)):
+                    os.dup2(source, target)
+                os.execv(command[0], command)
+            finally:
+                os._exit(127)
+        for fd in fds:
+            os.close(fd)
+
+    def _warm_stop(self) -> None:
+        """Stop the warming an app asked for, if it still runs."""
+        if self._warming:
+            _quietly(os.kill, self._warming, _signal.SIGINT)
+            _quietly(os.waitpid, self._warming, 0)
+            self._warming = 0
 
     # --- ending
 

@@ -1,17 +1,14 @@
-"""`edgeinfer warm` in a process of its own, for a chat that goes on meanwhile: its stages, its end, and stopping it."""
+"""A warming that the launcher runs for a chat: its stages as lines, its end as an envelope, and stopping it."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
 import threading
+from collections.abc import Callable
 
 import msgspec
 
 from edgeinfer.errors import DumpError, InterruptedByUser
 from edgeinfer.host import LoadProgress
-from edgeinfer.process import child_command
 from edgeinfer.runtime.options import LoadOptions
 
 
@@ -25,48 +22,44 @@ class _Envelope(msgspec.Struct, frozen=True):
     error: _Failed = _Failed()
 
 
-def warm_apart(model: str, options: LoadOptions, progress: LoadProgress | None, cancel: threading.Event | None) -> None:
-    """Wait for it. Raises DumpError with its words, InterruptedByUser when `cancel` is set."""
-    words = ["warm", model, "--json", "--ctx", str(options.n_ctx), "--repack", options.repack, "--kv-type", options.kv_type]
-    process = subprocess.Popen(
-        child_command("edgeinfer", *words),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+def words(model: str, options: LoadOptions) -> list[str]:
+    """What follows `edgeinfer warm`."""
+    return [model, "--json", "--ctx", str(options.n_ctx), "--repack", options.repack, "--kv-type", options.kv_type]
+
+
+def listen(
+    model: str, fd: int, progress: LoadProgress | None, cancel: threading.Event | None, stop: Callable[[], None]
+) -> None:
+    """Hear it to its end on `fd`, which is closed then. Raises DumpError with its words, InterruptedByUser once stopped."""
     ended = threading.Event()
     if cancel is not None:
-        threading.Thread(target=_stop_when, args=(process, cancel, ended), daemon=True).start()
-    assert process.stderr is not None
-    assert process.stdout is not None
-    talk = []
-    for line in process.stderr:
-        talk.append(line.strip())
-        if progress is not None and line.strip():
-            progress(line.strip().removesuffix("…").strip(), None)
-    said = process.stdout.read()
-    process.wait()
+        threading.Thread(target=_stop_when, args=(cancel, ended, stop), daemon=True).start()
+    said, last = _Envelope(ok=False), ""
+    with open(fd, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("{"):
+                said = _decoded(line, said)
+            elif line.strip():
+                last = line.strip().removesuffix("…").strip()
+                if progress is not None:
+                    progress(last, None)
     ended.set()
     if cancel is not None and cancel.is_set():
         raise InterruptedByUser("stopped; nothing of the snapshot is kept")
-    if process.returncode:
-        raise _error(model, said, talk)
+    if not said.ok:
+        words = said.error.message or last or "it ended without a word"
+        raise DumpError(f"{model} was not warmed: {words}", hint=said.error.hint or f"run `edgeinfer warm {model}`")
 
 
-def _stop_when(process: subprocess.Popen[str], cancel: threading.Event, ended: threading.Event) -> None:
+def _decoded(line: str, before: _Envelope) -> _Envelope:
+    try:
+        return msgspec.json.decode(line, type=_Envelope)
+    except msgspec.MsgspecError:
+        return before
+
+
+def _stop_when(cancel: threading.Event, ended: threading.Event, stop: Callable[[], None]) -> None:
     while not ended.wait(0.05):
         if cancel.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            stop()
             return
-
-
-def _error(model: str, said: str, talk: list[str]) -> DumpError:
-    try:
-        failed = msgspec.json.decode(said, type=_Envelope).error
-    except msgspec.MsgspecError:
-        failed = _Failed(message=talk[-1] if talk else "it ended without a word")
-    return DumpError(f"{model} was not warmed: {failed.message}", hint=failed.hint or f"run `edgeinfer warm {model}`")
