@@ -1,6 +1,6 @@
 """Launches of a warm model, whole processes timed from exec, beside a cold start and beside `llama-server`.
 
-    bench_resume.py [--models small,7b,14b] [--runs 10] [--cold-cache] [--out bench-out]
+    bench_resume.py [--models small,7b,14b] [--runs 10] [--parts resumed,cold,…] [--out bench-out]
 
 Sides alternate run by run. Medians and the spread (least to greatest) go to bench-out/resume.md and resume.json. The models of
 7B shape have random weights (`random_gguf.py`) and are removed afterwards unless --keep. Nothing here needs root; as root it
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +65,27 @@ class Bench:
         warm = self.json("warm", name, "--quiet")
         found["warm"] = {"wall_s": warm["wall_s"], "stages_ms": warm["snapshot"]["stages_ms"]}
         found["snapshot"] = {k: warm["snapshot"][k] for k in ("memory_bytes", "disk_bytes", "images_bytes", "mappings")}
-        self._launch(name)  # page cache and kdat are hot from here on
-        sides = {"resumed": lambda: self._launch(name)}
-        runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-        for _ in range(self.options.runs):
-            for side, launch in sides.items():
-                runs[side].append(launch())
-        found["resumed"] = _medians(runs["resumed"])
-        few = max(1, self.options.runs // 10) if MODELS[name] else self.options.runs
-        found["cold"] = _medians([self._launch(name, "--resume=never") for _ in range(few)])
-        found["decode"] = self._decode(name)
-        found["memory"] = self._memory(name)
-        found["llama_server"] = self._peers(model, few)
-        if self.options.cold_cache:
-            found["cold_cache"] = self._cold_cache(name)
         self.results["models"][name] = found
+        self._launch(name)  # page cache and kdat are hot from here on
+        few = max(1, self.options.runs // 10) if MODELS[name] else self.options.runs
+        parts: dict[str, Callable[[], Any]] = {
+            "resumed": lambda: _medians([self._launch(name) for _ in range(self.options.runs)]),
+            "cold": lambda: _medians([self._launch(name, "--resume=never") for _ in range(few)]),
+            "llama_server": lambda: self._peers(model, few),
+            "memory": lambda: self._memory(name),
+            "decode": lambda: self._decode(name),
+            "cold_cache": lambda: self._cold_cache(name),
+        }
+        for part in self.options.parts.split(","):
+            found[part] = parts[part]()
+            self.write()
         self.edgeinfer("snapshots", "rm", name)
+
+    def write(self) -> None:
+        """After every part: a run that is cut short leaves what it has."""
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        (self.options.out / "resume.json").write_text(json.dumps(self.results, indent=1))
+        (self.options.out / "resume.md").write_text(table(self.results))
 
     def _model(self, name: str) -> Path:
         tokenizer = Path(self.options.small)
@@ -93,7 +98,7 @@ class Bench:
             subprocess.run(command, check=True)
         return out
 
-    def _launch(self, name: str, *more: str, tokens: int = 2) -> dict[str, float]:
+    def _launch(self, name: str, *more: str, tokens: int = 4) -> dict[str, float]:
         words = ("run", name, PROMPT, "--temperature", "0", "--max-tokens", str(tokens), *more)
         began = time.monotonic()
         result = self.json(*words)
@@ -302,18 +307,15 @@ def main() -> None:
     parser.add_argument("--models", default="small,7b,14b")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=24, help="tokens of a steady decode")
-    parser.add_argument("--cold-cache", action="store_true", help="as root: also with the page cache dropped")
+    parser.add_argument("--parts", default="resumed,cold,llama_server,memory,decode,cold_cache", help="what to measure")
     parser.add_argument("--model-folder", help="where the random models are kept; left out: made and removed")
     parser.add_argument("--work", default=None, help="a folder with room for models and snapshots, no tmpfs")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-resume-", dir=options.work) as work:
         bench = Bench(options, Path(work))
-        options.out.mkdir(parents=True, exist_ok=True)
         for name in options.models.split(","):
             bench.measure(name)
-            (options.out / "resume.json").write_text(json.dumps(bench.results, indent=1))
-            (options.out / "resume.md").write_text(table(bench.results))
         print(table(bench.results))
 
 
