@@ -129,12 +129,13 @@ class _Server(uvicorn.Server):
 
 async def _tend(server: _Server, endpoint: Endpoint, listeners: Sequence[socket.socket], options: RunOptions) -> None:
     """Load the default model, say when ready, watch for idleness."""
+    loading = asyncio.create_task(_preload(endpoint)) if options.preload else None
     while not server.started:
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.001)
     where = [sockets.url(listener, tls=options.tls_cert is not None) for listener in listeners]
     endpoint.log.info("listening", url=" ".join(where), model=endpoint.models.default)
-    if options.preload:
-        await _preload(endpoint)
+    if loading is not None:
+        await loading
     sockets.notify("READY=1", f"STATUS=serving {endpoint.models.default} at {where[0]}")
     if options.idle_exit_s is None:
         return

@@ -84,11 +84,11 @@ def test_a_second_signal_ends_at_once(serve):
 
 def test_an_idle_endpoint_leaves_and_a_busy_one_does_not(serve, until):
     gate = Gate(threading.Event())
-    here = serve(FakeEngine([[gate, "x"]]), options=RunOptions(idle_exit_s=0.3))
+    here = serve(FakeEngine([[gate, "x"]]), options=RunOptions(idle_exit_s=1.5))
     asking = threading.Thread(target=here.chat)
     asking.start()
     assert gate.reached.wait(20)
-    until(lambda: time.monotonic() - here.endpoint.last_activity > 0.5, "longer than the idle time to pass")
+    until(lambda: time.monotonic() - here.endpoint.last_activity > 1.8, "longer than the idle time to pass")
     assert not here.endpoint.draining
     gate.opened.set()
     asking.join()
