@@ -5,7 +5,7 @@ MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: bench-resume bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-engine
+.PHONY: bench-resume bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -60,6 +60,10 @@ leak-http: setup ## 10,000 requests against the real model: memory, descriptors 
 
 binary: setup    ## dist/edgeinfer, one file (MODEL=NAME puts a model inside; ARGS=--without-criu leaves CRIU out)
 	$(BIN)/python build/release.py $(if $(filter command line environment,$(origin MODEL)),--model $(MODEL)) $(ARGS)
+
+bench-binary: binary ## stages of a launch of the file beside the virtual environment, the first launch, sizes
+	@tools/setup.sh test
+	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
 
 clean:           ## what tools leave behind
 	rm -rf work dist bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

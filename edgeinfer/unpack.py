@@ -120,7 +120,7 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
             raw = file.read(int.from_bytes(file.read(8), "little"))
             (scratch / INDEX).write_bytes(raw)
             (scratch / SOURCE).write_text(str(shipped.path), "utf-8", "surrogateescape")
-            os.sync()  # the rename below must not reach the disk before what it names
+            flush(scratch)  # the rename below must not reach the disk before what it names
             os.rename(scratch, folder)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -186,7 +186,17 @@ def _write(path: Path, data: bytes | memoryview, mode: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with open(fd, "wb") as out:
         out.write(data)
+        out.flush()
         os.fchmod(fd, mode)  # whatever the umask made of it
+        os.fsync(fd)  # in the threads that unpack: the disk works while they do
+
+
+def flush(folder: Path) -> None:
+    """fsync every folder below: their entries, whose files are on the disk already."""
+    for directory, _, _ in os.walk(folder):
+        fd = os.open(directory, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
 
 
 # --- versions nobody uses ---------------------------------------------------------------------------------------------

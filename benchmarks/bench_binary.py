@@ -1,0 +1,269 @@
+"""The shipped file beside the virtual environment: every stage of a warm launch from exec, the first launch, and sizes.
+
+    bench_binary.py [--binary dist/edgeinfer] [--models small,7b] [--runs 10] [--out bench-out]
+
+Whole processes, timed here from just before exec; sides alternate run by run, each with a home and a snapshot of its own.
+`ready` is an endpoint whose /health answers 200, `painted` a chat that has drawn its screen on a pseudo-terminal. Run as root,
+the programs run as an ordinary user (--uid). Medians and the spread (least to greatest) go to bench-out/binary.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import http.client
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from edgeinfer.payload import open_shipped, read_index  # noqa: E402  the checkout this script is in
+
+LAYERS = {"small": 0, "7b": 32}
+STAGES = ("launcher", "restore", "running", "request")
+#: The empty composer's words: on the screen when the chat is.
+PAINTED = b"Ask something"
+
+
+class Side:
+    """One way to start edgeinfer, with a home of its own."""
+
+    def __init__(self, name: str, command: list[str], home: Path, uid: int) -> None:
+        self.name, self.command, self.home, self.uid = name, command, home, uid
+        home.mkdir(parents=True)
+        if os.geteuid() == 0:
+            os.chown(home, uid, uid)
+        # no tty, no colours: what is timed is the launch
+        self.environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "TERM": "xterm-256color", "HOME": str(home)}
+        (home / ".config/edgeinfer").mkdir(parents=True)
+        (home / ".config/edgeinfer/config.toml").unlink(missing_ok=True)
+
+    @property
+    def person(self) -> dict[str, Any]:
+        """subprocess's words for running as the ordinary user."""
+        return {"user": self.uid, "group": self.uid, "extra_groups": []} if os.geteuid() == 0 else {}
+
+    def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [*self.command, *words], env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+            check=False, timeout=900, cwd="/", **self.person,
+        )  # fmt: skip
+        if check and done.returncode:
+            raise SystemExit(f"{self.name}: {' '.join(words)}: {done.stdout} {done.stderr}")
+        return done
+
+    def answer(self, model: str) -> dict[str, float]:
+        """`run`: the stages its own clock gives, and the whole of it by ours."""
+        began = time.monotonic()
+        text = self.run("run", model, "Name three colours.", "--temperature", "0", "--max-tokens", "1", "--json").stdout
+        exit_ms = (time.monotonic() - began) * 1000
+        result = json.loads(text)["result"]
+        if result["start"]["how"] != "resumed":
+            raise SystemExit(f"{self.name}: {model} was not resumed: {result['start']}")
+        return {**{s: result["start"]["stages_ms"][s] for s in STAGES}, "answered and ended": exit_ms}
+
+    def ready(self, model: str) -> dict[str, float]:
+        """`serve`: exec → /health is 200."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        began = time.monotonic()
+        process = subprocess.Popen(
+            [*self.command, "serve", model, "--port", str(port), "--resume", "always"], env=self.environment, cwd="/",
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self.person,
+        )  # fmt: skip
+        try:
+            while not _healthy(port):
+                if process.poll() is not None:
+                    raise SystemExit(f"{self.name}: serve ended with {process.returncode}")
+                time.sleep(0.002)
+            return {"serve: ready": (time.monotonic() - began) * 1000}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+    def painted(self, model: str) -> dict[str, float]:
+        """`chat` on a pseudo-terminal: exec → the composer is on the screen."""
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        began = time.monotonic()
+        process = subprocess.Popen(
+            [*self.command, "chat", model, "--resume", "always"], env=self.environment, cwd="/", stdin=theirs,
+            stdout=theirs, stderr=theirs, start_new_session=True, **self.person,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(theirs)
+        seen = b""
+        try:
+            while PAINTED not in seen:
+                if not select.select([ours], [], [], 60)[0]:
+                    raise SystemExit(f"{self.name}: the chat painted nothing in 60 s: {seen[-200:]!r}")
+                seen += os.read(ours, 1 << 16)
+            return {"chat: painted": (time.monotonic() - began) * 1000}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(OSError):  # EIO: the last of them has closed the terminal
+                while os.read(ours, 1 << 16):
+                    pass
+            process.wait(60)
+            os.close(ours)
+
+
+def _healthy(port: int) -> bool:
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        link.request("GET", "/health")
+        return link.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        link.close()
+
+
+def first_launches(side: Side, runs: int) -> dict[str, Any]:
+    """`--version` of the shipped file in a home that never saw it, then in one that did."""
+    times: dict[str, list[float]] = {"first": [], "later": []}
+    for _ in range(runs):
+        shutil.rmtree(side.home / ".local/share/edgeinfer/app", ignore_errors=True)
+        for which in ("first", "later"):
+            began = time.monotonic()
+            side.run("--version")
+            times[which].append((time.monotonic() - began) * 1000)
+    return {which: _spread(values) for which, values in times.items()}
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "greatest": max(values), "runs": len(values)}
+
+
+def sizes(binary: Path) -> dict[str, int]:
+    """Bytes in the file, by part, and unpacked, by folder."""
+    shipped = open_shipped(binary)
+    with binary.open("rb") as file:
+        index = read_index(file, shipped)
+    folders: dict[str, int] = {}
+    for entry in index.files:
+        parts = entry.path.split("/")
+        name = "/".join(parts[:2]) if parts[0] == "_internal" and len(parts) > 2 else parts[0]
+        folders[name] = folders.get(name, 0) + entry.size
+    largest = dict(sorted(folders.items(), key=lambda item: -item[1])[:8])
+    whole = binary.stat().st_size
+    return {
+        "the file": whole,
+        "… first stage (bootloader)": shipped.payload_offset,
+        "… application, compressed": shipped.payload_length,
+        "… small Python of the first start": whole - shipped.archive_offset,
+        "unpacked": index.size,
+        **{f"… {name}": size for name, size in largest.items()},
+    }
+
+
+@contextlib.contextmanager
+def sides(options: argparse.Namespace, work: Path) -> Iterator[list[Side]]:
+    program = work / "edgeinfer"
+    shutil.copy(options.binary, program)
+    program.chmod(0o755)
+    work.chmod(0o755)
+    venv = str(Path(sys.executable).parent / "edgeinfer")
+    yield [
+        Side("shipped file", [str(program)], work / "home-binary", options.uid),
+        Side("virtual environment", [venv], work / "home-venv", options.uid),
+    ]
+
+
+def model_file(name: str, options: argparse.Namespace, work: Path) -> Path:
+    """The small model, or one of 7B shape with random weights."""
+    out = work / f"{name}.gguf"
+    if LAYERS[name]:
+        command = [sys.executable, str(HERE / "random_gguf.py"), options.small, str(out), "--layers", str(LAYERS[name])]
+        subprocess.run(command, check=True)
+    else:
+        shutil.copy(options.small, out)
+    out.chmod(0o644)
+    return out
+
+
+def measure(name: str, both: list[Side], options: argparse.Namespace, work: Path) -> dict[str, dict[str, Any]]:
+    """Warm the model on both sides and launch it in turn."""
+    path = model_file(name, options, work)
+    runs: dict[str, dict[str, list[float]]] = {side.name: {} for side in both}
+    for side in both:
+        side.run("pull", str(path), "--name", name, "--in-place", "--quiet")
+        side.run("warm", name)
+        side.answer(name)
+    for _ in range(options.runs):
+        for side in both:
+            for stages in (side.answer(name), side.ready(name), side.painted(name)):
+                for stage, ms in stages.items():
+                    runs[side.name].setdefault(stage, []).append(ms)
+    for side in both:
+        side.run("snapshots", "rm", name, check=False)
+    path.unlink()
+    return {side: {stage: _spread(values) for stage, values in stages.items()} for side, stages in runs.items()}
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown: launches, first launch, sizes."""
+
+    def ms(value: dict[str, float]) -> str:
+        return f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"
+
+    columns = [(model, side) for model, found in results["models"].items() for side in found]
+    lines = [
+        "| from exec | " + " | ".join(f"{model}, {side}" for model, side in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    stages = list(next(iter(next(iter(results["models"].values())).values()))) if columns else []
+    for stage in stages:
+        lines.append(f"| {stage} | " + " | ".join(ms(results["models"][m][s][stage]) for m, s in columns) + " |")
+    lines += ["", "| `edgeinfer --version`, shipped file | |", "|---|---|"]
+    lines += [f"| {which} launch | {ms(value)} |" for which, value in results["first_launch"].items()]
+    lines += ["", "| size | |", "|---|---|"]
+    lines += [f"| {what} | {size / 1e6:.1f} MB |" for what, size in results["sizes"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cache = os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/test-home/data/models"
+    found = sorted(Path(cache).rglob("SmolLM2-135M-Instruct.Q4_1.gguf")) if Path(cache).is_dir() else []
+    parser.add_argument("--small", default=str(found[0]) if found else None, help="the small model's file")
+    parser.add_argument("--binary", type=Path, default=HERE.parent / "dist/edgeinfer")
+    parser.add_argument("--models", default="small,7b")
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--uid", type=int, default=1000, help="who runs the programs when this runs as root")
+    parser.add_argument("--work", default=None, help="a folder with room for models and snapshots, no tmpfs")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    options = parser.parse_args()
+    if not options.small:
+        parser.error("the small model is not there: `make setup`, or --small FILE")
+    with tempfile.TemporaryDirectory(prefix="bench-binary-", dir=options.work) as folder, sides(options, Path(folder)) as both:
+        results: dict[str, Any] = {"sizes": sizes(options.binary), "models": {}}
+        results["first_launch"] = first_launches(both[0], min(5, options.runs))
+        for name in filter(None, options.models.split(",")):
+            results["models"][name] = measure(name, both, options, Path(folder))
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "binary.json").write_text(json.dumps(results, indent=1))
+        (options.out / "binary.md").write_text(table(results))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
