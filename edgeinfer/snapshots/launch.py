@@ -17,7 +17,7 @@ import sys
 import time
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError
-from edgeinfer.snapshots import choose, format, frames, guard, native, supervise
+from edgeinfer.snapshots import choose, format, frames, guard, native, supervise, surroundings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ _BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _HEALTHY_S = 60.0
 #: The exit code of an exception nobody foresaw (`cli.main`); `serve` survives it like a signal.
 _UNEXPECTED = 70
-_LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_DATA", "RLIMIT_AS", "RLIMIT_STACK")
 
 
 class App:
@@ -73,7 +72,7 @@ class Launcher:
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
         if self.argv[0] == "serve":
-            self._listeners = _listen(self.argv)
+            self._listeners = surroundings.listen(self.argv)
         if self.argv[0] == "chat" and self._terminal is not None and self._terminal_fd is not None:
             self._guard = guard.watch(self._terminal_fd, self._terminal)
         request: dict[str, frames.Value] = {"role": "verb", "argv": frames.join(self.argv)}
@@ -139,7 +138,7 @@ class Launcher:
         if app.role == "worker":  # its launch began when it was asked for
             stamps = dict.fromkeys(stamps, spawn_ns)
         how: dict[str, frames.Value] = {"how": app.how, "snapshot": app.snapshot, "reason": reason}
-        message = {"op": "launch", **app.request, **_this_process(), **stamps, **how}
+        message = {"op": "launch", **app.request, **surroundings.of_this_process(), **stamps, **how}
         _quietly(frames.send, app.link, message, app.fds)  # it may be gone already: its supervisor tells why
 
     def _explain(self, error: EdgeInferError, role: str) -> str:
@@ -336,87 +335,12 @@ class Launcher:
         """Build the snapshots that would have helped, each in a process that nobody waits for."""
         while self._warm:
             _, fields = self._warm.popitem()
-            _detach("edgeinfer.snapshots.autowarm", os.fsdecode(fields["model"]), os.fsdecode(fields["options"]))
-
-
-def _detach(module: str, *arguments: str) -> None:
-    """Start a module of ours that outlives us, with none of our descriptors."""
-    from edgeinfer.process import child_command
-
-    command = child_command(module, *arguments)
-    if os.fork() == 0:
-        try:
-            os.setsid()
-            null = os.open("/dev/null", os.O_RDWR)
-            for fd in (0, 1, 2):
-                os.dup2(null, fd)
-            os.closerange(3, 4096)
-            for number in supervise.FORWARDED:
-                _signal.signal(number, _signal.SIG_DFL)
-            os.execv(command[0], command)
-        finally:
-            os._exit(127)
+            surroundings.detach("edgeinfer.snapshots.autowarm", os.fsdecode(fields["model"]), os.fsdecode(fields["options"]))
 
 
 def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:
     """Run the verb in a process that is resumed or started for it. Never returns."""
     Launcher(argv, exec_ns, main_ns).run()
-
-
-def _this_process() -> dict[str, frames.Value]:
-    """What the app takes over from us."""
-    import resource  # 0.2 ms
-
-    umask = os.umask(0o077)
-    os.umask(umask)
-    limits: list[str] = []
-    for name in _LIMITS:
-        limits += [name, str(resource.getrlimit(getattr(resource, name))[0])]
-    try:
-        cwd = os.getcwd()
-    except OSError:
-        cwd = "/"
-    environment = b"\0".join(name + b"=" + value for name, value in os.environb.items())
-    return {
-        "env": environment,
-        "cwd": cwd,
-        "umask": umask,
-        "affinity": frames.join(str(n) for n in os.sched_getaffinity(0)),
-        "limits": frames.join(limits),
-        "entropy": os.urandom(64),
-    }
-
-
-def _listen(argv: list[str]) -> list[_socket.socket]:
-    """The sockets of `serve`, bound before anything is loaded; none when they cannot be: the app will say why."""
-    count = os.environ.get("LISTEN_FDS", "")
-    if count.isdigit() and os.environ.get("LISTEN_PID") == str(os.getpid()):
-        for name in ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
-            os.environ.pop(name, None)
-        return [_socket.socket(fileno=fd) for fd in range(3, 3 + int(count))]
-    serve = choose.read_config().get("serve", {})
-    host = choose.option(argv, "--host") or str(serve.get("host", "127.0.0.1"))
-    port = choose.option(argv, "--port") or str(serve.get("port", 8080))
-    found: list[_socket.socket] = []
-    try:
-        node = host.encode() if host.isascii() else host  # text would import the IDNA codec: 6 ms
-        for family, kind, protocol, _, address in _socket.getaddrinfo(
-            node, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
-        ):
-            if found and port == "0":
-                break  # one free port, not one for each family
-            listener = _socket.socket(family, kind, protocol)
-            listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
-            if family == _socket.AF_INET6:
-                listener.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 1)
-            listener.bind(address)
-            listener.listen(1024)
-            found.append(listener)
-    except (OSError, ValueError, OverflowError):
-        for listener in found:
-            listener.close()
-        return []
-    return found
 
 
 def _quietly(call: Callable[..., object], *arguments: object) -> None:

@@ -49,6 +49,9 @@ class Place:
         self.prefix = Path(sys.prefix) if _everybody_can_enter(Path(sys.prefix)) else _copy_for_everybody(folder)
         self.python = self.prefix / "bin/python"
         self.criu = probe().criu
+        self.script = folder / "bin/edgeinfer"
+        self.script.parent.mkdir()
+        self.script.write_text("import sys\nfrom edgeinfer.launcher import main\nsys.exit(main())\n")
         subprocess.run([self.python, "-m", "compileall", "-q", self.sources], check=True)
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
 
@@ -81,7 +84,7 @@ class Person:
 
     def popen(self, *arguments: str, program: str = "", **settings) -> subprocess.Popen:
         """Start edgeinfer, or a Python program text; as this person, in their home, without our descriptors."""
-        start = ["-c", program] if program else ["-c", "import sys; from edgeinfer.launcher import main; sys.exit(main())"]
+        start = ["-c", program] if program else [str(self.place.script)]
         environment = self.environment | settings.pop("env", {})
         defaults = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.home}
         return subprocess.Popen(
