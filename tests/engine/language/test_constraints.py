@@ -129,6 +129,34 @@ def test_when_nothing_can_follow_it_is_said(constraints, vocab):
         matcher.mask_into(np.zeros(vocab.n_vocab, np.float32))
 
 
+def test_an_ambiguous_grammar_ends_its_own_request(constraints, vocab):
+    matcher = constraints.compile(Grammar('root ::= root root | "a" | ""'), vocab).start()
+    (a,) = vocab.tokenize("a")
+
+    def go_on() -> None:
+        logits = np.zeros(vocab.n_vocab, np.float32)
+        for _ in range(400):
+            matcher.mask_into(logits)
+            matcher.accept(a)
+
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        go_on()
+    assert not matcher.is_done
+    assert "items" in caught.value.message
+
+
+def test_large_constraints_stay_within_the_limits(constraints, vocab):
+    options = tuple(f"option {i}" for i in range(1000))
+    members = {f"p{i}": {"type": "integer", "maximum": 9, "minimum": 0} for i in range(300)}
+    kinds = [{"properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"], "type": "object"} for i in range(300)]
+    for constraint in (
+        Choice(options),
+        JsonSchema({"type": "object", "properties": members, "additionalProperties": False}),
+        JsonSchema({"anyOf": [{**kind, "additionalProperties": False} for kind in kinds]}),
+    ):
+        assert walk(constraints, vocab, constraint, 1, limit=4000)
+
+
 def valid(schema: dict[str, Any], text: str) -> None:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     jsonschema.validate(json.loads(text), schema, format_checker=checker)
