@@ -94,7 +94,7 @@ def test_trickled_headers_do_not_reset_the_deadline(serve, until):
 
 
 def test_a_slow_body_is_cut_off(serve, raw_exchange):
-    here = serve(limits=Limits(body_s=0.2))
+    here = serve(limits=Limits(body_s=0.5))
     assert _status(raw_exchange(here.port, _head(len(BODY)) + BODY[:10])) == 408
     assert here.chat().status_code == 200
 
