@@ -53,8 +53,8 @@ class Bare:
         row = (ctypes.c_float * self.n_vocab).from_address(ctypes.addressof(pointer.contents))
         return int(np.frombuffer(row, np.float32).argmax())
 
-    def rates(self, prompt: list[int]) -> tuple[float, float]:
-        """Prefill and decode, tokens a second."""
+    def rates(self, prompt: list[int], n: int = DECODE) -> tuple[float, float]:
+        """Prefill of the prompt and decode of n tokens, tokens a second."""
         self.llama.llama_memory_clear(self.memory, False)
         began = time.perf_counter()
         self.decode(prompt)
@@ -63,10 +63,10 @@ class Bare:
         self.decode(prompt[:16])
         token = self.greedy()
         began = time.perf_counter()
-        for _ in range(DECODE):
+        for _ in range(n):
             self.decode([token])
             token = self.greedy()
-        return prefill, DECODE / (time.perf_counter() - began)
+        return prefill, n / (time.perf_counter() - began)
 
     def close(self) -> None:
         self.llama.llama_free(self.context)

@@ -173,18 +173,21 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def _start(self) -> None:
-        """Give cache sequences to those that have none, unless another is about to compute what they need."""
-        for seq in self.running:
-            if seq.resident is None and self._may_start(seq):
-                self._give_resident(seq)
+        """Give cache sequences to those that have none, in order.
 
-    def _may_start(self, seq: Sequence) -> bool:
-        _, cached = self.kv.match(seq.tokens, seq.adapters) if seq.request.cache_prompt else (None, 0)
-        active = [s for s in self.running if s.resident is not None]
-        if not active:
-            return True
-        if seq.request.cache_prompt and self._soon_shared(seq, active) >= cached + _WORTH_WAITING:
-            return False
+        One that waits for a prefix lets later ones pass; one that waits for cells does not, or it might wait for ever.
+        """
+        for seq in [s for s in self.running if s.resident is None]:
+            cached = self.kv.match(seq.tokens, seq.adapters)[1] if seq.request.cache_prompt else 0
+            active = [s for s in self.running if s.resident is not None]
+            if seq.request.cache_prompt and self._soon_shared(seq, active) >= cached + _WORTH_WAITING:
+                continue
+            if active and not self._fits(seq, cached, active):
+                return
+            self._give_resident(seq)
+
+    def _fits(self, seq: Sequence, cached: int, active: list[Sequence]) -> bool:
+        """Whether there are cells for `seq` besides those in use and those promised to the prompts being computed."""
         in_use = len(set().union(*(s.resident.cells for s in active if s.resident)))
         promised = sum(s.n_pending for s in active)
         return in_use + promised + len(seq.tokens) - cached <= self.kv.n_cells

@@ -286,6 +286,19 @@ def test_too_little_cache_for_all_preempts_and_finishes_everyone(smollm2: Path, 
         engine.close()
 
 
+def test_a_large_prompt_that_waits_for_room_is_not_passed_by(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
+    engine = load(smollm2, n_ctx=512, n_parallel=3)
+    try:
+        first = engine.submit(written("", prompt="word " * 200, max_tokens=40))
+        large = engine.submit(written("", prompt="some " * 400, max_tokens=2))
+        small = engine.submit(written("tea", max_tokens=2))
+        ends = [end_of(list(stream)) for stream in (first, large, small)]
+        assert ends[0].timings.queue_ms < ends[1].timings.queue_ms <= ends[2].timings.queue_ms + 5
+    finally:
+        engine.close()
+
+
 def test_a_failed_decode_ends_its_requests_and_not_the_engine(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(smollm2, n_parallel=2)
     try:
