@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+
+from edgeinfer.snapshots.criu import MINIMUM, candidates, version_of
 
 pytestmark = pytest.mark.criu
 
@@ -306,3 +309,34 @@ def test_user_namespaces_switched_off(user):
     refused = user.run("warm", MODEL, "--quiet", program=program)
     assert refused.code == 7
     assert "namespaces" in refused.err
+
+
+WHERE_NAMESPACES_ARE_REFUSED = """
+import sys
+from edgeinfer.snapshots import criu
+criu.namespaces_refused = lambda tier: "they are switched off"
+from edgeinfer.launcher import main
+sys.exit(main())
+"""
+#: The extended attribute that `setcap cap_checkpoint_restore,cap_sys_admin,cap_sys_ptrace,cap_setpcap+ep` writes.
+CAPABILITIES = sum(1 << number for number in (40, 21, 19, 8))
+XATTR = struct.pack("<IIIII", 0x02000001, CAPABILITIES & 0xFFFFFFFF, 0, CAPABILITIES >> 32, 0)
+
+
+def test_file_capabilities_on_criu_do_where_namespaces_are_refused(user, tmp_path_factory):
+    if os.getuid() != 0:
+        pytest.skip("giving a file capabilities needs root")
+    alone = [path for path in candidates() if version_of(path) >= MINIMUM and b"$ORIGIN" not in Path(path).read_bytes()]
+    if not alone:
+        pytest.skip("every criu here finds its libraries beside it, which a program with capabilities may not")
+    able = user.place.folder / "able-criu"
+    shutil.copy(alone[0], able)
+    able.chmod(0o755)
+    try:
+        os.setxattr(able, "security.capability", XATTR)
+    except OSError:
+        pytest.skip("this file system keeps no capabilities")
+    user.environment["EDGEINFER_CRIU"] = str(able)
+    result = user.run("warm", MODEL, "--quiet", "--json", program=WHERE_NAMESPACES_ARE_REFUSED).result
+    assert result["snapshot"]["tier"] == "capabilities"
+    assert user.ask().start["how"] == "resumed"
