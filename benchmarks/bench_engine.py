@@ -206,12 +206,12 @@ def stall(engine: LlamaEngine) -> dict:
 
 def conversation(engine: LlamaEngine) -> list[float]:
     """The share of each turn's prompt that came from the cache."""
-    turns = [Message(role="system", content="You answer in one or two plain sentences. " * 5)]
+    turns = [Message(role="system", content="You answer in a few plain sentences. " * 12)]
     shares = []
     for i in range(10):
         turns.append(Message(role="user", content=f"And what about {WORDS[i]}?"))
         text = ""
-        for event in engine.submit(GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=60)):
+        for event in engine.submit(GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=100)):
             if isinstance(event, TextDelta):
                 text += event.text
             elif isinstance(event, Finished):
