@@ -90,6 +90,6 @@ test_models() {
   done
 }
 
-exec 9>"${TMPDIR:-/tmp}/edgeinfer-setup-$(id -u).lock"; flock 9 2>/dev/null || true
+mkdir -p "$cache"; exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
 make_venv; build_llama; install; install_criu
 [ "${1:-}" != test ] || test_models
