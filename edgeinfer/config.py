@@ -44,9 +44,7 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     ] = "auto"
     max_total_gib: Annotated[float, _about("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)] = 40.0
     disk_margin_gib: Annotated[float, _about("Disk space, GiB, that building a snapshot leaves free.", ge=0)] = 4.0
-    idle_release_s: Annotated[
-        float, _about("Seconds without work after which memory is given back; 0 never.", ge=0)
-    ] = 30.0
+    idle_release_s: Annotated[float, _about("Seconds without work after which memory is given back; 0 never.", ge=0)] = 30.0
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):
@@ -64,7 +62,7 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
     """The terminal chat."""
 
     theme: Annotated[str, _about('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = "edgeinfer-dark"
-    keys: Annotated[dict[str, str], _about("Key of a binding by its id, e.g. `stop = \"ctrl+x\"`.")] = {}
+    keys: Annotated[dict[str, str], _about('Key of a binding by its id, e.g. `stop = "ctrl+x"`.')] = {}
     system_prompts: Annotated[dict[str, str], _about("System prompts by name, for `/system NAME`.")] = {}
     presets: Annotated[
         dict[str, dict[str, float | int]], _about("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`.")
