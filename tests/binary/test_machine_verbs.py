@@ -1,0 +1,131 @@
+"""licenses, completion, uninstall, self-check and the man page, run from this checkout."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
+
+import manual
+
+from edgeinfer import paths, shipped
+from edgeinfer.cli import build_parser
+from edgeinfer.commands.completion import completion, verbs
+from edgeinfer.commands.licenses import licenses
+from edgeinfer.commands.self_check import self_check
+from edgeinfer.commands.uninstall import uninstall
+from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
+
+
+def options(**values):
+    return argparse.Namespace(**{"yes": False, "keep_data": False, "name": None, **values})
+
+
+def fill():
+    """A model, a snapshot and a configuration, as a person has them."""
+    for path in (paths.models_dir() / "m/m.gguf", paths.snapshots_dir() / "s/memory.img", paths.config_dir() / "config.toml"):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x" * 5000)
+
+
+def test_licenses_of_an_installation():
+    found = licenses(options())
+    names = {c.name.lower(): c for c in found.components}
+    assert names["msgspec"].licence.startswith("BSD")
+    assert {"textual", "starlette", "jinja2", "llguidance"} <= set(names)
+    assert "pytest" not in names
+    assert "msgspec" in found.human()
+
+
+def test_the_text_of_one_licence():
+    assert "MIT" in licenses(options(name="Textual")).human()
+    with pytest.raises(UsageError, match="nothing called"):
+        licenses(options(name="nothing"))
+
+
+def test_uninstall_asks_with_everything_it_would_remove():
+    fill()
+    asked = []
+    with pytest.raises(InterruptedByUser):
+        uninstall(options(), lambda listing: asked.append(listing) or False)
+    for path in (paths.models_dir(), paths.snapshots_dir(), paths.config_dir()):
+        assert str(path) in asked[0]
+        assert path.exists()
+
+
+def test_uninstall_removes_everything():
+    fill()
+    found = uninstall(options(), lambda _listing: True)
+    assert {"models", "snapshots", "configuration"} <= {part.what for part in found.removed}
+    assert not paths.models_dir().exists()
+    assert not paths.snapshots_dir().exists()
+    assert not paths.data_dir().exists()
+
+
+def test_uninstall_keeps_what_a_person_made():
+    fill()
+    found = uninstall(options(keep_data=True, yes=True))
+    assert {part.what for part in found.kept} == {"models", "configuration"}
+    assert (paths.models_dir() / "m/m.gguf").exists()
+    assert not paths.snapshots_dir().exists()
+
+
+def test_uninstall_with_nothing_there():
+    assert uninstall(options()).human() == "there was nothing to remove"
+
+
+def test_self_check_is_for_the_shipped_file():
+    assert shipped.app_dir() is None
+    with pytest.raises(EdgeInferError, match="not the shipped file"):
+        self_check()
+
+
+def test_certificates_of_this_system_unless_the_environment_names_some(monkeypatch):
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+    monkeypatch.setattr(shipped, "_AUTHORITIES", ("/nowhere", __file__))
+    shipped.trust_certificates()
+    import os
+
+    assert os.environ.pop("SSL_CERT_FILE") == __file__
+    monkeypatch.setenv("SSL_CERT_FILE", "/mine")
+    shipped.trust_certificates()
+    assert os.environ["SSL_CERT_FILE"] == "/mine"
+
+
+def test_every_verb_is_completed():
+    parser = build_parser()
+    names = {verb.name for verb in verbs(parser)}
+    assert {"chat", "run", "serve", "pull", "completion", "uninstall"} <= names
+    for shell in ("bash", "zsh", "fish"):
+        script = completion(shell, parser).text
+        assert all(name in script for name in names)
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        (["edgeinfer", "unins"], "uninstall"),
+        (["edgeinfer", "run", "--resu"], "--resume"),
+        (["edgeinfer", "run", "--resume", "ne"], "never"),
+        (["edgeinfer", "completion", "fi"], "fish"),
+    ],
+)
+def test_bash_completes(typed, wanted):
+    words = " ".join(f"'{word}'" for word in typed)
+    code = f"COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _edgeinfer; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    script = completion("bash", build_parser()).text
+    out = subprocess.run(["bash", "-c", f"{script}\n{code}"], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == [wanted]
+    assert out.stderr == ""
+
+
+def test_the_man_page_has_every_verb_and_exit_code():
+    page = manual.page()
+    for verb in verbs(build_parser()):
+        assert f".SS {verb.name}".replace("-", "\\-") in page
+    assert r"\fB130\fR" in page
+    assert not any(line.startswith("'") for line in page.splitlines())

@@ -1,0 +1,178 @@
+"""The shipped file's format and unpacking, with a small folder and no PyInstaller."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
+
+import assemble
+import bootloader
+import pack
+
+from edgeinfer import payload, unpack
+from edgeinfer.errors import ChecksumError, DiskFullError, EdgeInferError
+
+PROGRAM, PLACED = "bin/program", "bin/placed"
+
+
+def write_tree(folder):
+    """A folder like the application's: text, two equal libraries, a link, an executable that names its own folder."""
+    (folder / "lib").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    (folder / "note").write_text("hello\n")
+    for name in ("liba.so", "libb.so"):
+        (folder / "lib" / name).write_bytes(b"\x7fELF" + bytes(range(256)) * 64)
+    (folder / "lib/libc.so").symlink_to("liba.so")
+    (folder / PROGRAM).write_bytes(Path("/proc/self/exe").resolve().read_bytes())
+    (folder / PLACED).write_bytes(elf(1023))
+    for name in (PROGRAM, PLACED):
+        (folder / name).chmod(0o755)
+
+
+def elf(length):
+    """The least that is a 64-bit ELF file with an interpreter of `length` bytes."""
+    header = bytearray(64)
+    header[:4] = b"\x7fELF"
+    struct.pack_into("<Q", header, 32, 64)
+    struct.pack_into("<HH", header, 54, 56, 1)
+    table = struct.pack("<IIQQQQQQ", 3, 4, 120, 120, 120, length + 1, length + 1, 1)
+    return bytes(header) + table + b"/lib/ld.so".rjust(length, b"/") + b"\0 and the rest"
+
+
+def ship(tree, folder, relocate=()):
+    """A shipped file whose bootloader and archive are only their fields and its cookie."""
+    packed = pack.pack(tree, "1.0", relocate, folder / "cache")
+    fields = [key.ljust(payload.FIELD_BYTES, b"\0") for key in (payload.APP_FIELD, payload.MODEL_FIELD)]
+    (folder / "boot").write_bytes(b"\x7fELF" + b"".join(fields))
+    cookie = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 311, b"libpython")
+    (folder / "archive").write_bytes(cookie)
+    assemble.assemble(folder / "boot", packed.name, packed.data, folder / "archive", folder / "edgeinfer")
+    return folder / "edgeinfer"
+
+
+@pytest.fixture
+def shipped_file(tmp_path):
+    write_tree(tmp_path / "tree")
+    return ship(tmp_path / "tree", tmp_path)
+
+
+def test_unpacks_what_was_packed(shipped_file, tmp_path):
+    said = []
+    app = unpack.ensure_unpacked(shipped_file, lambda done, total: said.append((done, total)))
+    assert app.name == payload.open_shipped(shipped_file).app
+    assert (app / "note").read_text() == "hello\n"
+    assert (app / "lib/libb.so").read_bytes() == (tmp_path / "tree/lib/libb.so").read_bytes()
+    assert (app / "lib/libb.so").is_symlink()  # the same content stands there once
+    assert (app / PROGRAM).stat().st_mode & 0o777 == 0o755
+    assert said[-1][0] == said[-1][1] == max(done for done, _ in said)
+    assert unpack.ensure_unpacked(shipped_file) == app
+
+
+def test_equal_folders_give_equal_payloads(tmp_path):
+    for name in ("one", "two"):
+        write_tree(tmp_path / name)
+    os.utime(tmp_path / "two/note", (1, 1))
+    one, two = (pack.pack(tmp_path / name, "1.0", (), tmp_path / "cache") for name in ("one", "two"))
+    assert one == two
+    (tmp_path / "two/note").write_text("hullo\n")
+    assert pack.pack(tmp_path / "two", "1.0", (), tmp_path / "cache").name != one.name
+
+
+@pytest.mark.parametrize("part", ["magic", "index", "block"])
+def test_damage_is_refused_and_leaves_nothing(shipped_file, part):
+    shipped = payload.open_shipped(shipped_file)
+    with shipped_file.open("rb") as file:
+        block = payload.read_index(file, shipped).blocks[0]
+    offset = {"magic": 0, "index": 40, "block": block.offset + block.size // 2}[part]
+    raw = bytearray(shipped_file.read_bytes())
+    raw[shipped.payload_offset + offset] ^= 1
+    shipped_file.write_bytes(raw)
+    with pytest.raises(ChecksumError, match="damaged"):
+        unpack.ensure_unpacked(shipped_file)
+    assert [p.name for p in unpack.app_root().iterdir()] == [".lock"]
+
+
+def test_a_truncated_file_is_no_shipped_file(shipped_file):
+    shipped_file.write_bytes(shipped_file.read_bytes()[:-10])
+    with pytest.raises(EdgeInferError, match="truncated"):
+        payload.open_shipped(shipped_file)
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/outside", "a/../../outside"])
+def test_an_index_cannot_name_a_file_outside(path):
+    document = {"version": "1", "files": [[path, 420, 0, "", 0]], "links": [], "blocks": [], "relocate": []}
+    assert payload.parse_index(json.dumps(document).encode()) is None
+
+
+def test_an_executable_that_names_its_folder(tmp_path):
+    write_tree(tmp_path / "tree")
+    app = unpack.ensure_unpacked(ship(tmp_path / "tree", tmp_path, (PLACED,)))
+    raw = (app / PLACED).read_bytes()
+    at, length = payload.interpreter_span(raw)
+    assert raw[at : at + length].decode() == unpack.interpreter(app, PLACED).rjust(length, "/")
+    assert raw[at + length :] == b"\0 and the rest"
+
+
+def test_a_path_too_long_for_its_field():
+    with pytest.raises(EdgeInferError, match="too long"):
+        payload.relocated(elf(100), "/" + "x" * 100)
+
+
+def test_neutral_form_does_not_depend_on_the_place():
+    neutral = payload.relocated(elf(1023), "")
+    assert payload.relocated(payload.relocated(elf(1023), "/a/b"), "") == neutral
+
+
+def test_a_disk_without_room(shipped_file, monkeypatch):
+    monkeypatch.setattr(unpack, "_MARGIN_BYTES", 1 << 60)
+    with pytest.raises(DiskFullError, match="MiB free"):
+        unpack.ensure_unpacked(shipped_file)
+
+
+def test_what_a_dead_unpacking_left_is_removed(shipped_file):
+    leftover = unpack.app_root() / ".unpacking-dead"
+    leftover.mkdir(parents=True)
+    (leftover / "half").write_bytes(b"x")
+    unpack.ensure_unpacked(shipped_file)
+    assert not leftover.exists()
+
+
+def test_a_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replaced(shipped_file, tmp_path):
+    first = unpack.ensure_unpacked(shipped_file)
+    other = tmp_path / "other"
+    write_tree(other / "tree")
+    (other / "tree/note").write_text("a second version\n")
+    second = ship(other / "tree", other)
+    after = unpack.ensure_unpacked(second)
+    assert unpack.versions() == sorted([first, after])
+    second.replace(shipped_file)
+    with unpack.locked():
+        assert unpack.remove_unused(keep=after) == [first]
+    assert unpack.versions() == [after]
+
+
+def test_a_version_in_use_is_not_removed(shipped_file):
+    app = unpack.ensure_unpacked(shipped_file)
+    shipped_file.unlink()
+    process = subprocess.Popen([app / PROGRAM, "-c", "input()"], stdin=subprocess.PIPE, env={"PYTHONHOME": sys.base_prefix})
+    try:
+        while not unpack.users(app):
+            assert process.poll() is None
+        assert unpack.remove_unused() == []
+    finally:
+        process.communicate(b"\n")
+    assert unpack.remove_unused() == [app]
+
+
+def test_the_fields_of_the_real_bootloader(tmp_path):
+    raw = bootloader.build().read_bytes()
+    named = assemble.with_field(raw, payload.APP_FIELD, "1.0-abc")
+    assert payload.read_field(raw, payload.APP_FIELD) == ""
+    assert payload.read_field(named, payload.APP_FIELD) == "1.0-abc"
+    assert len(named) == len(raw)
