@@ -7,6 +7,7 @@ takes at most `SHARE` of one core, and at least a thirtieth of a second.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 
@@ -17,7 +18,11 @@ from edgeinfer.tui.drawing.entry import AnswerEntry
 from edgeinfer.tui.widgets.transcript import Transcript
 
 #: Share of one core that drawing may take while an answer streams.
-SHARE = 0.06
+SHARE = 0.04
+
+#: Seconds after which a thread that draws must let another run, while an answer streams. Python's 5 ms would hold up every
+#: token that comes while something is drawn: the engine needs the interpreter for a moment between two.
+_SWITCH_S = 0.0005
 _FASTEST_S = 1 / 30
 _SLOWEST_S = 0.25
 
@@ -54,6 +59,8 @@ class Streaming:
     async def run(self) -> tuple[Turn, EdgeInferError | None]:
         """To the end of the generation; the ended turn, and what broke it off if anything did."""
         drawing = asyncio.create_task(self._draw_as_due())
+        switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         error: EdgeInferError | None = None
         try:
             async for event in self.answer.generation:
@@ -65,6 +72,7 @@ class Streaming:
             self.answer.fail(failure)
         finally:
             drawing.cancel()
+            sys.setswitchinterval(switch_s)
         self._show()
         return self.answer.done or self.answer.abandon(), error
 

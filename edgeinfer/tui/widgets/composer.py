@@ -123,6 +123,9 @@ class Composer(TextArea):
         else:
             self.post_message(self.Left())
 
+    def _toggle_cursor_blink_visible(self) -> None:
+        """The cursor stays: calm, and nothing to draw twice a second while an answer streams."""
+
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":  # a binding sends; TextArea would insert a line
             event.prevent_default()
