@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ TEST_MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path(_CACHE) / "te
 SMOLLM2 = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA3 = "gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 _OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SOCKET", "LISTEN_")
+
+
+# A suite started in the background inherits an ignored SIGINT, and so would every program whose Ctrl-C is tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
