@@ -6,7 +6,8 @@
 #                        One build serves development, tests and the binary: each instruction set is a variant, and ggml
 #                        takes this machine's at run time (docs/decisions/001-one-build.md)
 #   .venv/criu           CRIU >= 4.1 beside the system's, where the system has none that works and apt is there
-#   with `test`:         the two real models of the tests, in the build cache
+#   with `test`:         the two real models of the tests, in the build cache; tmux and qemu-user, which some tests drive,
+#                        through apt where this is root's call (else it says what to type, and those tests are skipped)
 #
 # Needs: Python >= 3.11 with venv, gcc, cmake, make. EDGEINFER_BUILD_CACHE moves the cache.
 set -euo pipefail
@@ -90,6 +91,19 @@ test_models() {
   done
 }
 
+test_programs() {
+  local missing=()
+  command -v tmux >/dev/null || missing+=(tmux)
+  command -v qemu-x86_64 >/dev/null || missing+=(qemu-user)
+  command -v curl >/dev/null || missing+=(curl)
+  [ ${#missing[@]} = 0 ] && return
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing ${missing[*]} for the tests"
+    { apt-get update -qq && apt-get install -qq -y --no-install-recommends "${missing[@]}"; } >/dev/null && return
+  fi
+  say "tests that need ${missing[*]} are skipped: apt-get install ${missing[*]}"
+}
+
 mkdir -p "$cache"; exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
 make_venv; build_llama; install; install_criu
-[ "${1:-}" != test ] || test_models
+[ "${1:-}" != test ] || { test_programs; test_models; }

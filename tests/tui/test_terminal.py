@@ -1,6 +1,7 @@
 """The whole program at a real terminal with the real model: cold, and resumed from a real snapshot."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,11 @@ from edgeinfer.chat.store import Store
 EDGEINFER = Path(sys.executable).with_name("edgeinfer")
 MODEL = "smollm2-135m-instruct"
 
-pytestmark = [pytest.mark.model, pytest.mark.criu]
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.criu,
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed: tools/setup.sh test does it"),
+]
 
 
 @pytest.fixture(scope="module")
