@@ -82,6 +82,12 @@ class Person:
         """The folder of the newest snapshot of that name."""
         return max(p for p in self.snapshots.glob(f"{name}@*") if (p / "manifest").exists())
 
+    def settings(self, text: str) -> None:
+        """Write config.toml."""
+        folder = self.data / "config"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(text)
+
     def popen(self, *arguments: str, program: str = "", **settings) -> subprocess.Popen:
         """Start edgeinfer, or a Python program text; as this person, in their home, without our descriptors."""
         start = ["-c", program] if program else [str(self.place.script)]
@@ -179,7 +185,8 @@ def _readable(place: Place, model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def warm(anybody) -> Person:
-    """Somebody whose small model is warm. Tests that change the snapshot take `spoiled` instead."""
+    """Somebody whose small model is warm, once: nothing is rebuilt behind a test that damages the snapshot (`spoiled`)."""
+    anybody.settings("[snapshots]\nauto-warm = false\n")
     anybody.run("warm", MODEL, "--quiet").check()
     return anybody
 

@@ -30,12 +30,6 @@ def logged(person, words: str) -> str:
     raise AssertionError(f"{words!r} was never logged: {log.read_text() if log.exists() else 'no log'}")
 
 
-def settings(person, text: str) -> None:
-    folder = person.data / "config"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(text)
-
-
 def test_the_first_launch_is_cold_and_the_next_instant(user):
     first = user.ask()
     assert first.start["how"] == "cold"
@@ -55,14 +49,14 @@ def test_a_stale_snapshot_is_built_again_by_itself(user):
 
 
 def test_nothing_is_built_when_it_is_switched_off(user):
-    settings(user, "[snapshots]\nauto-warm = false\n")
+    user.settings("[snapshots]\nauto-warm = false\n")
     user.ask()
     assert not user.snapshots.exists()
     assert not (user.data / "state/auto-warm.log").exists()
 
 
 def test_the_background_never_fills_the_disk(user):
-    settings(user, "[snapshots]\ndisk-margin-gib = 1000000\n")
+    user.settings("[snapshots]\ndisk-margin-gib = 1000000\n")
     user.ask()
     assert "stay free" in logged(user, "not built")
 
@@ -170,7 +164,7 @@ def test_a_client_that_connects_at_once_waits_instead_of_failing(warm):
 
 
 def test_an_idle_endpoint_gives_its_memory_back_and_answers_again(warm):
-    settings(warm, "[snapshots]\nidle-release-s = 0.5\n")
+    warm.settings("[snapshots]\nauto-warm = false\nidle-release-s = 0.5\n")
     try:
         with Endpoint(warm, MODEL) as endpoint:
             endpoint.ask(tokens=30)
@@ -184,7 +178,7 @@ def test_an_idle_endpoint_gives_its_memory_back_and_answers_again(warm):
             assert _of_files(app) < before - 30_000_000
             assert endpoint.ask(tokens=30)["usage"]["completion_tokens"] == 30
     finally:
-        (warm.data / "config/config.toml").unlink()
+        warm.settings("[snapshots]\nauto-warm = false\n")
 
 
 def _of_files(pid: int) -> int:

@@ -205,10 +205,15 @@ def _wait_for_app(process) -> list[int]:
 
 
 def _private_bytes(pid: int) -> int:
+    """What this process alone holds and the kernel cannot take back: clean file pages are neither, and `Anonymous` would
+    count dirty pages a second time."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Private_Dirty:", "Anonymous:")))
+    return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Private_Dirty:", "Swap:")))
 
 
 def _descendants(pid: int) -> list[int]:
-    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:  # a helper that has ended since it was listed
+        return []
     return [found for child in children for found in (child, *_descendants(child))]
