@@ -56,6 +56,20 @@ class Place:
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
 
 
+_started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_pipes():
+    """What a test leaves open of its programs is closed with it, and not by the collector in some later test."""
+    yield
+    while _started:
+        process = _started.pop()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None and process.poll() is not None:
+                pipe.close()
+
+
 class Person:
     """Somebody who runs edgeinfer: a home of their own with the small model in it."""
 
@@ -93,7 +107,7 @@ class Person:
         start = ["-c", program] if program else [str(self.place.script)]
         environment = self.environment | settings.pop("env", {})
         defaults = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.home}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [str(self.place.python), *start, *arguments],
             env=environment,
             user=self.uid,
@@ -103,6 +117,8 @@ class Person:
             text=True,
             **(defaults | settings),
         )
+        _started.append(process)
+        return process
 
     def run(self, *arguments: str, timeout: float = 120, **settings) -> Outcome:
         process = self.popen(*arguments, **settings)
