@@ -108,7 +108,7 @@ def _distributions(collected: set[Path], texts: Path) -> list[Component]:
             continue
         legal = [f for f in files if re.search(r"(?i)(licen[cs]e|copying|notice|authors)", f.name) and f.is_file()]
         copied = _copy(texts / name, [f for f in legal if f.suffix not in (".py", ".pyc", ".so")])
-        found.append(Component(name, dist.version, "pypi", _licence(dist), copied, f"https://pypi.org/project/{name}/"))
+        found.append(Component(name, dist.version, "pypi", _licence(dist), copied, f"pkg:pypi/{name}@{dist.version}"))
     return found
 
 
@@ -132,7 +132,7 @@ def _debian(collected: set[Path], texts: Path) -> list[Component]:
         name = package.partition(":")[0]
         text = Path("/usr/share/doc") / name / "copyright"
         copied = _copy(texts / f"debian-{name}", [text] if text.is_file() else [])
-        url = f"https://snapshot.debian.org/package/{source}/{source_version}/"
+        url = f"pkg:deb/debian/{source}@{source_version}?arch=source"
         found.append(Component(name, version, "deb", KNOWN.get(name) or _debian_licence(text), copied, url))
     return found
 
@@ -166,7 +166,7 @@ def _criu(tree: Path, texts: Path) -> list[Component]:
         text = texts / "criu" / name / "copyright"
         licence = "GPL-2.0-only" if name == "criu" else KNOWN.get(name) or _debian_licence(text)
         inside = (f"share/licences/criu/{name}/copyright", "share/licences/criu/SOURCE-OFFER.txt")
-        url = f"https://snapshot.debian.org/package/{source}/{source_version}/"
+        url = f"pkg:deb/debian/{source}@{source_version}?arch=source"
         found.append(Component(name, version, "deb", licence, inside, url, digest))
     return found
 
@@ -185,7 +185,7 @@ def _bootloader(texts: Path) -> Component:
     legal = [Path(str(dist.locate_file(f))) for f in dist.files or [] if f.name == "COPYING.txt"]
     licence = "GPL-2.0-or-later WITH Bootloader-exception"
     copied = _copy(texts / "pyinstaller", legal)
-    return Component("pyinstaller", dist.version, "pypi", licence, copied, "https://pypi.org/project/pyinstaller/")
+    return Component("pyinstaller", dist.version, "pypi", licence, copied, f"pkg:pypi/pyinstaller@{dist.version}")
 
 
 def _copy(folder: Path, files: list[Path]) -> tuple[str, ...]:
