@@ -64,7 +64,8 @@ def test_licenses_name_criu_with_its_text_and_the_offer(used):
     text = used.run("licenses", "criu").stdout
     assert "GNU General Public License" in text
     assert "Written offer" in text
-    assert "snapshot.debian.org" in text
+    assert "pkg:deb/debian/criu@" in text
+    assert "apt-get source NAME=VERSION" in text
 
 
 def test_pull_from_a_file(used):
