@@ -6,6 +6,7 @@ import io
 import json
 import re
 import stat
+import time
 from pathlib import Path
 
 import msgspec
@@ -110,10 +111,21 @@ def test_a_request_id_goes_in_and_out_and_into_the_log(serve):
     assert {"mine-1", made} <= set(ids)
 
 
+def _logged(here, event: str) -> dict:
+    """The log's first line of `event`; it is written after the answer's last byte, so it may come a moment later."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        for said in map(json.loads, here.log.getvalue().splitlines()):
+            if said["event"] == event:
+                return said
+        time.sleep(0.01)
+    raise AssertionError(f"no {event} in {here.log.getvalue()!r}")
+
+
 def test_log_lines_are_json_with_figures_and_without_words(serve):
     here = serve(FakeEngine([["a secret answer"]]))
     here.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a secret question"}]})
-    line = next(said for said in map(json.loads, here.log.getvalue().splitlines()) if said["event"] == "request")
+    line = _logged(here, "request")
     assert (line["route"], line["status"], line["model"], line["finish"]) == ("/v1/chat/completions", 200, "fake", "stop")
     assert line["completion_tokens"] == 1
     assert line["ms"] >= line["ttft_ms"] > 0
