@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import peer_server
-from bench import MODELS, NAMES, Bare, finished
+from bench import MODELS, NAMES, Bare, beside, finished
 
 from edgeinfer.runtime import native
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -121,7 +121,7 @@ def single(engine: LlamaEngine, path: Path, rounds: int) -> dict:
     ours, theirs = [], []
     for _ in range(4 * rounds + 1):
         ours.append(finished(engine, prompt, 33).timings.decode_tokens_per_s(33))
-        theirs.append(bare.rates(prompt, 32)[1])
+        theirs.append(beside(engine, bare, prompt, 32)[1])
     bare.close()
     ours, theirs = ours[1:], theirs[1:]
     return {

@@ -31,6 +31,8 @@ from typing import Any
 HERE = Path(__file__).parent
 MODELS = {"small": 0, "7b": 32, "14b": 64}
 PROMPT = "Name three colours."
+#: One token of the models here: what is left of a first token when there is next to nothing to prefill.
+ONE_TOKEN = "Hello"
 STAGES = ("launcher", "restore", "running", "request", "first_token")
 
 
@@ -67,14 +69,15 @@ class Bench:
         found["snapshot"] = {k: warm["snapshot"][k] for k in ("memory_bytes", "disk_bytes", "images_bytes", "mappings")}
         self.results["models"][name] = found
         self._launch(name)  # page cache and kdat are hot from here on
-        few = max(1, self.options.runs // 10) if MODELS[name] else self.options.runs
+        few = max(3, self.options.runs // 3) if MODELS[name] else self.options.runs
         parts: dict[str, Callable[[], Any]] = {
             "resumed": lambda: _medians([self._launch(name) for _ in range(self.options.runs)]),
+            "one_token": lambda: self._one_token(name, model, few),
             "cold": lambda: _medians([self._launch(name, "--resume=never") for _ in range(few)]),
-            "llama_server": lambda: self._peers(model, few),
             "memory": lambda: self._memory(name),
             "decode": lambda: self._decode(name),
-            "cold_cache": lambda: self._cold_cache(name),
+            "cold_cache": lambda: self._cold_cache(name, model),
+            "disk": lambda: {"write_s": self._write_s(found["snapshot"]["disk_bytes"])},
         }
         for part in self.options.parts.split(","):
             found[part] = parts[part]()
@@ -98,8 +101,8 @@ class Bench:
             subprocess.run(command, check=True)
         return out
 
-    def _launch(self, name: str, *more: str, tokens: int = 4) -> dict[str, float]:
-        words = ("run", name, PROMPT, "--temperature", "0", "--max-tokens", str(tokens), *more)
+    def _launch(self, name: str, *more: str, tokens: int = 4, prompt: str = PROMPT) -> dict[str, float]:
+        words = ("run", name, prompt, "--temperature", "0", "--max-tokens", str(tokens), *more)
         began = time.monotonic()
         result = self.json(*words)
         exit_ms = (time.monotonic() - began) * 1000
@@ -108,6 +111,7 @@ class Bench:
         if result["start"]["how"] != expected:
             raise SystemExit(f"{name} was not {expected}: {result['start']}")
         stages["ttft"] = result["timings"]["ttft_ms"]
+        stages["prompt_tokens"] = result["usage"]["prompt_tokens"] - result["usage"]["cached_tokens"]
         decoded = result["usage"]["completion_tokens"] - 1
         stages["step"] = result["timings"]["decode_ms"] / decoded if decoded > 0 else 0.0
         # Loading happens between the request and the submission, so the first token is counted back from the exit.
@@ -115,16 +119,44 @@ class Bench:
         stages["exit"] = exit_ms
         return stages
 
+    def _one_token(self, name: str, model: Path, few: int) -> dict[str, Any]:
+        """A prompt of one token, as it is, of ours and of llama-server's two ways to start, in turn."""
+        ways = {"default": (), "no-repack, no-warmup": ("--no-repack", "--no-warmup")} if self.server else {}
+        runs: dict[str, list[dict[str, float]]] = {"ours": [], **{way: [] for way in ways}}
+        for n in range(self.options.runs):
+            runs["ours"].append(self._launch(name, "--raw", prompt=ONE_TOKEN))
+            for way, flags in ways.items():
+                if n < few:
+                    runs[way].append(self._peer(model, *flags))
+        return {way: _medians(values) for way, values in runs.items()}
+
     def _decode(self, name: str) -> dict[str, float]:
-        """Steady decode steps of a resumed and of a freshly loaded process, alternating."""
+        """Steady decode steps of a resumed and of a freshly loaded process, alternating; sampled: nothing is guessed."""
         steps: dict[str, list[float]] = {"resumed": [], "fresh": []}
-        for _ in range(3):
-            steps["resumed"].append(self._launch(name, tokens=self.options.tokens)["step"])
-            steps["fresh"].append(self._launch(name, "--resume=never", tokens=self.options.tokens)["step"])
+        sampled = ("--temperature", "1", "--seed", "7")
+        for _ in range(5):
+            steps["resumed"].append(self._launch(name, *sampled, tokens=self.options.tokens)["step"])
+            steps["fresh"].append(self._launch(name, "--resume=never", *sampled, tokens=self.options.tokens)["step"])
         medians = {side: statistics.median(values) for side, values in steps.items()}
+        pairs = [fresh / resumed for resumed, fresh in zip(steps["resumed"], steps["fresh"], strict=True)]
         return {f"{side}_step_ms": value for side, value in medians.items()} | {
-            "rate_ratio": medians["fresh"] / medians["resumed"]
+            "rate_ratio": statistics.median(pairs),
+            "least": min(pairs),
+            "greatest": max(pairs),
         }
+
+    def _write_s(self, size: int) -> float:
+        """Seconds to write so many bytes to a new file of this disk and have them there."""
+        path, block = self.work / "written", os.urandom(4 << 20)
+        began = time.monotonic()
+        with open(path, "wb") as file:
+            for _ in range(-(-size // len(block))):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        took = time.monotonic() - began
+        path.unlink()
+        return took
 
     def _memory(self, name: str) -> dict[str, float]:
         """An idle resumed process, then one and four that have answered: PSS adds up, shared pages counted once."""
@@ -164,14 +196,6 @@ class Bench:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
 
-    def _peers(self, model: Path, runs: int) -> dict[str, Any]:
-        if not self.server:
-            return {}
-        return {
-            "default": _medians([self._peer(model) for _ in range(runs)]),
-            "no-repack, no-warmup": _medians([self._peer(model, "--no-repack", "--no-warmup") for _ in range(runs)]),
-        }
-
     def _peer(self, model: Path, *flags: str) -> dict[str, float]:
         command = [str(self.server), "-m", str(model), "--port", "18390", "-c", "4096", *flags]
         began = time.monotonic()
@@ -188,16 +212,31 @@ class Bench:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
 
-    def _cold_cache(self, name: str) -> dict[str, Any]:
-        drop = Path("/proc/sys/vm/drop_caches")
-        if not os.access(drop, os.W_OK):
-            return {}
-        runs = []
+    def _cold_cache(self, name: str, model: Path) -> dict[str, Any]:
+        """Launches with nothing of model and snapshot in the page cache, and just reading the snapshot."""
+        snapshots = Path(self.environment["EDGEINFER_HOME"]) / "cache/snapshots"
+        files = [model, *(path for path in snapshots.rglob("*") if path.is_file())]
+        launches, reads = [], []
         for _ in range(3):
-            os.sync()
-            drop.write_text("3")
-            runs.append(self._launch(name))
-        return _medians(runs)
+            _drop(files)
+            launches.append(self._launch(name))
+            _drop(files)
+            began = time.monotonic()
+            for path in files[1:]:
+                with open(path, "rb", buffering=0) as file:
+                    while file.read(8 << 20):
+                        pass
+            reads.append({"read": (time.monotonic() - began) * 1000})
+        return _medians(launches) | _medians(reads)
+
+
+def _drop(files: list[Path]) -> None:
+    """Out of the page cache: what is on the disk and mapped by nobody."""
+    os.sync()
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:
@@ -245,7 +284,7 @@ def _status(port: int) -> int:
 
 def _complete(port: int) -> None:
     """One token over HTTP, whenever the endpoint is there."""
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 1, "temperature": 0})
+    body = json.dumps({"prompt": ONE_TOKEN, "max_tokens": 1, "temperature": 0})
     deadline = time.monotonic() + 120
     while True:
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -280,23 +319,36 @@ def table(results: dict[str, Any]) -> str:
     def ms(value: dict[str, float]) -> str:
         return f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"
 
+    def warm(found: dict[str, Any]) -> str:
+        bare = found["cold"]["first_token"]["median"] / 1000 + found["disk"]["write_s"]
+        return f"{found['warm']['wall_s']:.1f} s ({found['warm']['wall_s'] / bare:.2f})"
+
     row("model file", lambda f: f"{f['file_bytes'] / 1e9:.2f} GB")
     row("exec → launcher's main", lambda f: ms(f["resumed"]["launcher"]))
     row("exec → CRIU started", lambda f: ms(f["resumed"]["restore"]))
     row("exec → Python runs again", lambda f: ms(f["resumed"]["running"]))
     row("exec → **running with its request**", lambda f: ms(f["resumed"]["request"]))
-    row("exec → **first token**", lambda f: ms(f["resumed"]["first_token"]))
+    row("exec → **first token**, a prompt of one token", lambda f: ms(f["one_token"]["ours"]["first_token"]))
+    row("`llama-server`, the same", lambda f: ms(f["one_token"]["default"]["first_token"]))
+    row("`llama-server --no-repack --no-warmup`, the same", lambda f: ms(f["one_token"]["no-repack, no-warmup"]["first_token"]))
+    prompt = "a chat's prompt (tokens to prefill)"
+    row(
+        f"exec → first token, {prompt}",
+        lambda f: f"{ms(f['resumed']['first_token'])}, {f['resumed']['prompt_tokens']['median']:.0f}",
+    )
+    row("the same, cold start", lambda f: f"{ms(f['cold']['first_token'])}, {f['cold']['prompt_tokens']['median']:.0f}")
+    row("the same, resumed, nothing in the page cache", lambda f: ms(f["cold_cache"]["first_token"]))
+    row("reading the snapshot from this disk", lambda f: ms(f["cold_cache"]["read"]))
     row("one decode step, resumed", lambda f: f"{f['decode']['resumed_step_ms']:.1f} ms")
     row("one decode step, freshly loaded", lambda f: f"{f['decode']['fresh_step_ms']:.1f} ms")
-    row("decode rate, resumed : fresh", lambda f: f"{f['decode']['rate_ratio']:.3f}")
-    row("exec → first token, cold start", lambda f: ms(f["cold"]["first_token"]))
-    row("`llama-server` exec → first token", lambda f: ms(f["llama_server"]["default"]["first_token"]))
-    row("the same, `--no-repack --no-warmup`", lambda f: ms(f["llama_server"]["no-repack, no-warmup"]["first_token"]))
-    row("cold page cache: exec → first token", lambda f: ms(f["cold_cache"]["first_token"]))
+    row(
+        "decode rate, resumed : fresh",
+        lambda f: f"{f['decode']['rate_ratio']:.3f} ({f['decode']['least']:.2f}–{f['decode']['greatest']:.2f})",
+    )
     row("private memory, idle", lambda f: f"{f['memory']['idle_private_bytes'] / 1e6:.0f} MB")
     row("four copies : one (PSS)", lambda f: f"{f['memory']['four_to_one']:.2f}")
     row("snapshot on disk", lambda f: f"{f['snapshot']['disk_bytes'] / 1e6:.0f} MB")
-    row("`warm`", lambda f: f"{f['warm']['wall_s']:.1f} s")
+    row("`warm` (: cold start + writing as much)", warm)
     return "\n".join(lines) + "\n"
 
 
@@ -307,7 +359,7 @@ def main() -> None:
     parser.add_argument("--models", default="small,7b,14b")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=24, help="tokens of a steady decode")
-    parser.add_argument("--parts", default="resumed,cold,llama_server,memory,decode,cold_cache", help="what to measure")
+    parser.add_argument("--parts", default="resumed,one_token,cold,memory,decode,cold_cache,disk", help="what to measure")
     parser.add_argument("--model-folder", help="where the random models are kept; left out: made and removed")
     parser.add_argument("--work", default=None, help="a folder with room for models and snapshots, no tmpfs")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))

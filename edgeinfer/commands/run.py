@@ -46,10 +46,9 @@ def run(options: argparse.Namespace, host: Host, stream_to: TextIO | None, talk:
     if not prompt.strip():
         raise UsageError("no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in')
     engine = host.engine(model, requesting.load_options(options, host.config.load))
-    system = engine.info.system_prompt if options.system is None else options.system
-    turns = ([Message(role="system", content=system)] if system else []) + [Message(role="user", content=prompt)]
     request = GenerateRequest(
-        messages=tuple(turns),
+        prompt=prompt if options.raw else None,
+        messages=() if options.raw else _turns(engine.info.system_prompt if options.system is None else options.system, prompt),
         sampling=requesting.sampling(options, engine.info.sampling),
         max_tokens=options.max_tokens,
     )
@@ -58,6 +57,10 @@ def run(options: argparse.Namespace, host: Host, stream_to: TextIO | None, talk:
     if options.timings:
         talk.write(f"{timings_line(result)}\n")
     return result
+
+
+def _turns(system: str, prompt: str) -> tuple[Message, ...]:
+    return (*([Message(role="system", content=system)] if system else []), Message(role="user", content=prompt))
 
 
 def model_and_prompt(first: str | None, second: str | None, host: Host) -> tuple[str, str]:

@@ -29,7 +29,7 @@ _EXACT_ROWS = 3
 #: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
 _EXACT_CELLS = 192
 #: Tokens of the warm-up prompt: enough to touch every weight in the shape a prefill has, and in the shape a decode has.
-_WARM_UP_TOKENS = 32
+_WARM_UP_TOKENS = 8
 
 
 def load_engine(

@@ -92,14 +92,18 @@ class Builder:
 
     def _converse(self, link: socket.socket) -> tuple[dict[str, bytes], Parked]:
         """Send the request to the process that parks, pass on its stages, and wait until it has let go of us."""
-        frames.send(link, {name: self._fields[name] for name in ("model", "files", "options", "system")})
+        frames.send(
+            link, {name: self._fields[name] for name in ("model", "files", "options", "system")} | {"folder": str(self._folder)}
+        )
         answer: dict[str, bytes] = {}
         while (received := frames.receive(link)) is not None:
             fields = received[0]
             if fields["op"] == b"stage":
                 frames.send(self._warm, fields)
             elif fields["op"] == b"failed":
-                raise EdgeInferError(fields["message"].decode(), hint=fields["hint"].decode() or None)
+                raise _disk_full(self._folder) or EdgeInferError(
+                    fields["message"].decode(), hint=fields["hint"].decode() or None
+                )
             else:
                 answer = fields
         if not answer:
@@ -185,10 +189,12 @@ class Builder:
             "sha256": parked.info.sha256,
             "criu": self._fields["version"].decode(),
         }
-        stamps = {path: fingerprint.stamp(path) for path in (*parked.files, self._criu)}
+        foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
+        stamps = {path: fingerprint.stamp(path) for path in (*foreign, self._criu)}
         stamps |= {stamp.path: stamp for stamp in fingerprint.own_files()}
         manifest.files = list(stamps.values())
-        manifest.images = {format.MEMORY: os.path.getsize(self._folder / format.MEMORY)}
+        pages = [name for name in (format.MEMORY, format.BUFFERS) if (self._folder / name).exists()]
+        manifest.images = {name: os.path.getsize(self._folder / name) for name in pages}
         for path in sorted(self._images.iterdir()):
             path.chmod(0o600)
             manifest.images[f"{format.IMAGES}/{path.name}"] = path.stat().st_size
@@ -199,7 +205,8 @@ class Builder:
             raise RestoreError("the new snapshot computes other tokens than the process it was taken of; it was thrown away")
 
     def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
-        images_bytes = sum(size for name, size in manifest.images.items() if name != format.MEMORY)
+        hashed = {format.MEMORY: baked.sha256, format.BUFFERS: parked.spilled.sha256}
+        images_bytes = sum(size for name, size in manifest.images.items() if name not in hashed)
         return Details(
             name=manifest.name,
             model=manifest.model,
@@ -212,12 +219,11 @@ class Builder:
             actual=manifest.actual,
             reasons={name: chosen.reason for name, chosen in parked.info.choices.items()},
             system_tokens=parked.system_tokens,
-            memory_bytes=baked.memory_bytes,
+            memory_bytes=baked.memory_bytes + parked.spilled.size,
             images_bytes=images_bytes,
-            disk_bytes=baked.disk_bytes + images_bytes,
+            disk_bytes=baked.disk_bytes + parked.spilled.written + images_bytes,
             mappings=baked.mappings,
-            digests={format.MEMORY: baked.sha256}
-            | {n: digest(self._folder / n) for n in manifest.images if n != format.MEMORY},
+            digests={name: hashed.get(name) or digest(self._folder / name) for name in manifest.images},
             stages_ms=self._stages,
         )
 

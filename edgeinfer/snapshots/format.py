@@ -5,8 +5,9 @@
         lock                            held by the process that builds it; never read
         manifest                        what must hold before CRIU runs; written last, by a rename: it is the publication
         snapshot.json                   what `snapshots show` tells a person; the launcher never reads it
-        memory.img                      the parked process's private memory, mapped copy-on-write by every resume
-        images/                         CRIU's images: what is left to restore after `memory.img`
+        memory.img                      the parked process's other private memory, mapped copy-on-write by every resume
+        buffers.img                     llama.cpp's buffers, repacked weights among them; mapped like it; not in every snapshot
+        images/                         CRIU's images: what is left to restore after these
         resume.log                      CRIU's words on the last resume that failed
 
 A folder without `manifest` is being built, or was left behind by a process that died (its lock is free then).
@@ -33,6 +34,7 @@ LOCK = "lock"
 MANIFEST = "manifest"
 DETAILS = "snapshot.json"
 MEMORY = "memory.img"
+BUFFERS = "buffers.img"
 IMAGES = "images"
 RESUME_LOG = "resume.log"
 DUMP_LOG = "dump.log"
@@ -63,7 +65,7 @@ class Manifest:
     """What must hold for a snapshot to be resumed, and how to resume it.
 
     `requested` are the load options it was warmed with that differ from their defaults, `actual` what they became.
-    `keys` are values compared with this machine's by name. `images` maps CRIU's images and `memory.img` to sizes in bytes.
+    `keys` are values compared with this machine's by name. `images` maps the names of all files of content to sizes in bytes.
     """
 
     __slots__ = (

@@ -19,6 +19,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 #: checkpoint_restore, sys_ptrace, setpcap, sys_admin: what CRIU needs; in a user namespace they count only there.
 CRIU_CAPABILITIES = (40, 19, 8, 21)
 MADV_DONTNEED = 4
+_PROT_READ_WRITE, _MAP_PRIVATE_FIXED = 3, 0x12
 
 _loaded: list[ctypes.CDLL] = []
 
@@ -93,6 +94,19 @@ def drop_privileges() -> None:
 def forget_pages(start: int, length: int) -> None:
     """madvise(MADV_DONTNEED): the pages read as when they were mapped."""
     _checked(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
+
+
+def map_private(start: int, length: int, fd: int, offset: int) -> None:
+    """mmap(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED): this part of the file takes the place of what was mapped there."""
+    mmap = _libc().mmap
+    mmap.restype = ctypes.c_void_p
+    got = mmap(ctypes.c_void_p(start), ctypes.c_size_t(length), _PROT_READ_WRITE, _MAP_PRIVATE_FIXED, fd, ctypes.c_long(offset))
+    _checked(0 if got == start else -1, "mmap")
+
+
+def equal(start: int, other: ctypes.Array[ctypes.c_char], length: int) -> bool:
+    """memcmp: whether the memory at `start` is the same as the first `length` bytes of `other`."""
+    return bool(_libc().memcmp(ctypes.c_void_p(start), other, ctypes.c_size_t(length)) == 0)
 
 
 def getrandom(size: int) -> bytes:

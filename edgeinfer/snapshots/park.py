@@ -1,4 +1,4 @@
-"""The process a snapshot is taken of: it loads, warms up, prefills, lets go of everything, and waits at one place.
+"""The process a snapshot is taken of: it loads, warms up, prefills, spills its buffers, lets go of everything, and waits.
 
 `python -m edgeinfer.snapshots.park`, with the builder's socket as descriptor LINK_FD and a pipe of the builder's as WAKE_FD.
 When it is dumped it has its standard streams on /dev/null, an unconnected socket and an empty pipe; a restore puts the
@@ -9,7 +9,6 @@ the builder gives it an environment of its own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -18,14 +17,16 @@ import select
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
-from edgeinfer.snapshots import app, frames, freshness, memory, native
-from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
+from edgeinfer.snapshots import app, frames, freshness, memory
+from edgeinfer.snapshots.format import BUFFERS, LINK_FD, WAKE_FD
 from edgeinfer.snapshots.held import Held, Parkable, actual
+from edgeinfer.snapshots.spill import Spilled, spill
 
 #: Our packages whose every module is imported before the dump.
 OWN_PACKAGES = (
@@ -42,8 +43,6 @@ LAZY_MODULES = (
     "uvicorn.protocols.http.auto", "uvicorn.protocols.http.h11_impl", "uvicorn.protocols.http.httptools_impl",
     "uvicorn.protocols.utils", "zoneinfo",
 )  # fmt: skip
-#: Twice the size of an arena of Python's allocator; see `drop_zero_blocks`.
-ZERO_BLOCK_BYTES = 2 << 20
 _WIDGETS = "textual.widgets"
 
 
@@ -55,6 +54,7 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
     canary: bytes
     files: tuple[str, ...]
     system_tokens: int
+    spilled: Spilled
     stages_ms: dict[str, float]
 
 
@@ -109,11 +109,12 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
     files = msgspec.json.decode(fields["files"], type=ModelFiles)
     options = msgspec.json.decode(fields["options"], type=LoadOptions)
     stages = _Stages(link)
-    stages.begin("import")
-    import_everything()
-    _rehearse()
     stages.begin("load")
-    engine: Parkable = load_engine(files, options, lambda _stage, fraction: stages.report("load", fraction))
+    with ThreadPoolExecutor(1) as loader:  # llama.cpp needs no Python to load, and the imports no llama.cpp
+        loading = loader.submit(load_engine, files, options, lambda _stage, fraction: stages.report("load", fraction))
+        import_everything()
+        _rehearse()
+        engine: Parkable = loading.result()
     held = Held(engine, fields["model"].decode(), options)
     stages.begin("warm up")
     engine.warm_up()
@@ -123,8 +124,10 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
         system_tokens = engine.prefill_system(fields["system"].decode())
     canary = held.sing()
     engine.park()
+    stages.begin("write")
     held.buffers = memory.buffers()
-    drop_zero_blocks()
+    path = os.path.join(os.fsdecode(fields["folder"]), BUFFERS)
+    spilled = spill(held.buffers, path, lambda fraction: stages.report("write", fraction))
     stages.begin("")
     parked = Parked(
         info=engine.info,
@@ -132,6 +135,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
         canary=canary,
         files=mapped_files(),
         system_tokens=system_tokens,
+        spilled=spilled,
         stages_ms=stages.ms,
     )
     return held, msgspec.json.encode(parked)
@@ -142,35 +146,6 @@ def _rehearse() -> None:
     from edgeinfer import tui  # with everything else that is imported here
 
     tui.preload()
-
-
-def drop_zero_blocks() -> None:
-    """Give back what is all zeros: an empty KV cache, which llama.cpp has cleared by writing to it, need not be dumped.
-
-    Between the look at a block and giving it back, Python must not write to it. Only inner blocks of a stretch of zero
-    blocks are taken: every arena of Python's allocator, 1 MiB, has a pool with a header that is not zero, so an arena that
-    reaches into a block shows in that block or in the next.
-    """
-    libc = ctypes.CDLL(None)
-    zero = ctypes.create_string_buffer(ZERO_BLOCK_BYTES)
-    gc.disable()
-    for low, high in _large_areas():
-        first = -(-low // ZERO_BLOCK_BYTES) * ZERO_BLOCK_BYTES
-        starts = range(first, high - ZERO_BLOCK_BYTES + 1, ZERO_BLOCK_BYTES)
-        empty = [libc.memcmp(ctypes.c_void_p(at), zero, ctypes.c_size_t(ZERO_BLOCK_BYTES)) == 0 for at in starts]
-        for n in range(1, len(empty) - 1):
-            if empty[n - 1] and empty[n] and empty[n + 1]:
-                native.forget_pages(starts[n], ZERO_BLOCK_BYTES)
-    gc.enable()
-
-
-def _large_areas() -> list[tuple[int, int]]:
-    """Private anonymous writable memory in stretches large enough to hold buffers of llama.cpp."""
-    return [
-        (area.low, area.high)
-        for area in memory.areas()
-        if not area.path and area.permissions == "rw-p" and area.high - area.low >= memory.LARGE_BYTES
-    ]
 
 
 def mapped_files() -> tuple[str, ...]:
@@ -208,6 +183,9 @@ def main() -> None:
         held, parked = prepare(link, request[0])
     except EdgeInferError as error:
         frames.send(link, {"op": "failed", "code": error.code, "message": error.message, "hint": error.hint or ""})
+        os._exit(1)
+    except OSError as error:
+        frames.send(link, {"op": "failed", "code": "", "message": f"while it was made ready to dump: {error}", "hint": ""})
         os._exit(1)
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)

@@ -77,7 +77,8 @@ def test_context_that_does_not_fit_is_refused_with_numbers() -> None:
 def test_cells_hold_one_context_or_all_sequences() -> None:
     assert choose_cells(8192, 8, 1024, 16 * GIB).value == 8192
     assert choose_cells(2048, 16, 1024, 16 * GIB).value == 16_384
-    assert choose_cells(2048, 16, 1 << 20, 8 * GIB).value == 4096
+    assert choose_cells(2048, 16, 1 << 18, GIB).value == 2048
+    assert choose_cells(2048, 16, 1 << 17, 16 * GIB).value == 8192
     assert choose_cells(1000, 1, 1 << 20, GIB).value == 1024
 
 

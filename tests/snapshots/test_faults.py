@@ -17,7 +17,7 @@ from edgeinfer.snapshots.criu import MINIMUM, candidates, version_of
 pytestmark = pytest.mark.criu
 
 MODEL = "small"
-STAGES = ("import", "load", "warm up", "prefill", "dump", "bake", "verify")
+STAGES = ("load", "warm up", "prefill", "write", "dump", "bake", "verify")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_too_little_room_is_said_before_anything_is_done(user):
     assert "stay free" in outcome.err
 
 
-@pytest.mark.parametrize("name", ["memory.img", "images/pages-1.img", "images/files.img", "images/inventory.img"])
+@pytest.mark.parametrize("name", ["memory.img", "buffers.img", "images/pages-1.img", "images/files.img", "images/inventory.img"])
 def test_a_truncated_file_is_refused_at_launch(spoiled, name):
     person, folder = spoiled
     with open(folder / name, "r+b") as file:
@@ -120,7 +120,7 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("name", ["memory.img", "images/pages-1.img", "images/core-30000.img"])
+@pytest.mark.parametrize("name", ["memory.img", "buffers.img", "images/pages-1.img", "images/core-30000.img"])
 def test_a_flipped_bit_is_found_by_verify(spoiled, name):
     person, folder = spoiled
     flip(folder / name, (folder / name).stat().st_size // 2)

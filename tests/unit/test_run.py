@@ -68,6 +68,13 @@ def test_the_answer_is_streamed_to_stdout(engine, capsys):
     assert [(t.role, t.content) for t in turns] == [("system", "You are brief."), ("user", "Name colours")]
 
 
+def test_raw_goes_on_with_the_prompt_itself(engine, capsys):
+    assert cli.main(["run", "tiny", "Once upon", "--raw"], ScriptedHost(engine)) == 0
+    assert (engine.asked[0].prompt, engine.asked[0].messages) == ("Once upon", ())
+    assert cli.main(["run", "tiny", "x", "--raw", "--system", "s"], ScriptedHost(engine)) == 2
+    assert "--system" in capsys.readouterr().err
+
+
 def test_json_is_one_envelope(engine, capsys):
     assert cli.main(["run", "tiny", "x", "--json"], ScriptedHost(engine)) == 0
     body = json.loads(capsys.readouterr().out)

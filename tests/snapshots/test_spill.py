@@ -1,0 +1,101 @@
+"""Moving buffers into a file and mapping it in their place: nothing of them changes, and zeros cost nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.snapshots import memory
+from edgeinfer.snapshots.spill import BLOCK_BYTES, HUGE_PAGE_BYTES, STRETCH_BYTES, spill
+
+PAGE = mmap.PAGESIZE
+SIZE = 3 * STRETCH_BYTES + 5 * PAGE
+
+
+@pytest.fixture
+def buffer():
+    """Anonymous memory that begins nowhere round: a page, then content, a gap of zeros, content; address and mapping."""
+    area = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area[:] = os.urandom(SIZE)
+    area[STRETCH_BYTES : 2 * STRETCH_BYTES] = bytes(STRETCH_BYTES)
+    anchor = ctypes.c_char.from_buffer(area)
+    yield ctypes.addressof(anchor), area
+    del anchor
+
+
+def _resident(low: int, high: int) -> int:
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        entries = memoryview(os.pread(file.fileno(), (high - low) // PAGE * 8, low // PAGE * 8)).cast("Q")
+        return sum(entry >> 63 for entry in entries)
+
+
+def test_the_content_stays_and_is_the_files_now(buffer, tmp_path):
+    at, area = buffer
+    before = bytes(area)
+    low, high, path = at + PAGE, at + SIZE, tmp_path / "buffers.img"
+    told: list[float] = []
+    spilled = spill([(low, high)], str(path), told.append)
+    assert bytes(area) == before
+    content = path.read_bytes()
+    assert (spilled.size, spilled.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert SIZE - 2 * STRETCH_BYTES < spilled.written <= SIZE - PAGE - STRETCH_BYTES + 2 * BLOCK_BYTES
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    mapped = [a for a in memory.areas() if a.path == str(path)]
+    assert sum(a.high - a.low for a in mapped) == spilled.written
+    assert all(a.low % HUGE_PAGE_BYTES == a.offset % HUGE_PAGE_BYTES for a in mapped)
+
+
+def test_zeros_are_given_back(buffer, tmp_path):
+    at, area = buffer
+    low = -(-(at + STRETCH_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
+    high = low + STRETCH_BYTES - 2 * BLOCK_BYTES
+    assert _resident(low, high) == (high - low) // PAGE
+    spill([(at + PAGE, at + SIZE)], str(tmp_path / "buffers.img"), lambda _: None)
+    assert _resident(low, high) == 0
+    assert area[STRETCH_BYTES : 2 * STRETCH_BYTES] == bytes(STRETCH_BYTES)
+
+
+def test_what_is_written_later_is_this_processs_own(buffer, tmp_path):
+    at, area = buffer
+    path: Path = tmp_path / "buffers.img"
+    spill([(at + PAGE, at + SIZE)], str(path), lambda _: None)
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    area[2 * PAGE : 3 * PAGE] = b"x" * PAGE
+    assert area[2 * PAGE : 3 * PAGE] == b"x" * PAGE
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+
+
+def test_nothing_to_spill_makes_no_file(tmp_path):
+    assert spill([], str(tmp_path / "buffers.img"), lambda _: None) == (0, 0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_is_an_error_and_the_memory_is_whole(buffer, tmp_path):
+    at, area = buffer
+    before = bytes(area)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (STRETCH_BYTES + PAGE, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            spill([(at + PAGE, at + SIZE)], str(tmp_path / "buffers.img"), lambda _: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert bytes(area) == before
+
+
+def test_a_file_that_is_there_is_not_written_over(buffer, tmp_path):
+    at, _ = buffer
+    (tmp_path / "buffers.img").write_text("mine")
+    with pytest.raises(FileExistsError):
+        spill([(at + PAGE, at + SIZE)], str(tmp_path / "buffers.img"), lambda _: None)
