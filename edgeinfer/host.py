@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -29,6 +29,19 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     snapshot: str = ""
     stages_ms: dict[str, float] = {}
+
+
+class Copies(Protocol):
+    """Copies of connections, by the number of their descriptor, in a process that outlives this one."""
+
+    def hold(self, number: int) -> None:
+        """Make one."""
+
+    def mark(self, number: int, state: int) -> None:
+        """Note the connection's state."""
+
+    def drop(self, number: int) -> None:
+        """Close it."""
 
 
 class Host:
@@ -73,6 +86,11 @@ class Host:
         from edgeinfer.runtime.engine import load_engine  # 160–290 ms: llama_cpp
 
         return load_engine(self.files(model), options, progress)
+
+    def keep_copies(self, words: Sequence[bytes]) -> Copies | None:
+        """Where `serve` gives copies of its connections: when this process is killed, each has the one of `words` written on it
+        that its state is the index of. None where nobody outlives this process."""
+        return None
 
     def warm_models(self) -> frozenset[str]:
         """Names of the models that a snapshot makes start in a tenth of a second. None where nothing can be resumed."""

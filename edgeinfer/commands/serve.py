@@ -20,7 +20,7 @@ from edgeinfer.host import Host, LoadProgress
 from edgeinfer.result import Result
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.server import keys, sockets
+from edgeinfer.server import keys, last_words, sockets
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
@@ -77,7 +77,7 @@ async def _serve(options: argparse.Namespace, host: Host, name: str, listeners: 
         models, gate, limits(options, host.config.serve.max_queue), log, tracer_from_environment(), payloads, host.start
     )
     run_options = RunOptions(idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key)
-    return await run(endpoint, listeners, run_options)
+    return await run(endpoint, listeners, run_options, host.keep_copies(last_words.words()))
 
 
 class Loader:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from contextlib import AbstractContextManager, nullcontext
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.server.endpoint import Endpoint, Exchange
+from edgeinfer.server.last_words import Connection
 from edgeinfer.server.openapi import document
 from edgeinfer.server.operations import OPERATIONS, Operation
 from edgeinfer.server.problems import Dialect, Problem, from_error, internal
@@ -100,8 +102,8 @@ class _FrontDoor:
             return
         self._endpoint.enter(exchange.key)
         try:
-            with self._endpoint.metrics.in_flight.track_inprogress():
-                await self._router(scope, receive, send)
+            with self._endpoint.metrics.in_flight.track_inprogress(), _noting(exchange, scope, send) as noting:
+                await self._router(scope, receive, noting)
         finally:
             self._endpoint.leave(exchange.key)
 
@@ -154,6 +156,12 @@ class _FrontDoor:
             completion_tokens=exchange.completion_tokens,
             finish=exchange.how,
         )
+
+
+def _noting(exchange: Exchange, scope: Scope, send: Send) -> AbstractContextManager[Send]:
+    """`send`, noting how far the answer is where somebody could go on with it; without a socket there is nobody."""
+    connection: Connection | None = scope.get("connection")
+    return connection.answering(exchange.route, exchange.dialect, send) if connection else nullcontext(send)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

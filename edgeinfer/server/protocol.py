@@ -11,6 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from edgeinfer.host import Copies
+from edgeinfer.server.last_words import Connection
 from edgeinfer.server.limits import Limits
 
 _REFUSALS = {
@@ -21,17 +23,20 @@ _REFUSALS = {
 }
 
 
-def guarded(limits: Limits) -> type[HttpToolsProtocol]:
-    """A protocol class that enforces `limits`; uvicorn makes one instance a connection."""
+def guarded(limits: Limits, copies_kept: Copies | None = None) -> type[HttpToolsProtocol]:
+    """A protocol class that enforces `limits`; uvicorn makes one instance a connection. Requests find theirs in their scope."""
 
     class Guarded(_Guarded):
         guard = limits
+        copies = copies_kept
 
     return Guarded
 
 
 class _Guarded(HttpToolsProtocol):
     guard: Limits
+    copies: Copies | None
+    connection: Connection
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,6 +50,7 @@ class _Guarded(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.connection = Connection(self.copies, transport)
         if len(self.connections) > self.guard.max_connections:
             self._refuse(503)
         else:
@@ -53,6 +59,7 @@ class _Guarded(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self.resume_writing()
+        self.connection.lost()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -69,6 +76,7 @@ class _Guarded(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["connection"] = self.connection  # type: ignore[typeddict-unknown-key]
         self._header_bytes = 0
         self._in_headers = True
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import uvicorn
 
+from edgeinfer.host import Copies
 from edgeinfer.server import sockets
 from edgeinfer.server.app import build_app
 from edgeinfer.server.endpoint import Endpoint
@@ -42,12 +43,14 @@ class Ended(msgspec.Struct, frozen=True):
     cut_short: bool = False
 
 
-async def run(endpoint: Endpoint, listeners: Sequence[socket.socket], options: RunOptions) -> Ended:
-    """Serve until a signal or idleness. The endpoint's models are closed at the end."""
+async def run(
+    endpoint: Endpoint, listeners: Sequence[socket.socket], options: RunOptions, copies: Copies | None = None
+) -> Ended:
+    """Serve until a signal or idleness. The endpoint's models are closed at the end. `copies`: see `Host.keep_copies`."""
     capture_uvicorn(endpoint.log)
     config = uvicorn.Config(
         build_app(endpoint),
-        http=guarded(endpoint.limits),
+        http=guarded(endpoint.limits, copies),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -25,7 +25,7 @@ from edgeinfer.errors import EngineClosedError, SnapshotError
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots import frames, freshness, native
+from edgeinfer.snapshots import frames, freshness, last_words, native
 from edgeinfer.snapshots.held import Held, asked
 from edgeinfer.snapshots.idle import IdleWatch
 
@@ -117,6 +117,13 @@ class AppHost(Host):
         with self._asking:
             frames.send(self._link, {"op": "warm-stop"})
 
+    def keep_copies(self, words: Sequence[bytes]) -> last_words.Copies:
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        states_fd = os.memfd_create("states")
+        self._tell({"op": "copies", "words": b"\0".join(words)}, [theirs.fileno(), states_fd])
+        theirs.close()
+        return last_words.Copies(channel, states_fd)
+
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
         """Tell the launcher which snapshot would have served this cold start. It has one built when this verb has ended, or,
         of a verb that goes on for long, as soon as the engine has rested for a while."""
@@ -133,9 +140,9 @@ class AppHost(Host):
             watch = IdleWatch(engine, REST_S, rested)
             watch.start()
 
-    def _tell(self, message: Mapping[str, frames.Value]) -> None:
+    def _tell(self, message: Mapping[str, frames.Value], fds: Sequence[int] = ()) -> None:
         with self._asking, contextlib.suppress(OSError):
-            frames.send(self._link, message)
+            frames.send(self._link, message, fds)
 
 
 def become(link: socket.socket, held: Held | None, resumed_ns: int) -> NoReturn:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from edgeinfer.host import Start
+from edgeinfer.host import Copies, Start
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server import sockets
@@ -47,6 +47,7 @@ class Setup:
     payloads: PayloadLog | None = None
     tracer: Tracer = field(default_factory=NoTracer)
     host: str = "127.0.0.1"
+    copies: Copies | None = None
     wait_ready: bool = True
 
 
@@ -109,7 +110,7 @@ def served(setup: Setup) -> Iterator[Served]:
         endpoint = Endpoint(models, setup.gate, setup.limits, Log("json", log), setup.tracer, setup.payloads, Start())
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
         started.set()
-        return await run(endpoint, [listener], setup.options)
+        return await run(endpoint, [listener], setup.options, setup.copies)
 
     def body() -> None:
         try:

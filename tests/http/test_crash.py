@@ -1,4 +1,4 @@
-"""`kill -9` of the application under twenty streaming clients: the socket survives, nobody is refused, the next is answered."""
+"""`kill -9` of the application under twenty clients: each is told, nobody is refused, the next is answered."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import sys
 import threading
 from pathlib import Path
 
+import anthropic
 import httpx2
+import openai
 import pytest
 
 pytestmark = [pytest.mark.model, pytest.mark.skipif(sys.platform != "linux", reason="the launcher holds sockets on Linux")]
 
+MODEL = "SmolLM2-135M-Instruct.Q4_1"
 LAUNCHER = "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
-BODY = json.dumps({"messages": [{"role": "user", "content": "Count."}], "max_tokens": 400, "ignore_eos": True, "stream": True})
+TURNS = [{"role": "user", "content": "Count."}]
+BODY = {"messages": TURNS, "max_tokens": 400, "ignore_eos": True}
 
 
 def _free_port() -> int:
@@ -42,37 +46,68 @@ def _app(launcher: int) -> int:
 
 
 def _stream(port: int, said: threading.Semaphore, ends: list[str]) -> None:
+    """What a streaming client hears last: an event, or the answer that came instead of a stream. An unclean end raises."""
+    last = ""
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    with httpx2.stream("POST", url, json=BODY | {"stream": True}, timeout=120) as answer:
+        for number, line in enumerate(answer.iter_lines()):
+            if number == 3:
+                said.release()
+            if line not in ("", "data: [DONE]"):
+                last = line
+    ends.append(last.removeprefix("data: "))
+
+
+def _official_stream(client: openai.OpenAI, ends: list[str]) -> None:
     try:
-        with httpx2.stream("POST", url, content=BODY, headers={"content-type": "application/json"}, timeout=120) as answer:
-            for number, _ in enumerate(answer.iter_lines()):
-                if number == 3:
-                    said.release()
-        ends.append("whole")
-    except httpx2.TransportError:
-        ends.append("cut")
-        said.release()
+        for _ in client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=400, stream=True, extra_body=BODY):
+            pass
+    except openai.APIError as error:
+        ends.append(json.dumps({"error": error.body}))
+
+
+def _official_whole(client: openai.OpenAI, ends: list[str]) -> None:
+    try:
+        client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=400, extra_body=BODY)
+    except openai.InternalServerError as error:
+        ends.append(error.response.text)
+
+
+def _official_message(client: anthropic.Anthropic, ends: list[str]) -> None:
+    try:
+        for _ in client.messages.create(model=MODEL, messages=TURNS, max_tokens=400, stream=True):
+            pass
+    except anthropic.APIError as error:
+        ends.append(json.dumps(error.body))
 
 
 def test_a_killed_application_comes_back_on_the_same_socket(smollm2, until):
     port = _free_port()
+    url = f"http://127.0.0.1:{port}"
     words = ["serve", str(smollm2), "--port", str(port), "--threads", "1", "--ctx", "16384", "--parallel", "20", "--log", "off"]
     command = [sys.executable, "-c", LAUNCHER, *words]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
+    with (
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as official,
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120) as other,
+    ):
         refused: list[OSError] = []
         stop = threading.Event()
-        clients: list[threading.Thread] = []
         try:
             until(lambda: _connects(port, []), "the socket", 60)
             said, ends = threading.Semaphore(0), []
-            clients = [threading.Thread(target=_stream, args=(port, said, ends)) for _ in range(20)]
+            clients = [threading.Thread(target=_stream, args=(port, said, ends)) for _ in range(17)]
+            clients.append(threading.Thread(target=_official_stream, args=(official, ends)))
+            clients.append(threading.Thread(target=_official_whole, args=(official, ends)))
+            clients.append(threading.Thread(target=_official_message, args=(other, ends)))
             for client in clients:
                 client.start()
             assert said.acquire(timeout=120), "no client got a token"
+            until(lambda: "in_flight 20.0" in httpx2.get(f"{url}/metrics", timeout=120).text, "all to be in flight", 120)
             knocking = threading.Thread(target=lambda: _knock(port, stop, refused))
             knocking.start()
             os.kill(_app(launcher.pid), signal.SIGKILL)
-            answer = httpx2.get(f"http://127.0.0.1:{port}/infer", params={"prompt": "hi", "max_tokens": 2}, timeout=120)
+            answer = httpx2.get(f"{url}/infer", params={"prompt": "hi", "max_tokens": 2}, timeout=120)
             assert answer.status_code == 200
             assert answer.json()["result"]
             stop.set()
@@ -80,7 +115,9 @@ def test_a_killed_application_comes_back_on_the_same_socket(smollm2, until):
             assert refused == []
             for client in clients:
                 client.join(120)
-            assert "cut" in ends
+            told = [json.loads(end)["error"]["message"] for end in ends]
+            assert len(told) == 20
+            assert all("ask again" in message for message in told)
         finally:
             stop.set()
             launcher.send_signal(signal.SIGTERM)

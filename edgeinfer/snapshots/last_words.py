@@ -1,0 +1,100 @@
+"""What clients are told when the app is killed under them: copies of its connections, and what to say on each.
+
+The app gives the launcher, over a channel of their own, a copy of every connection on which a model was asked for, and keeps a
+byte of state for each in a file of shared memory that outlives it: an index into the words it left beforehand. The launcher
+knows no HTTP; when the app is gone it writes those words and closes.
+
+On the channel a message is the number of the connection's descriptor in the app: with a descriptor the copy to keep, without
+one the copy to close. Standard library only, and of that what is cheap: the launcher imports this.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_BYTES = 4
+_NOW = _socket.MSG_DONTWAIT | _socket.MSG_NOSIGNAL
+
+
+class Copies:
+    """The app's end. Nothing here waits or fails: what the launcher cannot be told now, its client will not be told later."""
+
+    def __init__(self, channel: _socket.socket, states_fd: int) -> None:
+        self._channel, self._states_fd = channel, states_fd
+
+    def hold(self, number: int) -> None:
+        """Have the launcher keep a copy of this descriptor until `drop`."""
+        raw = number.to_bytes(_BYTES, "little")
+        self._send(raw, [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, raw)])
+
+    def mark(self, number: int, state: int) -> None:
+        """Note which of the words hold for this connection from now on: a write of one byte, under a microsecond."""
+        os.pwrite(self._states_fd, bytes((state,)), number)
+
+    def drop(self, number: int) -> None:
+        """The connection ends. Its client sees that only when the copy is closed too, or after a shutdown."""
+        self._send(number.to_bytes(_BYTES, "little"), [])
+
+    def _send(self, raw: bytes, rights: list[tuple[int, int, bytes]]) -> None:
+        try:  # noqa: SIM105  contextlib costs the launcher 3 ms
+            self._channel.sendmsg([raw], rights, _NOW)
+        except OSError:
+            pass
+
+
+class Kept:
+    """The launcher's end: `fds` are the channel and the states. `words` are indexed by state; an empty one is only closed."""
+
+    def __init__(self, fds: Sequence[int], words: Sequence[bytes]) -> None:
+        channel_fd, self._states_fd = fds
+        self._channel, self._words = _socket.socket(fileno=channel_fd), words
+        self._copies: dict[bytes, _socket.socket] = {}
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def fileno(self) -> int:
+        """The channel's descriptor, to be polled."""
+        return self._channel.fileno()
+
+    def hear(self) -> bool:
+        """Take what the app has sent. False at its end."""
+        while True:
+            try:
+                number, control, _, _ = self._channel.recvmsg(
+                    _BYTES, _socket.CMSG_SPACE(_BYTES), _socket.MSG_DONTWAIT | _socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not number:
+                return False
+            old = self._copies.pop(number, None)
+            if old is not None:
+                old.close()
+            for _, _, data in control:
+                self._copies[number] = _socket.socket(fileno=int.from_bytes(data[:_BYTES], "little"))
+
+    def say(self) -> None:
+        """The app is gone: say on every connection what is to be said, and close everything."""
+        self.hear()
+        for number, copy in self._copies.items():
+            state = os.pread(self._states_fd, 1, int.from_bytes(number, "little"))
+            words = self._words[state[0]] if state and state[0] < len(self._words) else b""
+            try:
+                if words:
+                    copy.send(words, _NOW)
+                copy.shutdown(_socket.SHUT_WR)
+                copy.recv(1 << 16, _NOW)  # what was left unread would make the close a reset, which takes the words back
+            except OSError:
+                pass  # the client left, or has not read for so long that nothing more fits
+            copy.close()
+        self._copies.clear()
+        self._channel.close()
+        os.close(self._states_fd)
