@@ -4,9 +4,10 @@
 
 `load`: closed-loop clients over a real socket, streaming chat completions of a fixed length; sides alternate, medians and
 spread over the rounds. The third side is our engine driven in its own process by the same schedule: what HTTP adds is the
-difference. `start`: exec of `edgeinfer serve MODEL` to the first streamed token, warm and cold. `switch`: a catalogue of ten
-models asked in turn, each resumed. `worker`: what streaming through a worker adds to a token. `crash`: `kill -9` of the
-application under twenty streaming clients.
+difference. All sides stay loaded, and asleep while another is measured; all have our setting of libgomp's spin count
+(docs/decisions/002-spin-count.md), unless GOMP_SPINCOUNT says otherwise. `start`: exec of `edgeinfer serve MODEL` to the first
+streamed token, warm and cold. `switch`: a catalogue of ten models asked in turn, each resumed. `worker`: what streaming through
+a worker adds to a token. `crash`: `kill -9` of the application under twenty streaming clients.
 
 llama-server is taken from PATH or EDGEINFER_LLAMA_SERVER; without it that side is left out and the table says so. Writes
 Markdown tables to stdout and JSON to bench-out/.
@@ -59,8 +60,27 @@ class Sample:
         self.ttft, self.total, self.tokens, self.gaps = ttft, total, tokens, gaps
 
 
+class _Client(asyncio.Protocol):
+    """Sends a request and stamps what comes back, until the other side closes. It shares the cores, so it does nothing else."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.pieces: list[tuple[float, bytes]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
+
+
 async def ask(port: int, number: int, tokens: int, model: str) -> Sample:
-    """One streamed chat completion over a connection of its own. The parser is as thin as can be: it shares the cores."""
+    """One streamed chat completion over a connection of its own."""
     body = json.dumps(
         {
             "model": model,
@@ -72,22 +92,17 @@ async def ask(port: int, number: int, tokens: int, model: str) -> Sample:
             "stream_options": {"include_usage": True},
         }
     ).encode()
-    begun = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-    stamps: list[float] = []
-    tail = b""
-    while piece := await reader.read(65_536):
-        now = time.perf_counter()
-        said = len(re.findall(rb'"content":"(?!")', piece))
-        stamps += [now] * said
-        tail = (tail + piece)[-4096:]
-    writer.close()
-    used = re.search(rb'"completion_tokens":\s*(\d+)', tail)
+    request = f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    begun = time.perf_counter()
+    _, client = await asyncio.get_running_loop().create_connection(lambda: _Client(request), "127.0.0.1", port)
+    await client.ended
+    ended = time.perf_counter()
+    stamps = [now for now, piece in client.pieces for _ in re.findall(rb'"content":"(?!")', piece)]
+    used = re.search(rb'"completion_tokens":\s*(\d+)', b"".join(piece for _, piece in client.pieces[-4:]))
     if not used or not stamps:
-        raise SystemExit(f"no answer: {tail!r}")
-    return Sample(stamps[0] - begun, time.perf_counter() - begun, int(used[1]), [b - a for a, b in itertools.pairwise(stamps)])
+        raise SystemExit(f"no answer: {client.pieces!r}")
+    return Sample(stamps[0] - begun, ended - begun, int(used[1]), [b - a for a, b in itertools.pairwise(stamps)])
 
 
 async def closed_loop(one: Callable[[int], Any], width: int, requests: int, first: int) -> tuple[list[Sample], float]:
@@ -281,7 +296,7 @@ def load_section(options: argparse.Namespace) -> list[dict[str, Any]]:
             rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for turn in range(options.rounds):
                 for side in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
-                    got = sides[side].measure(width, max(width, 6), options.tokens, 1000 * (turn + 1) + 100 * width)
+                    got = sides[side].measure(width, max(2 * width, 6), options.tokens, 1000 * (turn + 1) + 100 * width)
                     rounds[side].append(got)
                     said = f"{got['tokens_per_s']:.1f} tokens/s, TTFT p50 {got['ttft_p50_ms']:.0f} ms"
                     print(f"  width {width} {side}: {said}", file=sys.stderr, flush=True)
@@ -322,6 +337,7 @@ def main() -> None:
     if options.engine:
         engine_main(options.engine)
         return
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     report: dict[str, Any] = {"model": MODEL.name, "parallel": PARALLEL, "context": CONTEXT, "tokens": options.tokens}
     if "load" in options.sections:
         rows = report["load"] = load_section(options)

@@ -23,6 +23,7 @@ class EventStream:
         self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._on_cancel = on_cancel
         self._wake: Callable[[], None] | None = None
+        self._tap: Callable[[Event], bool] | None = None
         self._taken = False
         self._ended = False
 
@@ -30,7 +31,10 @@ class EventStream:
         """Hand over an event, or the error that ends the stream. What comes after the end is dropped."""
         if self._ended:
             return
-        self._ended = isinstance(item, Finished | EngineError)
+        if isinstance(item, Finished | EngineError):
+            self._ended = True
+        elif self._tap is not None and self._wake is not None and self._items.empty() and self._tap(item):
+            return
         self._items.put(item)
         wake = self._wake
         if wake is not None:
@@ -44,6 +48,10 @@ class EventStream:
     def cancel(self) -> None:
         """End the request at the next step. Any thread; idempotent."""
         self._on_cancel()
+
+    def tap(self, tap: Callable[[Event], bool] | None) -> None:
+        """See `Generation.tap`."""
+        self._tap = tap
 
     def _take(self) -> None:
         if self._taken:

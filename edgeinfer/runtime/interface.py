@@ -6,7 +6,7 @@ process), and `runtime.fake.FakeEngine` (scripted, for tests of the fronts).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from edgeinfer.runtime.events import Event
@@ -23,6 +23,10 @@ class Generation(Protocol):
     def __iter__(self) -> Iterator[Event]: ...
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    def tap(self, tap: Callable[[Event], bool] | None) -> None:
+        """Offer every further event but the last to `tap` first, on the thread that made it, whenever the task that iterates
+        waits for the next one. What `tap` takes, returning True, is not iterated, and the task is not woken for it."""
 
     def cancel(self) -> None:
         """End it at the next step; the iterator then yields `Finished(reason="cancelled")`. Any thread; idempotent."""

@@ -18,8 +18,9 @@ from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.server.connection import Connection
 from edgeinfer.server.endpoint import Endpoint, Exchange
-from edgeinfer.server.last_words import Connection
+from edgeinfer.server.last_words import noting
 from edgeinfer.server.openapi import document
 from edgeinfer.server.operations import OPERATIONS, Operation
 from edgeinfer.server.problems import Dialect, Problem, from_error, internal
@@ -161,7 +162,7 @@ class _FrontDoor:
 def _noting(exchange: Exchange, scope: Scope, send: Send) -> AbstractContextManager[Send]:
     """`send`, noting how far the answer is where somebody could go on with it; without a socket there is nobody."""
     connection: Connection | None = scope.get("connection")
-    return connection.answering(exchange.route, exchange.dialect, send) if connection else nullcontext(send)
+    return noting(connection, exchange.route, exchange.dialect, send) if connection else nullcontext(send)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

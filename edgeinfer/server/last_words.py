@@ -7,16 +7,14 @@ answered. Connections under TLS have keys that only this process knows: they are
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
-import socket
 from collections.abc import Iterator
 
 import msgspec
 from starlette.types import Message, Send
 
-from edgeinfer.host import Copies
+from edgeinfer.server.connection import Connection
 from edgeinfer.server.problems import Dialect, Problem
 
 
@@ -64,52 +62,25 @@ def _chunks(events: bytes) -> bytes:
     return b"%x\r\n%b\r\n0\r\n\r\n" % (len(events), events)
 
 
-class Connection:
-    """A client's connection as far as its copy goes, which is made when its first request asks for a model."""
+@contextlib.contextmanager
+def noting(connection: Connection, route: str, dialect: Dialect, send: Send) -> Iterator[Send]:
+    """Gives the `send` of one request, which notes how far its answer is."""
+    anthropic = dialect == "anthropic"
 
-    def __init__(self, copies: Copies | None, transport: asyncio.BaseTransport) -> None:
-        self._copies = None if transport.get_extra_info("sslcontext") else copies
-        self._socket = transport.get_extra_info("socket")
-        self._number = -1
-
-    def mark(self, state: State) -> None:
-        """Note the state from now on. Nothing once the connection is lost: its number may be another's by then."""
-        if self._copies is None:
-            return
-        if self._number < 0:
-            self._number = self._socket.fileno()
-            self._copies.mark(self._number, state)
-            self._copies.hold(self._number)
-        else:
-            self._copies.mark(self._number, state)
-
-    def lost(self) -> None:
-        """This process is about to close it. The client sees that now, not only when the copy is closed."""
-        if self._copies is not None and self._number >= 0:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._copies.drop(self._number)
-        self._copies = None
-
-    @contextlib.contextmanager
-    def answering(self, route: str, dialect: Dialect, send: Send) -> Iterator[Send]:
-        """Gives the `send` of one request, which notes how far the answer is."""
-        anthropic = dialect == "anthropic"
-
-        async def noting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                await send(message)
-                self.mark(_streaming(route, anthropic) if _is_stream(message) else State.SILENT)
-                return
-            if not message.get("more_body"):
-                self.mark(State.SILENT)
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
             await send(message)
+            connection.mark(_streaming(route, anthropic) if _is_stream(message) else State.SILENT)
+            return
+        if not message.get("more_body"):
+            connection.mark(State.SILENT)
+        await send(message)
 
-        self.mark(State.WAITING_ANTHROPIC if anthropic else State.WAITING)
-        try:
-            yield noting
-        finally:
-            self.mark(State.SILENT)
+    connection.mark(State.WAITING_ANTHROPIC if anthropic else State.WAITING)
+    try:
+        yield sending
+    finally:
+        connection.mark(State.SILENT)
 
 
 def _is_stream(start: Message) -> bool:

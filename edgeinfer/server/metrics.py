@@ -27,7 +27,7 @@ _MODEL = ("model_name", "model_version")
 
 
 class TokenClock:
-    """Times between tokens of one model: a bucket index and two additions a token, no lock (one event loop writes)."""
+    """Times between tokens of one model: a bucket index and two additions a token, within which CPython switches no threads."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(TOKEN_BUCKETS) + 1)

@@ -12,7 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from edgeinfer.host import Copies
-from edgeinfer.server.last_words import Connection
+from edgeinfer.server.connection import Connection
 from edgeinfer.server.limits import Limits
 
 _REFUSALS = {

@@ -1,15 +1,16 @@
-"""From a job to an answer: hold the model, submit, and send what the engine says, streamed or whole.
+"""From a begun job to an answer: send what the engine says, streamed or whole.
 
-One request costs one task for its disconnect and, when streamed, one for its keep-alive comments; a token costs no task. A
-client that leaves cancels its generations at their next step, wherever they are.
+One request costs one task for its disconnect and, when streamed, one for its keep-alive comments; a token costs no task, and
+where it can it does not wake the event loop (docs/decisions/055-past-the-event-loop.md). A client that leaves cancels its
+generations at their next step, wherever they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 from starlette.responses import Response
@@ -17,37 +18,15 @@ from starlette.types import Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Event, Finished, Progress
-from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.answer import Answer, Renderer
-from edgeinfer.server.endpoint import Endpoint, Exchange
-from edgeinfer.server.metrics import TokenClock, version_of
-from edgeinfer.server.models import Lease
+from edgeinfer.server.answer import Answer
+from edgeinfer.server.begin import Begun, Job, begin, events_of
+from edgeinfer.server.connection import Connection, ShortCut
+from edgeinfer.server.endpoint import Exchange
+from edgeinfer.server.metrics import TokenClock
 from edgeinfer.server.problems import Problem, from_error, internal
 
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-#: A prompt beyond this many characters is tokenized beside the event loop: 1,000 take 0.7 ms, 16,000 take 16 ms.
-_INLINE_CHARACTERS = 1024
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What a route makes of its body. Both functions are called once the model is here."""
-
-    model: str | None
-    keep_alive_s: float | None
-    stream: bool
-    requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
-    renderer: Callable[[str, EngineInfo], Renderer]
-
-
-class Begun:
-    """A submitted job: its model, its generations, its renderer."""
-
-    def __init__(self, lease: Lease, generations: list[Generation], renderer: Renderer) -> None:
-        self.lease = lease
-        self.generations = generations
-        self.renderer = renderer
 
 
 async def answer(exchange: Exchange, job: Job) -> Response:
@@ -70,105 +49,6 @@ async def answer(exchange: Exchange, job: Job) -> Response:
     if opening.done():
         opening.result()
     return _SseResponse(exchange, opening, job)
-
-
-async def begin(exchange: Exchange, job: Job) -> Begun:
-    """Hold the model and submit. An engine that turns out to be dead is replaced once."""
-    models = exchange.endpoint.models
-    for attempt in (1, 2):
-        lease = await models.acquire(exchange.model, job.keep_alive_s)
-        try:
-            info = lease.engine.info
-            exchange.version = version_of(info.sha256)
-            generations = await submit_all(exchange, lease, job.requests(info))
-            return Begun(lease, generations, job.renderer(exchange.model, info))
-        except EngineClosedError:
-            lease.failed()
-            lease.release()
-            if attempt == 2:
-                raise
-        except BaseException:
-            lease.release()
-            raise
-    raise AssertionError("unreachable")
-
-
-async def submit_all(exchange: Exchange, lease: Lease, requests: Sequence[GenerateRequest]) -> list[Generation]:
-    """All or none: when one is refused, those before it are cancelled. They count in the model's queue until `_leave`."""
-    endpoint, engine = exchange.endpoint, lease.engine
-    endpoint.queue(exchange.model, engine.info.n_parallel, len(requests))
-    generations: list[Generation] = []
-    try:
-        for request in requests:
-            if lease.in_worker or _heavy(request):
-                generations.append(await _submit_beside(endpoint, engine, request))
-            else:
-                generations.append(engine.submit(request))
-    except BaseException:
-        for generation in generations:
-            generation.cancel()
-        endpoint.unqueue(exchange.model, len(requests))
-        raise
-    return generations
-
-
-async def _submit_beside(endpoint: Endpoint, engine: Engine, request: GenerateRequest) -> Generation:
-    """Submit in a thread. A client that leaves meanwhile does not leave the generation running."""
-    submitting = asyncio.get_running_loop().run_in_executor(endpoint.threads, engine.submit, request)
-    try:
-        return await asyncio.shield(submitting)
-    except asyncio.CancelledError:
-        submitting.add_done_callback(_cancel_late)
-        raise
-
-
-def _cancel_late(submitting: asyncio.Future[Generation]) -> None:
-    if not submitting.cancelled() and submitting.exception() is None:
-        submitting.result().cancel()
-
-
-def _heavy(request: GenerateRequest) -> bool:
-    """Whether validating it takes longer than a hop to a thread (about 0.1 ms)."""
-    if request.constraint is not None or request.tools:
-        return True
-    prompt = request.prompt
-    length = sum(len(turn.content) for turn in request.messages) + (len(prompt) if prompt is not None else 0)
-    return length > _INLINE_CHARACTERS
-
-
-async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of all generations as they come, with the generation's index. One task a generation when there are several."""
-    if len(generations) == 1:
-        async for event in generations[0]:
-            yield 0, event
-        return
-    queue: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_feed(queue, index, generation)) for index, generation in enumerate(generations)]
-    try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _feed(queue: asyncio.Queue[tuple[int, Event] | BaseException | None], index: int, generation: Generation) -> None:
-    outcome: EdgeInferError | None = None
-    try:
-        async for event in generation:
-            queue.put_nowait((index, event))
-    except EdgeInferError as error:
-        outcome = error
-    finally:
-        queue.put_nowait(outcome)
 
 
 class _Answering:
@@ -265,6 +145,8 @@ class _WholeResponse(_Answering, Response):
         self._take(await begin(self.exchange, self._job))
         assert self.begun is not None
         answers = [Answer() for _ in self.begun.generations]
+        if len(answers) == 1:
+            self.begun.generations[0].tap(functools.partial(self._collect, answers[0]))
         try:
             async with contextlib.aclosing(events_of(self.begun.generations)) as events:
                 async for index, event in events:
@@ -279,6 +161,12 @@ class _WholeResponse(_Answering, Response):
             self.exchange.payload(msgspec.json.decode(body))
         return body
 
+    def _collect(self, collected: Answer, event: Event) -> bool:
+        """Take an event on the thread that made it: nobody need wake before the last."""
+        self._count(event)
+        collected.add(event)
+        return True
+
 
 class _SseResponse(_Answering, Response):
     """A stream of server-sent events."""
@@ -290,9 +178,11 @@ class _SseResponse(_Answering, Response):
         self._last_write = 0.0
         self._progress: Progress | None = None
         self._texts: list[Answer] | None = None
+        self._short_cut: ShortCut | None = None
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._connection: Connection | None = scope.get("connection")
         start = Response(None, media_type="text/event-stream", headers=_SSE_HEADERS)
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
         watcher = asyncio.create_task(self._watch(receive))
@@ -333,6 +223,7 @@ class _SseResponse(_Answering, Response):
                     elif data:
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
+                        self._pass_by(begun)
                     if self._texts is not None:
                         self._texts[index].add(event)
             self._write_payload()
@@ -346,6 +237,23 @@ class _SseResponse(_Answering, Response):
             self.exchange.how = problem.code or "error"
             renderer = self.begun.renderer if self.begun else self._job.renderer(self.exchange.model, EngineInfo(model=""))
             return renderer.failure(problem, self.exchange.id)
+        finally:
+            if self._short_cut is not None:
+                self._short_cut.close()
+
+    def _pass_by(self, begun: Begun) -> None:
+        """From the first token on, have tokens sent by the thread that makes them, where nothing speaks against it."""
+        alone = len(begun.generations) == 1 and self._texts is None
+        if self._short_cut is None and self._last_token and alone and self._connection is not None:
+            self._short_cut = self._connection.short_cut(self._passing)
+            begun.generations[0].tap(self._short_cut)
+
+    def _passing(self, event: Event) -> bytes:
+        """The bytes of a token that passes by the event loop."""
+        assert self.begun is not None
+        self._count(event)
+        self._last_write = time.monotonic()
+        return self.begun.renderer.event(0, event)
 
     async def _watch(self, receive: Receive) -> None:
         await _disconnected(receive)
@@ -359,6 +267,8 @@ class _SseResponse(_Answering, Response):
         while True:
             await asyncio.sleep(pause_s)
             if time.monotonic() - self._last_write >= pause_s * 0.9:
+                if self._short_cut is not None:
+                    self._short_cut.close()
                 comment = self._said()
                 await send({"type": "http.response.body", "body": comment, "more_body": True})
 

@@ -8,10 +8,11 @@ from starlette.responses import Response
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message, Tool
 from edgeinfer.server import translate_anthropic as translate
+from edgeinfer.server.begin import Job
 from edgeinfer.server.endpoint import decode, exchange_of
 from edgeinfer.server.render_anthropic import MessageRenderer
 from edgeinfer.server.routes.replies import json_reply
-from edgeinfer.server.stream import Job, answer
+from edgeinfer.server.stream import answer
 from edgeinfer.server.translate import stops
 from edgeinfer.server.wire import anthropic as wire
 

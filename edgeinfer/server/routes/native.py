@@ -14,13 +14,14 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server import translate
 from edgeinfer.server.answer import Answer, wire_timings
+from edgeinfer.server.begin import Job
 from edgeinfer.server.endpoint import Exchange, decode, decode_query, exchange_of
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.render_openai import ChatRenderer, finish_reason
 from edgeinfer.server.routes.openai import fingerprint
 from edgeinfer.server.routes.replies import json_reply
-from edgeinfer.server.stream import Job, answer
+from edgeinfer.server.stream import answer
 from edgeinfer.server.wire import native as wire
 
 #: prometheus_client's own content type; its import costs nothing more here, but the constant is the contract.

@@ -14,6 +14,7 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server import translate, translate_responses
+from edgeinfer.server.begin import Job
 from edgeinfer.server.endpoint import Exchange, decode, exchange_of
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.models import Pulled
@@ -21,7 +22,7 @@ from edgeinfer.server.problems import Problem
 from edgeinfer.server.render_openai import ChatRenderer, CompletionRenderer
 from edgeinfer.server.render_responses import ResponseRenderer
 from edgeinfer.server.routes.replies import json_reply
-from edgeinfer.server.stream import Job, answer
+from edgeinfer.server.stream import answer
 from edgeinfer.server.wire import openai as wire
 from edgeinfer.server.wire import openai_replies as replies
 from edgeinfer.server.wire.responses import ResponsesRequest

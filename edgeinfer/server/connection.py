@@ -1,0 +1,99 @@
+"""A client's connection beyond what uvicorn does with it: its copy in a process that outlives this one, and a way for tokens
+past the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from edgeinfer.host import Copies
+from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta
+
+
+class Connection:
+    """Lives on the event loop's thread."""
+
+    def __init__(self, copies: Copies | None, transport: asyncio.WriteTransport) -> None:
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self._copies = None if self._is_tls else copies
+        self._transport = transport
+        self._socket = transport.get_extra_info("socket")
+        self._number: int = self._socket.fileno()
+        self._is_held = False
+        self._is_lost = False
+        self._short_cut: ShortCut | None = None
+
+    def mark(self, state: int) -> None:
+        """Note what a survivor of this process would have to say (`last_words`). The copy is made at the first time. Nothing
+        once the connection is lost: its number may be another's by then."""
+        if self._copies is None or self._is_lost:
+            return
+        self._copies.mark(self._number, state)
+        if not self._is_held:
+            self._is_held = True
+            self._copies.hold(self._number)
+
+    def short_cut(self, render: Callable[[Event], bytes]) -> ShortCut | None:
+        """A way for a stream's next tokens past the event loop; None under TLS, or while something waits to be written."""
+        if self._is_tls or self._is_lost or self._transport.get_write_buffer_size():
+            return None
+        self._short_cut = ShortCut(self._number, self._transport, render)
+        return self._short_cut
+
+    def lost(self) -> None:
+        """The event loop is about to close it. The client sees that now, not only when the copy is closed."""
+        self._is_lost = True
+        if self._short_cut is not None:
+            self._short_cut.close()
+        if self._is_held and self._copies is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._copies.drop(self._number)
+
+
+class ShortCut:
+    """Sends a stream's tokens on the thread that made them, as a tap (`Generation.tap`): no other thread is woken for a token.
+
+    The event loop writes nothing to this connection unless it has closed the short cut; a token that does not fit into the
+    socket whole closes it too, and the event loop sends the rest.
+    """
+
+    def __init__(self, number: int, transport: asyncio.WriteTransport, render: Callable[[Event], bytes]) -> None:
+        self._number, self._transport, self._render = number, transport, render
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def __call__(self, event: Event) -> bool:
+        """Whether the event was taken. Called on the thread that made it."""
+        if not isinstance(event, TextDelta | ReasoningDelta):
+            return False
+        with self._lock:  # a descriptor that is closed meanwhile could be another client's
+            if not self._is_open:
+                return False
+            try:
+                data = self._render(event)
+            except Exception:  # noqa: BLE001  a defect must not end the engine's thread: the event loop meets it again
+                self._is_open = False
+                return False
+            chunk = b"%x\r\n%b\r\n" % (len(data), data)
+            try:
+                written = os.write(self._number, chunk)
+            except BlockingIOError:
+                written = 0
+            except OSError:  # the event loop sees that too, and ends the request
+                written = len(chunk)
+            if written < len(chunk):
+                self._is_open = False
+                with contextlib.suppress(RuntimeError):  # the loop was closed under us
+                    self._loop.call_soon_threadsafe(self._transport.write, chunk[written:])
+            return True
+
+    def close(self) -> None:
+        """Tokens go through the event loop again. Idempotent."""
+        with self._lock:
+            self._is_open = False

@@ -1,0 +1,144 @@
+"""Tokens that pass by the event loop: the same bytes in the same order, and nothing to anybody else's connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+
+import pytest
+
+from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
+from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.generation import EventStream
+from edgeinfer.server.connection import Connection
+
+END = Finished(reason="stop", usage=Usage(), timings=Timings())
+
+
+async def connected():
+    """A connection as the endpoint has it, and the client's socket."""
+    ours, client = socket.socketpair()
+    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+    return Connection(None, transport), transport, client
+
+
+def words(event):
+    return event.text.encode()
+
+
+async def test_tokens_are_written_on_the_thread_that_made_them():
+    connection, transport, client = await connected()
+    with client:
+        short_cut = connection.short_cut(words)
+        assert await asyncio.to_thread(short_cut, TextDelta("one"))
+        assert await asyncio.to_thread(short_cut, ReasoningDelta("two"))
+        assert client.recv(100) == b"3\r\none\r\n3\r\ntwo\r\n"
+        assert not short_cut(ToolCallDelta(0))
+        connection.lost()
+        assert not short_cut(TextDelta("late"))
+        transport.abort()
+
+
+async def test_what_does_not_fit_goes_through_the_event_loop_in_order():
+    connection, transport, client = await connected()
+    with client:
+        short_cut = connection.short_cut(words)
+        taken = 0
+        while short_cut(TextDelta(f"{taken:04d}" * 10_000)):
+            taken += 1
+        assert taken > 1
+        assert connection.short_cut(words) is not None  # nothing has come to the event loop yet
+        await asyncio.sleep(0)
+        assert connection.short_cut(words) is None
+        transport.write(b"end")
+        reading = asyncio.to_thread(lambda: b"".join(iter(lambda: client.recv(1 << 20), b"")))
+        transport.write_eof()
+        heard = await reading
+        assert heard == b"".join(b"9c40\r\n%b\r\n" % (b"%04d" % n * 10_000) for n in range(taken)) + b"end"
+        transport.abort()
+
+
+async def test_a_client_that_left_and_a_defect_do_no_harm():
+    connection, transport, client = await connected()
+    client.close()
+    assert connection.short_cut(words)(TextDelta("x"))
+    assert not connection.short_cut(lambda event: 1 // 0)(TextDelta("x"))
+    transport.abort()
+
+
+async def test_a_tap_is_offered_events_only_while_the_task_waits():
+    stream = EventStream(lambda: None)
+    tapped: list[str] = []
+
+    def tap(event):
+        tapped.append(event.text)
+        return event.text != "no"
+
+    stream.put(TextDelta("before"))
+    stream.tap(tap)
+    stream.put(TextDelta("queued"))
+    heard: list[str] = []
+
+    async def listen():
+        async for event in stream:
+            if isinstance(event, TextDelta):
+                heard.append(event.text)
+
+    listening = asyncio.create_task(listen())
+    while len(heard) < 2:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    stream.put(TextDelta("yes"))
+    stream.put(TextDelta("no"))
+    stream.put(TextDelta("after"))
+    stream.put(END)
+    await listening
+    assert tapped == ["yes", "no"]
+    assert heard == ["before", "queued", "no", "after"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_stream_past_the_event_loop_says_the_same(serve, until, path):
+    gate = Gate(threading.Event())
+    script = ("One", gate, *(f" {number}" for number in range(200)))
+    here = serve(FakeEngine([script, script]))
+    asked = {"max_tokens": 300, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    if path == "/v1/responses":
+        asked = {"input": "hi", "stream": True}
+    texts = []
+    for _ in range(2):  # the second on the same connection
+        text = ""
+        with here.client.stream("POST", path, json=asked) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    text += said(json.loads(line[6:]))
+                gate.opened.set()
+        texts.append(text)
+    assert texts == ["One" + "".join(f" {number}" for number in range(200))] * 2
+
+
+def said(event: dict) -> str:
+    """A token of any of the three dialects."""
+    if "choices" in event:
+        return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    delta = event.get("delta", "")
+    return delta.get("text", "") if isinstance(delta, dict) else delta
+
+
+def test_a_slow_reader_gets_everything_in_order(serve, until):
+    """More than the socket holds: the short cut closes in the middle of a token."""
+    gate = Gate(threading.Event())
+    engine = FakeEngine([("One", gate, *(f"{number:05d}" * 4000 for number in range(800)))])
+    here = serve(engine)
+    with here.client.stream(
+        "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    ) as answer:
+        lines = answer.iter_lines()
+        assert '"One"' in next(line for line in lines if "One" in line)
+        assert gate.reached.wait(20)
+        gate.opened.set()
+        until(lambda: engine.metrics().running == 0, "the whole answer to be made")
+        text = "".join(said(json.loads(line[6:])) for line in lines if line.startswith("data: {"))
+    assert text == "".join(f"{number:05d}" * 4000 for number in range(800))
