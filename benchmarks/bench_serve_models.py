@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ def percentile(values: list[float], p: float) -> float:
 
 
 @contextlib.contextmanager
-def home_with(model: Path, names: list[str]) -> Iterator[dict[str, str]]:
-    """An environment whose home has `model` under every name, each warmed. Raises CalledProcessError with the reason."""
+def home_with(model: Path, names: list[str], load: Sequence[str] = LOAD) -> Iterator[dict[str, str]]:
+    """An environment whose home has `model` under every name, warmed with these options. Raises CalledProcessError."""
     home = tempfile.mkdtemp(prefix="edgeinfer-bench-", dir="/var/tmp")
     env = os.environ | {"EDGEINFER_HOME": home}
     try:
@@ -49,7 +49,7 @@ def home_with(model: Path, names: list[str]) -> Iterator[dict[str, str]]:
                 check=True,
                 capture_output=True,
             )
-            subprocess.run([*LAUNCHER, "warm", name, *LOAD], env=env, check=True, capture_output=True)
+            subprocess.run([*LAUNCHER, "warm", name, *load], env=env, check=True, capture_output=True)
         yield env
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -57,10 +57,10 @@ def home_with(model: Path, names: list[str]) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def endpoint(
-    env: dict[str, str], name: str, port: int, *more: str
+    env: dict[str, str], name: str, port: int, *more: str, load: Sequence[str] = LOAD
 ) -> Iterator[tuple[subprocess.Popen[str], list[dict[str, Any]]]]:
     """A served model and its log, which grows."""
-    words = [*LAUNCHER, "serve", name, "--port", str(port), "--log", "json", *LOAD, *more]
+    words = [*LAUNCHER, "serve", name, "--port", str(port), "--log", "json", *load, *more]
     log: list[dict[str, Any]] = []
     served = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
@@ -199,7 +199,7 @@ def crash_section(model: Path, free_port: Any, clients: int = 20, rounds: int = 
                 for thread in threads:
                     thread.start()
                 time.sleep(0.5)
-                os.kill(_biggest_below(served.pid), signal.SIGKILL)
+                os.kill(biggest_below(served.pid), signal.SIGKILL)
                 begun = time.perf_counter()
                 try:
                     first_token(port, "one")
@@ -216,7 +216,7 @@ def _stream_until_cut(port: int) -> None:
         stream_gaps(port, "one", 400)
 
 
-def _biggest_below(pid: int) -> int:
+def biggest_below(pid: int) -> int:
     """The descendant with the most memory: the one that holds the model."""
     found: dict[int, int] = {}
 

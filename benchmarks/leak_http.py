@@ -2,8 +2,9 @@
 
     python benchmarks/leak_http.py [--requests 10000] [--clients 8]
 
-Prints, every thousand requests: resident memory, open descriptors, running and waiting generations, and the KV cache in use.
-Fails when memory grows by more than 5 % after the first two thousand, or anything else is left behind.
+The endpoint is resumed from a snapshot, behind its launcher. Prints, every thousand requests: resident memory, open
+descriptors of the application and of the launcher, running and waiting generations, and the KV cache in use. Fails when memory
+grows by more than 5 % after the first two thousand, or anything else is left behind.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve import MODEL, free_port, our_command, process, wait_healthy
+from bench_serve import CONTEXT, MODEL, PARALLEL, free_port, wait_healthy
+from bench_serve_models import biggest_below, endpoint, home_with
+
+COLUMNS = ("app_fds", "launcher_fds", "num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio")
 
 
 def body(number: int) -> bytes:
@@ -65,7 +69,7 @@ async def some(port: int, numbers: range, clients: int) -> None:
     await asyncio.gather(*(client() for _ in range(clients)))
 
 
-def settle(port: int, pid: int) -> dict[str, float]:
+def settle(port: int, launcher: int) -> dict[str, float]:
     """The figures once nothing runs any more."""
     end = time.monotonic() + 30
     while True:
@@ -81,8 +85,10 @@ def settle(port: int, pid: int) -> dict[str, float]:
         if not any(v for k, v in found.items() if k != "kv_cache_usage_ratio") or time.monotonic() > end:
             break
         time.sleep(0.05)
-    rss = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / (1 << 20)
-    return {"rss_mib": rss, "descriptors": len(os.listdir(f"/proc/{pid}/fd"))} | found
+    app = biggest_below(launcher)
+    rss = int(Path(f"/proc/{app}/statm").read_text().split()[1]) * 4096 / (1 << 20)
+    fds = {f"{name}_fds": len(os.listdir(f"/proc/{pid}/fd")) for name, pid in (("app", app), ("launcher", launcher))}
+    return {"rss_mib": rss} | fds | found
 
 
 def main() -> None:
@@ -93,22 +99,25 @@ def main() -> None:
     port = free_port()
     rows = []
     print(f"{MODEL.name}, {options.clients} clients\n")
-    print("| requests | RSS MiB | descriptors | running | waiting | KV in use |\n|---|---|---|---|---|---|")
-    with process(our_command(port, os.cpu_count() or 1)) as served:
+    print(f"| requests | seconds | RSS MiB | {' | '.join(COLUMNS)} |\n{'|---' * (3 + len(COLUMNS))}|")
+    load = ("--ctx", str(CONTEXT), "--parallel", str(PARALLEL))
+    with (
+        home_with(MODEL, ["one"], load) as env,
+        endpoint(env, "one", port, "--max-queue", "256", "--resume", "always", load=load) as (served, _),
+    ):
         wait_healthy(port, served)
+        begun = time.monotonic()
         for begin in range(0, options.requests, 1000):
             asyncio.run(some(port, range(begin, min(begin + 1000, options.requests)), options.clients))
             row = settle(port, served.pid)
             rows.append(row)
-            print(
-                f"| {begin + 1000} | {row['rss_mib']:.1f} | {row['descriptors']:.0f} | {row['num_requests_running']:.0f} "
-                f"| {row['num_requests_waiting']:.0f} | {row['kv_cache_usage_ratio']:.3f} |",
-                flush=True,
-            )
+            said = [begin + 1000, f"{time.monotonic() - begun:.0f}", f"{row['rss_mib']:.1f}"]
+            said += [f"{row[name]:.3g}" for name in COLUMNS]
+            print("| " + " | ".join(map(str, said)) + " |", flush=True)
     grown = rows[-1]["rss_mib"] / rows[min(1, len(rows) - 1)]["rss_mib"] - 1
     print(f"\nmemory after the first two thousand: {grown:+.1%}")
     left = rows[-1]["num_requests_running"] + rows[-1]["num_requests_waiting"] + rows[-1]["http_requests_in_flight"]
-    if grown > 0.05 or left or rows[-1]["descriptors"] > rows[0]["descriptors"] + 2:
+    if grown > 0.05 or left or any(rows[-1][name] > rows[0][name] + 2 for name in ("app_fds", "launcher_fds")):
         raise SystemExit("something leaks")
 
 

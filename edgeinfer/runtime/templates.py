@@ -47,11 +47,13 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
-#: For base models: a plain transcript, which any model of text continues. Ended by the stop strings beside it.
+#: For base models: a plain transcript, which any model of text continues. Ended by the stop strings beside it. An answer
+#: that begins with its own space gets no second one: it comes back as the very tokens that are in the cache.
 TRANSCRIPT = (
     "{{- bos_token -}}{%- for message in messages -%}"
     "{%- if message.role == 'system' -%}{{- message.content + '\n\n' -}}"
-    "{%- else -%}{{- ('User: ' if message.role == 'user' else 'Assistant: ') + message.content + '\n' -}}{%- endif -%}"
+    "{%- else -%}{{- 'User:' if message.role == 'user' else 'Assistant:' -}}"
+    "{{- ('' if message.content[:1] == ' ' else ' ') + message.content + '\n' -}}{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}"
 )

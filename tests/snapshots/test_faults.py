@@ -102,7 +102,9 @@ def test_too_little_room_is_said_before_anything_is_done(user):
     assert "stay free" in outcome.err
 
 
-@pytest.mark.parametrize("name", ["memory.img", "buffers.img", "images/pages-1.img", "images/files.img", "images/inventory.img"])
+@pytest.mark.parametrize(
+    "name", ["memory.img", "buffers.img", "images/pages-1.img", "images/files.img", "images/inventory.img"]
+)
 def test_a_truncated_file_is_refused_at_launch(spoiled, name):
     person, folder = spoiled
     with open(folder / name, "r+b") as file:

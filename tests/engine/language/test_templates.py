@@ -155,6 +155,9 @@ def test_a_model_without_a_template():
     assert plain.source == TRANSCRIPT
     assert "base model" in reason
     assert plain.render((SYSTEM, USER)) == f"<s>{SYSTEM.content}\n\nUser: {USER.content}\nAssistant:"
+    for said in (" Yes.", "Yes."):  # what the model said comes back as it said it, so the cache has it
+        answered = plain.render((USER, Message(role="assistant", content=said), USER))
+        assert answered == f"<s>User: {USER.content}\nAssistant: Yes.\nUser: {USER.content}\nAssistant:"
 
 
 def test_what_hugging_face_templates_count_on():
