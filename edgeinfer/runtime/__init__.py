@@ -7,4 +7,5 @@ starves ggml's own threads as soon as anything else runs (docs/decisions/002-spi
 
 from os import environ
 
-environ.setdefault("GOMP_SPINCOUNT", "1000")
+SPIN_COUNT = "GOMP_SPINCOUNT"
+environ.setdefault(SPIN_COUNT, "1000")

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 
+from edgeinfer.runtime import SPIN_COUNT
 from edgeinfer.snapshots import frames, native
 
 #: Limits that go with a launch; the kernel refuses to raise a hard one, so only soft ones are set.
@@ -72,12 +73,18 @@ def reseed(entropy: bytes, ranges: list[_Range]) -> bytes:
 
 
 def adopt(fields: Mapping[str, bytes]) -> None:
-    """Take over the launcher's environment, directory, umask, time zone, locale, processors and soft limits."""
+    """Take over the launcher's environment, directory, umask, time zone, locale, processors and soft limits.
+
+    What the engine set for libgomp stays: in a cold start that is read later, when the model is loaded.
+    """
+    spin = os.environ.get(SPIN_COUNT)
     os.environ.clear()
     for assignment in frames.split(fields["env"]):
         name, _, value = assignment.partition("=")
         if name:
             os.environ[name] = value
+    if spin is not None:
+        os.environ.setdefault(SPIN_COUNT, spin)
     time.tzset()
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "")

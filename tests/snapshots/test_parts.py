@@ -281,3 +281,16 @@ CHEAP = {
 def test_the_way_of_a_launch_imports_only_what_is_cheap():
     done = subprocess.run([sys.executable, "-I", "-c", LAUNCH], capture_output=True, text=True, check=True)
     assert set(json.loads(done.stdout)) <= CHEAP
+
+
+@pytest.mark.parametrize(("theirs", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_a_cold_start_keeps_the_spin_count_that_libgomp_reads_later(monkeypatch, theirs, found):
+    before = dict(os.environ)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    try:
+        env = b"\0".join(f"{name}={value}".encode() for name, value in ({"ONE": "1"} | theirs).items())
+        freshness.adopt({"env": env, "cwd": os.fsencode(os.getcwd()), "umask": b"18"})
+        assert dict(os.environ) == {"ONE": "1", "GOMP_SPINCOUNT": found}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
