@@ -122,7 +122,7 @@ def engine_estimate(
         n_cells,
         kv_type,
         n_parallel=n_seq_max,
-        n_ubatch=choose_ubatch(n_batch, n_seq_max, header.number("general.file_type", -1)).value,
+        n_ubatch=choose_ubatch(n_batch, n_seq_max, header.number("general.file_type", -1), kv_type).value,
         n_outputs=max(n_seq_max, min(n_batch, _OUTPUTS_PER_SEQUENCE * n_parallel)),
         weights_bytes=weights_bytes,
         whole_windows=True,

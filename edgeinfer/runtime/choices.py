@@ -21,10 +21,13 @@ _AUTO_MAX_TOKENS = 32_768
 #: llama.cpp pads a context to this many cells.
 _CELL_STEP = 256
 #: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by row: Q4_1, Q5_1,
-#: Q3_K, and the small IQ and TQ types. They gain nothing from large micro-batches.
+#: Q3_K, and the small IQ and TQ types. They gain nothing from large micro-batches, and give a row the same bits in any batch.
 _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
-#: llama.cpp's attention takes its tiled kernel from 64 tokens on, which is the slower one for such models.
-_SMALL_UBATCH = 60
+#: llama.cpp's attention over an f16 cache takes its tiled kernel from 64 tokens on: the faster one in a deep cache, whose sums
+#: depend on where a sequence lies. A quantized cache has no such kernel, and is the slower the larger the micro-batch.
+_UNTILED = 60
+#: Repacked weights are multiplied by another kernel from four rows on.
+_REPACKED_ROWS = 3
 #: Cells of the shared KV cache that every sequence can count on when all are busy.
 _CELLS_PER_SEQUENCE = 1024
 
@@ -157,11 +160,18 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
     return Chosen(_padded(wanted), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 
-def choose_ubatch(n_batch: int, n_seq_max: int, file_type: int) -> Chosen:
+def choose_ubatch(n_batch: int, n_seq_max: int, file_type: int, kv_type: str) -> Chosen:
     """Tokens llama.cpp computes at a time; a batch is cut into these. Measured in decision 020."""
-    if file_type in _DOT_ONLY and n_seq_max <= _SMALL_UBATCH < n_batch:
-        return Chosen(_SMALL_UBATCH, "weights of this type are multiplied row by row, and small attention is faster")
+    if file_type in _DOT_ONLY and kv_type != "f16" and n_seq_max <= _UNTILED < n_batch:
+        return Chosen(_UNTILED, "weights of this type are multiplied row by row, and a quantized cache likes few at a time")
     return Chosen(n_batch, "the whole batch at a time")
+
+
+def exact_rows(n_batch: int, file_type: int, kv_type: str) -> int:
+    """Tokens of one batch up to which each gives the bits it gives alone. Measured in decision 022."""
+    if file_type not in _DOT_ONLY:
+        return _REPACKED_ROWS
+    return _UNTILED if kv_type == "f16" else n_batch
 
 
 def _padded(n: int) -> int:

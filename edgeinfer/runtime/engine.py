@@ -9,23 +9,23 @@ from typing import Any
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import native
 from edgeinfer.runtime.batch import Batch
+from edgeinfer.runtime.choices import exact_rows
+from edgeinfer.runtime.chunks import Exactness
 from edgeinfer.runtime.constraints import Constraints
 from edgeinfer.runtime.dialogue import load_conversations
 from edgeinfer.runtime.draft import DraftModel
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kvcache import KvCache, LlamaMemory
-from edgeinfer.runtime.load import MAX_DRAFT, Loaded, load_model
+from edgeinfer.runtime.load import MAX_DRAFT, Loaded, file_type_of, load_model
 from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.lora import LoraAdapters
 from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.parsers_api import Conversations, TemplateFacts
 from edgeinfer.runtime.prepare import Preparer
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, Tool
-from edgeinfer.runtime.scheduler import Exactness, Scheduler
+from edgeinfer.runtime.scheduler import Scheduler
 
-#: Repacked weights are multiplied by another kernel from four rows on.
-_EXACT_ROWS = 3
 #: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
 _EXACT_CELLS = 192
 #: Tokens of the warm-up prompt: enough to touch every weight in the shape a prefill has, and in the shape a decode has.
@@ -212,10 +212,10 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
 
 
 def _exactness(loaded: Loaded) -> Exactness:
-    dot_only = loaded.choices["n_ubatch"].value < loaded.n_batch
+    kv_type = str(loaded.choices["kv_type"].value)
     return Exactness(
-        rows=loaded.n_batch if dot_only else _EXACT_ROWS,
-        cells=_EXACT_CELLS if loaded.choices["kv_type"].value == "f16" else None,
+        rows=exact_rows(loaded.n_batch, file_type_of(loaded.meta), kv_type),
+        cells=_EXACT_CELLS if kv_type == "f16" else None,
     )
 
 

@@ -142,6 +142,11 @@ def _last_words() -> str:
     return "; ".join(native.recent_log(3)) or "no reason given"
 
 
+def file_type_of(meta: dict[str, str]) -> int:
+    """llama.cpp's number for the quantization of the file (`llama_ftype`), -1 where the file does not say."""
+    return int(meta.get("general.file_type", -1))
+
+
 def read_meta(model: Any) -> dict[str, str]:
     """The file's scalar metadata as text."""
     llama = native.lib()
@@ -202,7 +207,7 @@ def _plan(model: Any, vocab: Vocab, meta: dict[str, str], options: LoadOptions, 
         n_parallel=parallel,
         n_ctx=n_ctx,
         n_cells=cells,
-        n_ubatch=choose_ubatch(n_batch, n_seq_max, int(meta.get("general.file_type", -1))),
+        n_ubatch=choose_ubatch(n_batch, n_seq_max, file_type_of(meta), options.kv_type),
         n_seq_max=n_seq_max,
         n_batch=n_batch,
         # llama.cpp aborts when fewer outputs are allowed than there are sequence ids

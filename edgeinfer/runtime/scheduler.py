@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
 from edgeinfer.runtime.batch import Batch, Logits
+from edgeinfer.runtime.chunks import Chunks, Exactness
 from edgeinfer.runtime.events import FinishReason
 from edgeinfer.runtime.kvcache import AdapterKey, KvCache, common_prefix
 from edgeinfer.runtime.metrics import Counters
@@ -23,27 +24,12 @@ from edgeinfer.runtime.vocab import Vocab
 
 #: A prefix that another sequence is about to compute is waited for when it saves at least this many tokens.
 _WORTH_WAITING = 32
-#: While others decode, a chunk of prefill is held to about this long (seconds), and to at least so many tokens.
-_CHUNK_S = 0.1
-_CHUNK_MIN = 32
 
 
 class Adapters(Protocol):
     """Sets the LoRA adapters of the context."""
 
     def use(self, adapters: AdapterKey) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Exactness:
-    """Up to what a step with guesses computes the very bits that one without does (decision 022).
-
-    `rows`: tokens in the batch, beyond which llama.cpp's kernels round otherwise. `cells`: used cells, beyond which a lone
-    token's attention does; None for no such bound.
-    """
-
-    rows: int
-    cells: int | None
 
 
 @dataclass(slots=True)
@@ -79,7 +65,7 @@ class Scheduler:
         self._exactness = exactness
         self._logits = Logits(context, vocab.n_vocab)
         self._costs = StepCosts()
-        self._prefill_s_per_token = 0.001
+        self._chunks = Chunks(exactness)
         self._last_group: AdapterKey = ()
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
@@ -289,9 +275,7 @@ class Scheduler:
         return seq.drafting.propose(seq.tokens, room)
 
     def _add_prefill(self, prefilling: list[Sequence], parts: list[Part]) -> None:
-        budget = self._batch.room
-        if parts:
-            budget = min(budget, max(_CHUNK_MIN, int(_CHUNK_S / self._prefill_s_per_token)))
+        budget = self._chunks.budget(self._batch.room, self._batch.n_tokens, [s.n_pending for s in prefilling])
         for seq in prefilling:
             if budget <= 0 or self._batch.n_outputs >= self._batch.max_outputs:
                 return
@@ -348,9 +332,7 @@ class Scheduler:
         decode_share = min(seconds, self._costs.mean(decode_tokens) or 0.0) if decode_tokens else 0.0
         self.counters.decode_s += decode_share
         self.counters.prefill_s += seconds - decode_share
-        if prefill_tokens >= _CHUNK_MIN:
-            rate = (seconds - decode_share) / prefill_tokens
-            self._prefill_s_per_token += 0.3 * (rate - self._prefill_s_per_token)
+        self._chunks.note(prefill_tokens, seconds - decode_share)
 
     def _harvest(self, parts: list[Part]) -> None:
         plain = sum(1 for p in parts if p.has_output)

@@ -1,0 +1,54 @@
+"""How much of the waiting prompts a step computes: enough to be efficient, not so much that running streams stall."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: While others decode, a chunk of prefill is held to about this long (seconds), and to at least so many tokens.
+_CHUNK_S = 0.1
+_CHUNK_MIN = 32
+#: From this many tokens on attention is computed in tiles; a chunk is stretched to one when that takes no longer (seconds): in
+#: a deep cache it takes hardly longer than half of one (decision 020).
+_TILE = 64
+_TILE_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Up to what a step in company computes the very bits that one alone does (decision 022).
+
+    `rows`: tokens in the batch, beyond which llama.cpp's kernels round otherwise. `cells`: used cells, beyond which a lone
+    token's attention does; None for no such bound.
+    """
+
+    rows: int
+    cells: int | None
+
+
+class Chunks:
+    """Learns what a token of prefill costs, and says how many fit into the next step."""
+
+    def __init__(self, exactness: Exactness) -> None:
+        self._exact_rows = exactness.rows
+        self._s_per_token = 0.001
+
+    def budget(self, room: int, n_decoding: int, pending: Sequence[int]) -> int:
+        """Tokens of prompts for a batch that has `room` left beside `n_decoding` tokens; `pending` are the prompts' lengths.
+
+        Short prompts stay together where each gives the bits that it gives alone; a long one gets what is there.
+        """
+        budget = min(room, self._beside_decoding()) if n_decoding else room
+        exact = self._exact_rows - n_decoding
+        return min(budget, exact) if max(pending, default=0) <= exact else budget
+
+    def _beside_decoding(self) -> int:
+        within = int(_CHUNK_S / self._s_per_token)
+        if within < _TILE and _TILE * self._s_per_token <= _TILE_S:
+            return _TILE
+        return max(_CHUNK_MIN, within)
+
+    def note(self, n_tokens: int, seconds: float) -> None:
+        """So many tokens of prefill took so long. Few say little about many."""
+        if n_tokens >= _CHUNK_MIN:
+            self._s_per_token += 0.3 * (seconds / n_tokens - self._s_per_token)

@@ -1,0 +1,43 @@
+"""How many tokens of prompts a step takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgeinfer.runtime.chunks import Chunks, Exactness
+
+
+def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:
+    made = Chunks(Exactness(rows=rows, cells=None))
+    for _ in range(50):
+        made.note(100, 100 * ms_per_token / 1000)
+    return made
+
+
+def test_alone_a_long_prompt_fills_the_batch() -> None:
+    assert chunks().budget(512, 0, [2000]) == 512
+    assert chunks().budget(512, 0, [61, 5]) == 512
+
+
+def test_short_prompts_stay_where_each_keeps_its_bits() -> None:
+    assert chunks().budget(512, 0, [20] * 8) == 60
+    assert chunks().budget(512, 7, [20] * 8) == 53
+    assert chunks(rows=512).budget(512, 0, [20] * 8) == 512
+
+
+def test_a_prompt_is_never_kept_from_the_batch() -> None:
+    for rows in (3, 60):
+        for decoding in (0, 1, 3, 60, 100):
+            assert chunks(rows).budget(512, decoding, [1]) >= 1
+            assert chunks(rows).budget(512, decoding, [59, 2]) >= 1
+
+
+@pytest.mark.parametrize(("ms_per_token", "expected"), [(0.5, 200), (1.25, 80), (3.0, 64), (4.5, 64), (5.0, 32), (60.0, 32)])
+def test_beside_streams_a_chunk_takes_a_tenth_of_a_second_or_one_tile(ms_per_token: float, expected: int) -> None:
+    assert chunks(ms_per_token=ms_per_token).budget(512, 2, [2000]) == pytest.approx(expected, abs=2)
+
+
+def test_few_tokens_say_nothing_about_many() -> None:
+    made = chunks(ms_per_token=1.25)
+    made.note(3, 10.0)
+    assert made.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
