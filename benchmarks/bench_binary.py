@@ -34,7 +34,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from edgeinfer.payload import open_shipped, read_index  # noqa: E402  the checkout this script is in
+from edgeinfer.shipping.payload import open_shipped, read_index  # noqa: E402  the checkout this script is in
 
 LAYERS = {"small": 0, "7b": 32}
 STAGES = ("launcher", "restore", "running", "request")

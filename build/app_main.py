@@ -4,7 +4,7 @@ import runpy
 import sys
 
 from edgeinfer.process import MODULE_SWITCH
-from edgeinfer.shipped import trust_certificates
+from edgeinfer.shipping.shipped import trust_certificates
 
 trust_certificates()
 if sys.argv[1:2] == [MODULE_SWITCH]:
@@ -13,7 +13,7 @@ if sys.argv[1:2] == [MODULE_SWITCH]:
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 else:
     from edgeinfer.cli import main
-    from edgeinfer.unpack import tidy
+    from edgeinfer.shipping.unpack import tidy
 
     tidy()
     sys.exit(main())

@@ -1,11 +1,11 @@
-"""Put the parts of a shipped file together (the format: `edgeinfer.payload`)."""
+"""Put the parts of a shipped file together (the format: `edgeinfer.shipping.payload`)."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from edgeinfer import payload
+from edgeinfer.shipping import payload
 
 
 def with_field(bootloader: bytes, key: bytes, value: str) -> bytes:

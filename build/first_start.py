@@ -2,6 +2,6 @@
 
 import sys
 
-from edgeinfer.unpack import main
+from edgeinfer.shipping.unpack import main
 
 sys.exit(main())

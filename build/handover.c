@@ -138,7 +138,7 @@ static int run(const char *app, const char *file, int argc, char **argv)
     set_text("_edgeinfer_app", app);
     set_text("_edgeinfer_file", file);
     set_text("_edgeinfer_model", field(model_field, sizeof "EDGEINFER-MODEL=" - 1));
-    return ((int (*)(const char *))symbol("PyRun_SimpleString"))("import edgeinfer.shipped as s\ns.start()") ? 70 : 0;
+    return ((int (*)(const char *))symbol("PyRun_SimpleString"))("import edgeinfer.shipping.shipped as s\ns.start()") ? 70 : 0;
 }
 
 /* What an outer PyInstaller program of ours set must not reach the launcher and its children. */

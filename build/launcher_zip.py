@@ -18,7 +18,7 @@ from PyInstaller.lib.modulegraph import modulegraph
 ROOT = Path(__file__).parents[1]
 #: Modules the launcher starts from; Python itself needs the codecs before anything is imported.
 CODECS = [f"encodings.{name}" for name in ("utf_8", "ascii", "latin_1", "aliases", "idna")]
-ROOTS = ["edgeinfer.shipped", "edgeinfer.launcher", *CODECS]
+ROOTS = ["edgeinfer.shipping.shipped", "edgeinfer.launcher", *CODECS]
 #: Never reached by the launcher, though something in the graph names them.
 EXCLUDES = [
     "edgeinfer.cli", "edgeinfer.commands", "edgeinfer.arguments", "edgeinfer.runtime", "edgeinfer.server", "edgeinfer.tui",

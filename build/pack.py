@@ -1,4 +1,4 @@
-"""From a folder to a payload: blocks of files, compressed, with an index (the format: `edgeinfer.payload`).
+"""From a folder to a payload: blocks of files, compressed, with an index (the format: `edgeinfer.shipping.payload`).
 
 Equal folders give equal bytes: names are sorted, nothing but path, mode (0644 or 0755) and content of a file counts.
 """
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer import payload
+from edgeinfer.shipping import payload
 
 #: A block holds files of one kind up to this many bytes, or one larger file: enough alike to compress well, and enough
 #: blocks for two cores to share.

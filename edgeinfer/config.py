@@ -105,7 +105,7 @@ def load_config(path: Path | None = None) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
     refuse_unknown_keys(document, Config, str(source))
-    bundled = os.environ.get("EDGEINFER_BUNDLED_MODEL")  # a shipped file with a model inside names it (`edgeinfer.shipped`)
+    bundled = os.environ.get("EDGEINFER_BUNDLED_MODEL")  # a shipped file with a model inside names it (`shipping.shipped`)
     if bundled:
         document.setdefault("default-model", bundled)
     try:

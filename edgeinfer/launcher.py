@@ -32,7 +32,7 @@ def main() -> int:
 
         launch(argv, exec_ns, main_ns)
     if getattr(sys, "frozen", False):
-        import os  # built in; the shipped file's launcher has no command line, its application has (edgeinfer.shipped)
+        import os  # built in; the shipped file's launcher has no command line, its application has (shipping.shipped)
 
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     from edgeinfer import cli  # 60 ms: not on the way of a launch

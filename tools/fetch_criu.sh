@@ -11,7 +11,7 @@
 #   PREFIX/share/packages.tsv        package, version, source, source version, SHA-256 of the .deb
 #
 # An ELF interpreter cannot be relative. It is PREFIX/lib/ld-linux-x86-64.so.2 written with leading slashes to INTERP_LENGTH
-# bytes, so whoever copies PREFIX elsewhere can write the new path in the same place (`edgeinfer.payload.relocate`).
+# bytes, so whoever copies PREFIX elsewhere can write the new path in the same place (`edgeinfer.shipping.payload.relocate`).
 #
 # Environment: PATCHELF (the patchelf to use), CRIU_SUITE (default trixie; on Ubuntu questing, which is untested).
 set -euo pipefail

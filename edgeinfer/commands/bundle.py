@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer import bundle as bundles
-from edgeinfer import payload, shipped
 from edgeinfer.catalog import store
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress import Job
 from edgeinfer.commands.progress import progress_on
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.result import Result
+from edgeinfer.shipping import bundle as bundles
+from edgeinfer.shipping import payload, shipped
 from edgeinfer.units import bytes_words
 
 

@@ -9,9 +9,10 @@ from typing import ClassVar
 
 import msgspec
 
-from edgeinfer import __version__, shipped
+from edgeinfer import __version__
 from edgeinfer.errors import UsageError
 from edgeinfer.result import Result
+from edgeinfer.shipping import shipped
 
 
 class Component(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer import payload, shipped, unpack
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.payload import Index
 from edgeinfer.result import Result
+from edgeinfer.shipping import payload, shipped, unpack
+from edgeinfer.shipping.payload import Index
 from edgeinfer.units import bytes_words
 
 

@@ -12,9 +12,10 @@ from typing import ClassVar
 
 import msgspec
 
-from edgeinfer import paths, shipped, unpack
+from edgeinfer import paths
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
 from edgeinfer.result import Result
+from edgeinfer.shipping import shipped, unpack
 from edgeinfer.units import bytes_words
 
 #: Shows the text and returns whether the person agreed.

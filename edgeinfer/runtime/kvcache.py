@@ -15,7 +15,12 @@ AdapterKey = tuple[tuple[str, float], ...]
 
 _BLOCK = 64
 #: Ghosts are dropped once they hold this fraction of the cells: attention walks over them.
-_GHOST_SHARE = 8
+_GHOST_SHARE = 16
+#: While so many sequences run, of the idle ones below so many tokens only so many are kept: every step of every stream walks
+#: over them, and they are soon computed again (decision 056).
+_MANY = 4
+_SHORT = 192
+_SHORT_KEPT = 4
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
@@ -187,10 +192,18 @@ class KvCache:
         self._clock += 1
         resident.active, resident.used_at = False, self._clock
         resident.ghost = not keep or not resident.tokens
+        self._retire_short()
         ghosts = [r for r in self.residents if r.ghost]
         if not any(r.active for r in self.residents) or sum(len(r.cells) for r in ghosts) > self.n_cells // _GHOST_SHARE:
             for ghost in ghosts:
                 self.drop(ghost)
+
+    def _retire_short(self) -> None:
+        if sum(r.active for r in self.residents) < _MANY:
+            return
+        idle = [r for r in self.residents if not (r.active or r.pinned or r.ghost) and len(r.tokens) < _SHORT]
+        for resident in sorted(idle, key=lambda r: r.used_at)[:-_SHORT_KEPT]:
+            resident.ghost = True
 
     def drop(self, resident: Resident) -> None:
         """Forget a resident and free what it shares with nobody."""

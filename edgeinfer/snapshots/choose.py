@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-#: The model a shipped file carries is its default (`edgeinfer.shipped.MODEL_VARIABLE`).
+#: The model a shipped file carries is its default (`edgeinfer.shipping.shipped.MODEL_VARIABLE`).
 _BUNDLED = "EDGEINFER_BUNDLED_MODEL"
 #: Options of load time as typed and as configured, by the name of the load option.
 _OPTIONS = {

@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import sys
 
-from edgeinfer import places, shipped
+from edgeinfer import places
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
+from edgeinfer.shipping import shipped
 from edgeinfer.snapshots import native
 from edgeinfer.snapshots.format import Manifest, refuse_unsafe
 

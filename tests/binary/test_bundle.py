@@ -2,7 +2,7 @@
 
 import pytest
 
-from edgeinfer.payload import open_shipped
+from edgeinfer.shipping.payload import open_shipped
 
 from .conftest import MODEL, Machine
 from .test_bare_machine import ASK

@@ -17,8 +17,8 @@ import assemble
 import bootloader
 import pack
 
-from edgeinfer import payload
-from edgeinfer.payload import open_shipped
+from edgeinfer.shipping import payload
+from edgeinfer.shipping.payload import open_shipped
 
 
 def variant(binary, folder, note):

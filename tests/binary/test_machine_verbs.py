@@ -11,13 +11,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 
 import manual
 
-from edgeinfer import paths, shipped
+from edgeinfer import paths
 from edgeinfer.cli import build_parser
 from edgeinfer.commands.completion import completion, verbs
 from edgeinfer.commands.licenses import licenses
 from edgeinfer.commands.self_check import self_check
 from edgeinfer.commands.uninstall import uninstall
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
+from edgeinfer.shipping import shipped
 
 
 def options(**values):

@@ -15,8 +15,8 @@ import assemble
 import bootloader
 import pack
 
-from edgeinfer import payload, unpack
 from edgeinfer.errors import ChecksumError, DiskFullError, EdgeInferError
+from edgeinfer.shipping import payload, unpack
 
 PROGRAM, PLACED = "bin/program", "bin/placed"
 

@@ -113,6 +113,24 @@ def test_what_is_not_kept_waits_until_nobody_runs_and_serves_nobody() -> None:
     assert kv.used_cells == memory.cells == 0
 
 
+@pytest.mark.parametrize(("n_running", "left"), [(3, 9), (4, 4)])
+def test_beside_many_only_the_newest_short_ones_are_kept(n_running: int, left: int) -> None:
+    kv, memory = make(n_cells=20_000, n_seq_max=32)
+    running = [claim(kv, memory, [base]) for base in range(n_running)]
+    long = claim(kv, memory, list(range(5000, 5300)))
+    kv.release(long, keep=True)
+    ended = []
+    for base in range(1000, 1900, 100):
+        ended.append(claim(kv, memory, list(range(base, base + 20))))
+        kv.release(ended[-1], keep=True)
+    reusable = [resident for resident in ended if kv.match([*resident.tokens, 1], ())[0] is resident]
+    assert reusable == ended[-left:]
+    assert kv.match([*long.tokens, 1], ())[0] is long
+    for resident in running:
+        kv.release(resident, keep=True)
+    assert sum(r.ghost for r in kv.residents) == 0
+
+
 def test_other_adapters_share_nothing() -> None:
     kv, memory = make()
     kv.release(claim(kv, memory, [1, 2, 3, 4]), keep=True)

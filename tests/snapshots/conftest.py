@@ -32,7 +32,7 @@ def _copy_for_everybody(place: Path) -> Path:
     shutil.copytree(sys.prefix, target, symlinks=True)
     criu = target / "criu/bin/criu"
     if criu.exists():
-        from edgeinfer.payload import relocated
+        from edgeinfer.shipping.payload import relocated
 
         interpreter = next((target / "criu/lib").glob("ld-linux*"))
         criu.write_bytes(relocated(criu.read_bytes(), str(interpreter)))

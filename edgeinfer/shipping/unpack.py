@@ -23,9 +23,10 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from edgeinfer import paths, payload
+from edgeinfer import paths
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotUnsafeError
-from edgeinfer.payload import Index, Shipped
+from edgeinfer.shipping import payload
+from edgeinfer.shipping.payload import Index, Shipped
 
 INDEX = "payload.json"
 SOURCE = ".source"
@@ -290,7 +291,7 @@ def _bring_model(file: Path, app: Path) -> None:
     import subprocess  # only in a bundle's first start
 
     _say(f"putting {shipped.model.rpartition('-')[0]} into the model store, once")
-    command = [str(app / "edgeinfer-app"), "--edgeinfer-module", "edgeinfer.bundle", str(file)]
+    command = [str(app / "edgeinfer-app"), "--edgeinfer-module", "edgeinfer.shipping.bundle", str(file)]
     code = subprocess.run(command, env=_outer_environment(), check=False).returncode
     if code:
         raise SystemExit(code)  # it has said why

@@ -1,6 +1,6 @@
 """A model inside the shipped file: writing such a file from a pulled model, and bringing the model out at its first start.
 
-The bundle section of the file (`edgeinfer.payload`) starts with a u64 and so much JSON, then the model's files, each at a
+The bundle section of the file (`shipping.payload`) starts with a u64 and so much JSON, then the model's files, each at a
 page boundary. llama.cpp maps a GGUF from its first byte on, so the model has to become a file of its own once: a clone of
 the same blocks where the file system can do that (btrfs, xfs), otherwise one copy. There is never a second: what is copied
 is hashed on the way and is the store's own file.
@@ -20,13 +20,13 @@ from typing import BinaryIO
 
 import msgspec
 
-from edgeinfer import payload
 from edgeinfer.catalog import store
 from edgeinfer.catalog.disk import flush, need_room, room_errors
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.errors import ChecksumError, EdgeInferError
-from edgeinfer.payload import PAGE, Shipped
+from edgeinfer.shipping import payload
+from edgeinfer.shipping.payload import PAGE, Shipped
 
 _CHUNK = 4 << 20
 #: ioctl that makes a file share another's blocks (linux/fs.h); fails where the file system cannot.
@@ -158,7 +158,7 @@ def bring_out(shipped: Shipped, progress: Progress) -> PulledModel:
         have = store.read_record(record.folder)
         if have is None or have.sha256 != record.sha256 or not all(p.is_file() for p in have.paths):
             have = _store(shipped, bundle, progress)
-    from edgeinfer.unpack import app_root
+    from edgeinfer.shipping.unpack import app_root
 
     (app_root() / f"{shipped.model}.model").touch()
     return have
@@ -223,7 +223,7 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """`edgeinfer.bundle FILE`: bring the model out of the shipped file. Run by the first start."""
+    """`edgeinfer.shipping.bundle FILE`: bring the model out of the shipped file. Run by the first start."""
     from edgeinfer import words
     from edgeinfer.catalog.progress import Job
     from edgeinfer.commands.progress import progress_on
