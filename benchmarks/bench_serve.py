@@ -325,6 +325,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def others(report: dict[str, Any]) -> str:
+    """The sections beside the load, a row each; "" when none was measured."""
+    lines = []
+    for how, row in report.get("start", {}).items():
+        lines.append(f"| exec → first streamed token, {how} | {row['median_ms']:.0f} ms median, {row['p95_ms']:.0f} ms p95 |")
+    if row := report.get("switch"):
+        lines.append(f"| ten models in turn, {row['resumed']} of {row['switches']} switches resumed | "
+                     f"resume {row['resume_p50_ms']:.0f} ms p50, {row['resume_p95_ms']:.0f} ms p95; request → first token "
+                     f"{row['first_token_p50_ms']:.0f} ms p50, {row['first_token_p95_ms']:.0f} ms p95 |")  # fmt: skip
+    if row := report.get("worker"):
+        lines.append(f"| a token through a worker | {row['added_ms']:+.2f} ms ({row['worker_p50_ms']:.2f} beside "
+                     f"{row['own_p50_ms']:.2f} ms between tokens, p50) |")  # fmt: skip
+    if row := report.get("crash"):
+        after = f"{row['next_answer_p50_ms']:.0f} ms p50, {row['worst_ms']:.0f} ms at worst"
+        lines.append(f"| `kill -9` under 20 streaming clients, {row['kills']} times | {row['refused']} connections refused; "
+                     f"next first token after {after} |")  # fmt: skip
+    return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=lambda s: [int(w) for w in s.split(",")], default=[1, 4, 8, 16, 32])
@@ -339,33 +358,29 @@ def main() -> None:
         return
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     report: dict[str, Any] = {"model": MODEL.name, "parallel": PARALLEL, "context": CONTEXT, "tokens": options.tokens}
+    texts = []
     if "load" in options.sections:
-        rows = report["load"] = load_section(options)
-        print(table(rows))
-        if not llama_server():
-            print("\nllama-server was not found: that side is missing (EDGEINFER_LLAMA_SERVER names it).")
+        report["load"] = load_section(options)
+        missing = (
+            "" if llama_server() else "\n\nllama-server was not found (EDGEINFER_LLAMA_SERVER names it): that side is missing."
+        )
+        texts.append(table(report["load"]) + missing)
     if "start" in options.sections:
-        got = report["start"] = start_section(MODEL, free_port)
-        print("\n| exec → first streamed token | median ms | p95 ms |\n|---|---|---|")
-        for how, row in got.items():
-            print(f"| {how} | {row['median_ms']:.0f} | {row['p95_ms']:.0f} |")
+        report["start"] = start_section(MODEL, free_port)
     if "switch" in options.sections:
-        row = report["switch"] = switch_section(MODEL, free_port)
-        print(f"\n{row['switches']} switches over ten models, {row['resumed']} resumed\n\n| | p50 ms | p95 ms |\n|---|---|---|")
-        print(f"| resume | {row['resume_p50_ms']:.0f} | {row['resume_p95_ms']:.0f} |")
-        print(f"| request → first token | {row['first_token_p50_ms']:.0f} | {row['first_token_p95_ms']:.0f} |")
+        report["switch"] = switch_section(MODEL, free_port)
     if "worker" in options.sections:
-        row = report["worker"] = worker_section(MODEL, free_port)
-        print(f"\nbetween tokens, p50 of {row['tokens']}: {row['own_p50_ms']:.2f} ms in the endpoint's own process, ", end="")
-        print(f"{row['worker_p50_ms']:.2f} ms through a worker: {row['added_ms']:+.2f} ms")
+        report["worker"] = worker_section(MODEL, free_port)
     if "crash" in options.sections:
-        row = report["crash"] = crash_section(MODEL, free_port)
-        print(f"\n{row['kills']} kills under 20 streaming clients: {row['refused']} connections refused, ", end="")
-        print(f"next first token after {row['next_answer_p50_ms']:.0f} ms (p50), {row['worst_ms']:.0f} ms (worst)")
+        report["crash"] = crash_section(MODEL, free_port)
+    texts.append(others(report))
+    text = "\n\n".join(filter(None, texts)) + "\n"
+    print(text)
     out = ROOT / "bench-out"
     out.mkdir(exist_ok=True)
     name = f"serve-{options.sections.replace(',', '-')}.json"
     (out / name).write_text(json.dumps(report, indent=1))
+    (out / name).with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ AdapterKey = tuple[tuple[str, float], ...]
 
 _BLOCK = 64
 #: Ghosts are dropped once they hold this fraction of the cells: attention walks over them.
-_GHOST_SHARE = 16
+_GHOST_SHARE = 32
 #: While so many sequences run, of the idle ones below so many tokens only so many are kept: every step of every stream walks
 #: over them, and they are soon computed again (decision 056).
-_MANY = 4
+_MANY = 3
 _SHORT = 192
 _SHORT_KEPT = 4
 
