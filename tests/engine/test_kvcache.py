@@ -102,12 +102,12 @@ def test_a_running_sequence_shares_its_prefix_for_free() -> None:
 
 
 def test_what_is_not_kept_waits_until_nobody_runs_and_serves_nobody() -> None:
-    kv, memory = make(n_cells=200)
+    kv, memory = make(n_cells=2000)
     ended, running = claim(kv, memory, list(range(10))), claim(kv, memory, list(range(50, 60)))
     kv.release(ended, keep=False)
     assert kv.used_cells == memory.cells == 20
     assert kv.match(list(range(12)), ()) == (None, 0)
-    assert kv.make_room(190)
+    assert kv.make_room(1990)
     assert kv.residents == [running]
     kv.release(running, keep=False)
     assert kv.used_cells == memory.cells == 0
