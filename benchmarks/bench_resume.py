@@ -136,7 +136,7 @@ class Bench:
         """Steady decode steps of a resumed and of a freshly loaded process, alternating; sampled: nothing is guessed."""
         steps: dict[str, list[float]] = {"resumed": [], "fresh": []}
         sampled = ("--temperature", "1", "--seed", "7")
-        for _ in range(5):
+        for _ in range(5 if MODELS[name] else 15):
             steps["resumed"].append(self._launch(name, *sampled, tokens=self.options.tokens)["step"])
             steps["fresh"].append(self._launch(name, "--resume=never", *sampled, tokens=self.options.tokens)["step"])
         medians = {side: statistics.median(values) for side, values in steps.items()}

@@ -28,8 +28,10 @@ from edgeinfer.runtime.scheduler import Scheduler
 
 #: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
 _EXACT_CELLS = 192
-#: Tokens of the warm-up prompt: enough to touch every weight in the shape a prefill has, and in the shape a decode has.
-_WARM_UP_TOKENS = 8
+#: Tokens of the warm-up prompt and answer: enough to touch every weight in the shape a prefill has (from four rows on repacked
+#: weights are multiplied by another kernel) and in the shape a decode has.
+_WARM_UP_TOKENS = 4
+_WARM_UP_ANSWER = 2
 
 
 def load_engine(
@@ -135,7 +137,11 @@ class LlamaEngine:
         self._constraints.prepare(self._loaded.vocab)
         first = self._loaded.vocab.bos if self._loaded.vocab.bos >= 0 else 0
         request = GenerateRequest(
-            prompt=(first,) * _WARM_UP_TOKENS, max_tokens=3, ignore_eos=True, cache_prompt=False, sampling=Sampling(seed=0)
+            prompt=(first,) * _WARM_UP_TOKENS,
+            max_tokens=_WARM_UP_ANSWER,
+            ignore_eos=True,
+            cache_prompt=False,
+            sampling=Sampling(seed=0),
         )
         for _ in self.submit(request):
             pass

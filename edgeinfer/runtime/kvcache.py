@@ -14,13 +14,14 @@ from typing import Any, Protocol
 AdapterKey = tuple[tuple[str, float], ...]
 
 _BLOCK = 64
-#: Ghosts are dropped once they hold this fraction of the cells: attention walks over them.
-_GHOST_SHARE = 32
-#: While so many sequences run, of the idle ones below so many tokens only so many are kept: every step of every stream walks
-#: over them, and they are soon computed again (decision 056).
+#: Ghosts are dropped once they hold so many cells, of a small cache an eighth: attention walks over them.
+_GHOST_CELLS = 512
+_GHOST_SHARE = 8
+#: While so many sequences run, idle ones below so many tokens may hold so many cells together: every step of every stream
+#: walks over them, and they are soon computed again (decision 056).
 _MANY = 3
 _SHORT = 192
-_SHORT_KEPT = 4
+_SHORT_CELLS = 384
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
@@ -94,6 +95,7 @@ class KvCache:
         self._free = list(range(n_cells - 1, -1, -1))
         self._shares = [0] * n_cells
         self._clock = 0
+        self._ghosts_allowed = min(_GHOST_CELLS, n_cells // _GHOST_SHARE)
         self.residents: list[Resident] = []
 
     @property
@@ -194,7 +196,7 @@ class KvCache:
         resident.ghost = not keep or not resident.tokens
         self._retire_short()
         ghosts = [r for r in self.residents if r.ghost]
-        if not any(r.active for r in self.residents) or sum(len(r.cells) for r in ghosts) > self.n_cells // _GHOST_SHARE:
+        if not any(r.active for r in self.residents) or sum(len(r.cells) for r in ghosts) > self._ghosts_allowed:
             for ghost in ghosts:
                 self.drop(ghost)
 
@@ -202,8 +204,10 @@ class KvCache:
         if sum(r.active for r in self.residents) < _MANY:
             return
         idle = [r for r in self.residents if not (r.active or r.pinned or r.ghost) and len(r.tokens) < _SHORT]
-        for resident in sorted(idle, key=lambda r: r.used_at)[:-_SHORT_KEPT]:
-            resident.ghost = True
+        left = _SHORT_CELLS
+        for resident in sorted(idle, key=lambda r: -r.used_at):
+            left -= len(resident.cells)
+            resident.ghost = left < 0
 
     def drop(self, resident: Resident) -> None:
         """Forget a resident and free what it shares with nobody."""

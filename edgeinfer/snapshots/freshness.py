@@ -77,7 +77,7 @@ def adopt(fields: Mapping[str, bytes]) -> None:
 
     What the engine set for libgomp stays: in a cold start that is read later, when the model is loaded.
     """
-    spin = os.environ.get(SPIN_COUNT)
+    spin = None if "llama_cpp" in sys.modules else os.environ.get(SPIN_COUNT)
     os.environ.clear()
     for assignment in frames.split(fields["env"]):
         name, _, value = assignment.partition("=")

@@ -283,14 +283,20 @@ def test_the_way_of_a_launch_imports_only_what_is_cheap():
     assert set(json.loads(done.stdout)) <= CHEAP
 
 
-@pytest.mark.parametrize(("theirs", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
-def test_a_cold_start_keeps_the_spin_count_that_libgomp_reads_later(monkeypatch, theirs, found):
-    before = dict(os.environ)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    try:
-        env = b"\0".join(f"{name}={value}".encode() for name, value in ({"ONE": "1"} | theirs).items())
-        freshness.adopt({"env": env, "cwd": os.fsencode(os.getcwd()), "umask": b"18"})
-        assert dict(os.environ) == {"ONE": "1", "GOMP_SPINCOUNT": found}
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+ADOPTED = """
+import os, sys
+from edgeinfer.snapshots import freshness
+os.environ["GOMP_SPINCOUNT"] = "1000"
+sys.modules.update(dict.fromkeys(sys.argv[2:]))
+freshness.adopt({"env": sys.argv[1].encode().replace(b" ", b"\\0"), "cwd": b"/", "umask": b"18"})
+print(*(f"{name}={value}" for name, value in sorted(os.environ.items())))
+"""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "loaded", "found"),
+    [("A=1", [], "A=1 GOMP_SPINCOUNT=1000"), ("GOMP_SPINCOUNT=7", [], "GOMP_SPINCOUNT=7"), ("A=1", ["llama_cpp"], "A=1")],
+)
+def test_a_cold_start_keeps_the_spin_count_that_libgomp_has_yet_to_read(theirs, loaded, found):
+    command = [sys.executable, "-c", ADOPTED, theirs, *loaded]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == found.split()
