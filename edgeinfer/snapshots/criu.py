@@ -163,9 +163,13 @@ def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn
 
 
 def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int) -> NoReturn:
-    """Become `criu restore`, which ends when the process runs; its descriptors are replaced by ours. It talks on stderr."""
+    """Become `criu restore`, which ends when the process runs; its descriptors are replaced by ours. It talks on stderr.
+
+    The restored process is our caller's child from its first instruction, CRIU's sibling (`-S`): as CRIU's child it would be
+    killed with CRIU's end, having asked to die with its parent before that.
+    """
     inherited = [f"fd[{link_fd}]:socket:[{manifest.link_inode}]", f"fd[{wake_fd}]:pipe:[{manifest.wake_inode}]"]
-    arguments = ["restore", "-D", images, "-d", "-v1"]
+    arguments = ["restore", "-D", images, "-d", "-S", "-v1"]
     for descriptor in inherited:
         arguments += ["--inherit-fd", descriptor]
     for fd in (link_fd, wake_fd):

@@ -132,9 +132,13 @@ def _restore_child(manifest: Manifest, images: str, link_fd: int, wake_fd: int, 
 
 
 def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: int) -> NoReturn:
-    """Wait for everything there is to wait for, until the app has ended. `criu_pid` 0: the app runs already."""
+    """Wait for everything there is to wait for, until the app has ended. `criu_pid` 0: the app runs already.
+
+    A restore that fails kills the app first and ends then: only CRIU's end tells what an app's early end was.
+    """
     alive = criu_pid == 0
     early: list[int] = []
+    ended: int | None = None
 
     def forward(number: int, _frame: object) -> None:
         if not alive:
@@ -158,8 +162,13 @@ def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: in
             tell("restored")
             while early:
                 forward(early.pop(0), None)
+            if ended is not None:
+                _report(tell, ended)
         elif pid == app_pid:
-            _report(tell, status)
+            if alive or os.WIFSTOPPED(status):
+                _report(tell, status)
+            else:
+                ended = status
 
 
 def _report(tell: Callable[[str], None], status: int) -> None:

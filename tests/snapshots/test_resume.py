@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import threading
@@ -22,6 +23,19 @@ from edgeinfer.snapshots import choose, facts, frames
 folder, manifest = choose.find("small", {})
 extra = dict(pair.split("=", 1) for pair in sys.argv[1:])
 sys.stdout.write(facts.ask(manifest, folder, "facts", extra).decode())
+"""
+
+
+SLOW_EXIT = """
+#include <unistd.h>
+__attribute__((destructor)) static void wait_a_little(void) { usleep(60000); }
+"""
+SLOW_CRIU = """
+import os, sys
+library, execve = sys.argv.pop(1), os.execve
+os.execve = lambda path, argv, env: execve(path, argv, env | {"LD_PRELOAD": library})
+from edgeinfer.launcher import main
+sys.exit(main())
 """
 
 
@@ -136,10 +150,23 @@ def test_sixteen_at_once_from_one_snapshot(warm):
 
 
 def test_a_prompt_from_a_pipe_and_an_answer_into_one(warm):
-    process = warm.popen("run", MODEL, "--max-tokens", "2", stdin=subprocess.PIPE)
+    process = warm.popen("run", MODEL, "--max-tokens", "2", "--temp", "0", stdin=subprocess.PIPE)
     out, err = process.communicate("Say hello.", timeout=120)
     assert process.returncode == 0, err
     assert out.strip()
+
+
+@pytest.mark.parametrize("words", [("--max-tokens", "100"), ("--max-tokens", "1")], ids=["outlives CRIU", "ends before"])
+def test_a_criu_that_ends_late_takes_nothing_with_it(warm, tmp_path_factory, words):
+    folder = tmp_path_factory.mktemp("slow")
+    (folder / "slow.c").write_text(SLOW_EXIT)
+    library = folder / "slow.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, folder / "slow.c"], check=True)
+    shutil.copy(library, warm.home / "slow.so")
+    ask = ("run", MODEL, "Count to fifty.", *words, "--temperature", "0", "--json")
+    late = warm.run(str(warm.home / "slow.so"), *ask, "--resume=always", program=SLOW_CRIU).check()
+    assert late.result["text"] == warm.run(*ask, "--resume=always").check().result["text"] != ""
+    assert late.start["how"] == "resumed"
 
 
 def test_exit_codes_are_the_apps(warm):
@@ -190,7 +217,7 @@ def test_an_app_that_stops_stops_its_launcher_and_both_go_on(warm):
 
 
 def test_an_idle_resumed_process_has_little_memory_of_its_own(warm):
-    process = warm.popen("run", MODEL, stdin=subprocess.PIPE)
+    process = warm.popen("run", MODEL, "--max-tokens", "4", stdin=subprocess.PIPE)
     waiting = threading.Event()
     for _ in range(200):  # it is idle once it waits for its prompt: a moment after its restore
         private = sum(_private_bytes(pid) for pid in (process.pid, *_wait_for_app(process)))
