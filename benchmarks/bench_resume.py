@@ -133,12 +133,17 @@ class Bench:
         return {way: _medians(values) for way, values in runs.items()}
 
     def _decode(self, name: str) -> dict[str, float]:
-        """Steady decode steps of a resumed and of a freshly loaded process, alternating; sampled: nothing is guessed."""
+        """Steady decode steps of a resumed and of a freshly loaded process, which both live and take turns; sampled: nothing is
+        guessed. A pair is seconds long, so what the machine does meanwhile it does to both."""
         steps: dict[str, list[float]] = {"resumed": [], "fresh": []}
-        sampled = ("--temperature", "1", "--seed", "7")
-        for _ in range(5 if MODELS[name] else 15):
-            steps["resumed"].append(self._launch(name, *sampled, tokens=self.options.tokens)["step"])
-            steps["fresh"].append(self._launch(name, "--resume=never", *sampled, tokens=self.options.tokens)["step"])
+        ports = {"resumed": 18310, "fresh": 18311}
+        with self._endpoint(name, ports["resumed"], "--resume=always"), self._endpoint(name, ports["fresh"], "--resume=never"):
+            for port in ports.values():
+                _complete(port)
+            for n in range(15):
+                for side in sorted(steps, reverse=bool(n % 2)):
+                    answer = _complete(ports[side], max_tokens=self.options.tokens, temperature=1, seed=7)
+                    steps[side].append(answer["timings"]["predicted_per_token_ms"])
         medians = {side: statistics.median(values) for side, values in steps.items()}
         pairs = [fresh / resumed for resumed, fresh in zip(steps["resumed"], steps["fresh"], strict=True)]
         return {f"{side}_step_ms": value for side, value in medians.items()} | {
@@ -208,8 +213,8 @@ class Bench:
         process.communicate(b"Hi")
 
     @contextlib.contextmanager
-    def _endpoint(self, name: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-        command = [str(Path(sys.executable).parent / "edgeinfer"), "serve", name, "--port", str(port), "--log", "off"]
+    def _endpoint(self, name: str, port: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+        command = [str(Path(sys.executable).parent / "edgeinfer"), "serve", name, "--port", str(port), "--log", "off", *more]
         process = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         try:
             yield process
@@ -303,18 +308,18 @@ def _status(port: int) -> int:
         link.close()
 
 
-def _complete(port: int) -> None:
-    """One token over HTTP, whenever the endpoint is there."""
-    body = json.dumps({"prompt": ONE_TOKEN, "max_tokens": 1, "temperature": 0})
+def _complete(port: int, **more: float) -> Any:
+    """A completion over HTTP, of one token unless told, whenever the endpoint is there."""
+    body = json.dumps({"prompt": ONE_TOKEN, "max_tokens": 1, "temperature": 0} | more)
     deadline = time.monotonic() + 120
     while True:
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         try:
             link.request("POST", "/v1/completions", body, {"content-type": "application/json"})
             answer = link.getresponse()
-            answer.read()
+            content = answer.read()
             if answer.status == 200:
-                return
+                return json.loads(content)
         except OSError:
             pass
         finally:
@@ -376,7 +381,7 @@ def main() -> None:
     parser.add_argument("--small", default=str(Path(cache) / "SmolLM2-135M-Instruct.Q4_1.gguf"), help="the small model")
     parser.add_argument("--models", default="small,7b,14b")
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of a steady decode")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of a steady decode")
     parser.add_argument("--parts", default="resumed,one_token,cold,memory,decode,cold_cache,warm", help="what to measure")
     parser.add_argument("--keep", action="store_true", help="keep what --out has of other models and other parts")
     parser.add_argument("--model-folder", help="where the random models are kept; left out: made and removed")

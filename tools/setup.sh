@@ -6,7 +6,7 @@
 #                        One build serves development, tests and the binary: each instruction set is a variant, and ggml
 #                        takes this machine's at run time (docs/decisions/001-one-build.md)
 #   .venv/criu           CRIU >= 4.1 beside the system's, where the system has none that works and apt is there
-#   with `test`:         the two real models of the tests, in the build cache; tmux and qemu-user, which some tests drive,
+#   with `test`:         the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some tests drive,
 #                        through apt where this is root's call (else it says what to type, and those tests are skipped)
 #
 # Needs: Python >= 3.11 with venv, gcc, cmake, make. EDGEINFER_BUILD_CACHE moves the cache.
@@ -96,6 +96,8 @@ test_programs() {
   command -v tmux >/dev/null || missing+=(tmux)
   command -v qemu-x86_64 >/dev/null || missing+=(qemu-user)
   command -v curl >/dev/null || missing+=(curl)
+  command -v zsh >/dev/null || missing+=(zsh)
+  command -v fish >/dev/null || missing+=(fish)
   [ ${#missing[@]} = 0 ] && return
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "installing ${missing[*]} for the tests"

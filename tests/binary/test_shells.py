@@ -1,0 +1,65 @@
+"""The completions of zsh and fish in the shells themselves; bash completes without a terminal (test_machine_verbs.py)."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terminal import PROMPT, Terminal
+
+BIN = Path(sys.executable).parent
+TYPED = [
+    ("edgeinfer unins", "uninstall"),
+    ("edgeinfer run --resu", "--resume"),
+    ("edgeinfer run --resume ne", "never"),
+    ("edgeinfer completion fi", "fish"),
+    ("edgeinfer run smollm2-135", "smollm2-135m-instruct"),
+]
+
+
+def needs(shell):
+    return pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed: tools/setup.sh test does it")
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return {
+        "HOME": str(tmp_path),
+        "EDGEINFER_HOME": str(tmp_path / "edgeinfer"),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "TERM": "tmux-256color",
+        "LANG": "C.UTF-8",
+        "PS1": PROMPT,
+    }
+
+
+@needs("fish")
+def test_fish_completes(environment, tmp_path):
+    script = tmp_path / "edgeinfer.fish"
+    with open(script, "wb") as file:
+        subprocess.run([BIN / "edgeinfer", "completion", "fish"], env=environment, stdout=file, check=True)
+    for typed, wanted in TYPED:
+        asked = ["fish", "--no-config", "-c", f"source {script}; complete -C '{typed}'"]
+        done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split("\n")[0].split("\t")[0] == wanted, typed
+        assert done.stderr == ""
+
+
+@needs("zsh")
+@needs("tmux")
+def test_zsh_completes(environment, tmp_path):
+    terminal = Terminal(tmp_path, environment)
+    try:
+        terminal.run(f"PS1='{PROMPT}' exec zsh -f -i")
+        terminal.run('autoload -U compinit && compinit -u -D; eval "$(edgeinfer completion zsh)"; echo so$((40+2))')
+        terminal.until_shown("so42")
+        for typed, wanted in TYPED:
+            line = f"{typed.rsplit(' ', 1)[0]} {wanted}"
+            terminal.press("C-u")
+            terminal.type(typed)
+            terminal.press("Tab")
+            terminal.until(lambda line=line: terminal.screen().rstrip().endswith(line))
+    finally:
+        terminal.close()
