@@ -12,7 +12,7 @@ from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.snapshots import prefetch
+from edgeinfer.snapshots import memory, prefetch
 from edgeinfer.snapshots.idle import IdleWatch, give_back
 
 CANARY_TOKENS = 4
@@ -35,7 +35,7 @@ class Parkable(Engine, Protocol):
 
 class Held:
     """A loaded engine with the name and options it was asked for under. `droppable` are the ranges of `freshness`,
-    `buffers` those of `memory`."""
+    `buffers` those of `memory`, `shared` what computing touches of the model's file."""
 
     def __init__(self, engine: Parkable, model: str, options: LoadOptions) -> None:
         self._engine = engine
@@ -45,6 +45,7 @@ class Held:
         self._watch: IdleWatch | None = None
         self.droppable: list[tuple[int, int]] = []
         self.buffers: list[tuple[int, int]] = []
+        self.shared: list[memory.Area] = []
 
     @property
     def is_open(self) -> bool:
@@ -77,7 +78,7 @@ class Held:
 
         self._entropy = entropy
         self._engine.resume(choose_threads(0, read_machine()).value, entropy)
-        prefetch.start()
+        prefetch.start(self.shared)
 
     def release_when_idle(self, idle_s: float) -> None:
         """Give memory back after so many seconds without work, every time; 0 never does."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 PAGE = mmap.PAGESIZE
@@ -21,7 +21,7 @@ WINDOW_BYTES = 2 << 20
 #: posix_memalign with 64, as ggml calls it, puts the chunk's header 48 bytes into its first page.
 _LEAD, _IS_MMAPPED, _FLAGS = 48, 2, 7
 _PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61
-_MADV_DONTNEED, _MADV_PAGEOUT = 4, 21
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_PAGEOUT = 4, 14, 21
 
 
 class Area(NamedTuple):
@@ -41,6 +41,15 @@ def areas() -> Iterator[Area]:
             parts = line.rstrip("\n").split(None, 5)
             low, high = (int(part, 16) for part in parts[0].split("-"))
             yield Area(low, high, parts[1], int(parts[2], 16), parts[5] if len(parts) > 5 else "")
+
+
+def large(kind: str) -> list[Area]:
+    """Large mappings of files, `kind` "p" private or "s" shared, in the order of their addresses."""
+    return [
+        area
+        for area in areas()
+        if area.path.startswith("/") and area.permissions.endswith(kind) and area.high - area.low >= LARGE_BYTES
+    ]
 
 
 def buffers() -> list[tuple[int, int]]:
@@ -86,8 +95,30 @@ def give_back(ranges: list[tuple[int, int]]) -> int:
 
 
 def give_back_shared() -> None:
-    """Drop the pages of large shared file mappings: the model's file, where weights were not repacked."""
+    """Drop the pages of large shared file mappings: the model's file."""
+    _advise(large("s"), _MADV_DONTNEED)
+
+
+def touched_shared() -> list[Area]:
+    """What was touched of large shared file mappings, in windows: all of a model's file where its weights are used as they
+    are, and next to nothing where they were repacked."""
+    found = []
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        for area in large("s"):
+            for low in range(area.low, area.high, WINDOW_BYTES):
+                high = min(low + WINDOW_BYTES, area.high)
+                entries = memoryview(os.pread(pagemap.fileno(), (high - low) // PAGE * 8, low // PAGE * 8)).cast("Q")
+                if any(entry & _PRESENT for entry in entries):
+                    found.append(area._replace(low=low, high=high, offset=area.offset + low - area.low))
+    return found
+
+
+def want_huge_pages(mapped: Iterable[Area]) -> None:
+    """Have what is read into the page cache for these mappings read in huge pages, where the file system has them."""
+    _advise(mapped, _MADV_HUGEPAGE)
+
+
+def _advise(mapped: Iterable[Area], advice: int) -> None:
     libc = ctypes.CDLL(None)
-    for area in areas():
-        if area.path.startswith("/") and area.permissions == "r--s" and area.high - area.low >= LARGE_BYTES:
-            libc.madvise(ctypes.c_void_p(area.low), ctypes.c_size_t(area.high - area.low), _MADV_DONTNEED)
+    for area in mapped:
+        libc.madvise(ctypes.c_void_p(area.low), ctypes.c_size_t(area.high - area.low), advice)

@@ -117,6 +117,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
         engine: Parkable = loading.result()
     held = Held(engine, fields["model"].decode(), options)
     stages.begin("warm up")
+    memory.give_back_shared()  # loading read it all; what is touched from here on is what computing needs
     engine.warm_up()
     system_tokens = 0
     if engine.info.has_chat_template:
@@ -125,7 +126,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
     canary = held.sing()
     engine.park()
     stages.begin("write")
-    held.buffers = memory.buffers()
+    held.shared, held.buffers = memory.touched_shared(), memory.buffers()
     path = os.path.join(os.fsdecode(fields["folder"]), BUFFERS)
     spilled = spill(held.buffers, path, lambda fraction: stages.report("write", fraction))
     stages.begin("")

@@ -203,12 +203,38 @@ def test_clean_file_pages_are_dropped_and_written_ones_kept(tmp_path):
     assert area[offset + memory.WINDOW_BYTES] == ord("f")
 
 
-def test_read_ahead_leaves_a_cached_file_alone(tmp_path):
+def test_reading_ahead_reads_what_is_not_cached(tmp_path):
     path = tmp_path / "file"
-    path.write_bytes(os.urandom(1 << 20))
+    step = memory.WINDOW_BYTES
+    content = os.urandom(4 * step + 5000)
+    path.write_bytes(content)
+    stretches = [(step // 2, 2 * step), (3 * step, step + 5000)]
     with open(path, "rb") as file:
-        assert prefetch.missing_part(file.fileno(), [(str(path), 0, 1 << 20)]) == 0.0
-        assert prefetch._read_ahead(file.fileno(), [(str(path), 0, 1 << 20)]) == 1 << 20
+        fd = file.fileno()
+        assert prefetch.missing_part(fd, stretches) == 0.0
+        assert prefetch.read_ahead(fd, stretches) == 0
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # the probes themselves read nothing more
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert prefetch.missing_part(fd, stretches) == 1.0
+        assert prefetch.read_ahead(fd, stretches) == 3 * step + 5000
+        assert prefetch.missing_part(fd, stretches) == 0.0
+
+
+def test_what_is_touched_of_a_shared_mapping_is_found_in_windows(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"f" * memory.LARGE_BYTES * 2)
+    with open(path, "rb") as file:
+        area = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+
+    def of_file():
+        return [(found.offset, found.high - found.low) for found in memory.touched_shared() if found.path == str(path)]
+
+    memory.give_back_shared()
+    assert of_file() == []
+    area.madvise(mmap.MADV_RANDOM)  # one fault, few pages around it
+    assert area[10 * memory.WINDOW_BYTES + memory.WINDOW_BYTES // 2] == ord("f")
+    assert of_file() == [(10 * memory.WINDOW_BYTES, memory.WINDOW_BYTES)]
 
 
 def test_an_idle_engine_is_released_once_until_it_works_again():
