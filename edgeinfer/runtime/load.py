@@ -21,6 +21,7 @@ from edgeinfer.runtime.choices import (
     choose_ubatch,
     read_machine,
 )
+from edgeinfer.runtime.mappings import HugePages
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.vocab import Vocab
 
@@ -126,9 +127,13 @@ def _gpu_layers(options: LoadOptions) -> int:
 
 def _progress_hook(progress: Progress | None) -> Any:
     shown = -1
+    huge_pages: HugePages | None = HugePages()
 
     def report(fraction: float, _user: object) -> bool:
-        nonlocal shown
+        nonlocal shown, huge_pages
+        if huge_pages is not None:  # buffers are there, and empty
+            huge_pages.ask()
+            huge_pages = None
         percent = int(fraction * 100)
         if progress and percent != shown:
             shown = percent

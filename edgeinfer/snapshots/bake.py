@@ -14,7 +14,6 @@ the vDSO). Pages of zeros become anonymous memory again: an empty KV cache takes
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +56,6 @@ class Baked(NamedTuple):
     disk_bytes: int
     left_bytes: int
     mappings: int
-    sha256: str
 
 
 def bake(folder: Path, memory: Path, pid: int, progress: Callable[[int, int], None]) -> Baked:
@@ -69,14 +67,14 @@ def bake(folder: Path, memory: Path, pid: int, progress: Callable[[int, int], No
     runs = _runs(folder / f"pagemap-{pid}.img", pages.stat().st_size)
     pages.rename(memory)
     memory.chmod(0o600)
-    zeros, digest = _scan(memory, progress)
+    zeros = _scan(memory, progress)
     _Baker(folder, memory, pid, runs, zeros).write()
     for core in folder.glob("core-*.img"):
         _forget_scheduling(core)
     info = memory.stat()
     vmas = images.part([(1, images.BYTES, images.read(folder / f"mm-{pid}.img").messages[0])], 1)
     mapped = sum(1 for n, _, _ in vmas if n == images.MM_VMAS)
-    return Baked(info.st_size, info.st_blocks * 512, pages.stat().st_size, mapped, digest)
+    return Baked(info.st_size, info.st_blocks * 512, pages.stat().st_size, mapped)
 
 
 def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
@@ -97,17 +95,15 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
     return runs
 
 
-def _scan(memory: Path, progress: Callable[[int, int], None]) -> tuple[list[tuple[int, int]], str]:
-    """Punch holes where the file holds zeros; those (offset, end), in order, and the SHA-256 of the whole content."""
+def _scan(memory: Path, progress: Callable[[int, int], None]) -> list[tuple[int, int]]:
+    """Punch holes where the file holds zeros; those (offset, end), in order."""
     zero = bytes(BLOCK_BYTES)
-    digest = hashlib.sha256()
     zeros: list[tuple[int, int]] = []
     size = memory.stat().st_size
     fd = os.open(memory, os.O_RDWR | os.O_CLOEXEC)
     try:
         for at in range(0, size, _READ_BYTES):
             chunk = os.pread(fd, _READ_BYTES, at)
-            digest.update(chunk)
             for block in range(0, len(chunk) - BLOCK_BYTES + 1, BLOCK_BYTES):
                 if chunk[block : block + BLOCK_BYTES] == zero:
                     begin = at + block
@@ -118,7 +114,7 @@ def _scan(memory: Path, progress: Callable[[int, int], None]) -> tuple[list[tupl
             _punch(fd, begin, end - begin)
     finally:
         os.close(fd)
-    return zeros, digest.hexdigest()
+    return zeros
 
 
 def _punch(fd: int, offset: int, length: int) -> None:

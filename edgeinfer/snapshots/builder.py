@@ -26,6 +26,7 @@ from edgeinfer import process
 from edgeinfer.errors import DiskFullError, DumpError, EdgeInferError, RestoreError, SnapshotError
 from edgeinfer.snapshots import criu, facts, fingerprint, format, frames, native
 from edgeinfer.snapshots.bake import Baked, bake
+from edgeinfer.snapshots.digests import digest
 from edgeinfer.snapshots.park import Parked
 from edgeinfer.snapshots.records import Details
 
@@ -205,8 +206,8 @@ class Builder:
             raise RestoreError("the new snapshot computes other tokens than the process it was taken of; it was thrown away")
 
     def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
-        hashed = {format.MEMORY: baked.sha256, format.BUFFERS: parked.spilled.sha256}
-        images_bytes = sum(size for name, size in manifest.images.items() if name not in hashed)
+        hashed = {format.BUFFERS: parked.spilled.digest} if parked.spilled.size else {}
+        images_bytes = sum(size for name, size in manifest.images.items() if name not in (format.MEMORY, format.BUFFERS))
         return Details(
             name=manifest.name,
             model=manifest.model,
@@ -223,7 +224,7 @@ class Builder:
             images_bytes=images_bytes,
             disk_bytes=baked.disk_bytes + parked.spilled.written + images_bytes,
             mappings=baked.mappings,
-            digests={name: hashed.get(name) or digest(self._folder / name) for name in manifest.images},
+            digests=hashed | {name: digest(self._folder / name) for name in manifest.images if name not in hashed},
             stages_ms=self._stages,
         )
 
@@ -247,14 +248,6 @@ def parked_environment() -> dict[str, str]:
     of the others back and expects zeros, where a mapping of `memory.img` would show what was there before."""
     ours = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return ours | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-
-
-def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    import hashlib  # 3 ms
-
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _ms_since(began: float) -> float:

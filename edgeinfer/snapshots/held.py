@@ -10,9 +10,10 @@ import msgspec
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.mappings import Area
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.snapshots import memory, prefetch
+from edgeinfer.snapshots import prefetch
 from edgeinfer.snapshots.idle import IdleWatch, give_back
 
 CANARY_TOKENS = 4
@@ -45,7 +46,7 @@ class Held:
         self._watch: IdleWatch | None = None
         self.droppable: list[tuple[int, int]] = []
         self.buffers: list[tuple[int, int]] = []
-        self.shared: list[memory.Area] = []
+        self.shared: list[Area] = []
 
     @property
     def is_open(self) -> bool:

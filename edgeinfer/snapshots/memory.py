@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
+from io import FileIO
+
+from edgeinfer.runtime.mappings import DONTNEED, HUGEPAGE, PAGEOUT, Area, advise, areas
 
 PAGE = mmap.PAGESIZE
 #: Smaller allocations are not worth the trouble.
@@ -21,26 +23,6 @@ WINDOW_BYTES = 2 << 20
 #: posix_memalign with 64, as ggml calls it, puts the chunk's header 48 bytes into its first page.
 _LEAD, _IS_MMAPPED, _FLAGS = 48, 2, 7
 _PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61
-_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_PAGEOUT = 4, 14, 21
-
-
-class Area(NamedTuple):
-    """A line of /proc/self/maps. `path` is "" for anonymous memory."""
-
-    low: int
-    high: int
-    permissions: str
-    offset: int
-    path: str
-
-
-def areas() -> Iterator[Area]:
-    """This process's mappings, in order."""
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            parts = line.rstrip("\n").split(None, 5)
-            low, high = (int(part, 16) for part in parts[0].split("-"))
-            yield Area(low, high, parts[1], int(parts[2], 16), parts[5] if len(parts) > 5 else "")
 
 
 def large(kind: str) -> list[Area]:
@@ -80,23 +62,22 @@ def give_back(ranges: list[tuple[int, int]]) -> int:
 
     Returns the bytes dropped from this process; they stay in the page cache. Nothing may write to the ranges meanwhile.
     """
-    libc = ctypes.CDLL(None)
-    dropped = 0
+    clean: list[tuple[int, int]] = []
+    own: list[tuple[int, int]] = []
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         for low, high in ranges:
             for at in range(low, high, WINDOW_BYTES):
-                length = min(WINDOW_BYTES, high - at)
-                entries = memoryview(os.pread(pagemap.fileno(), length // PAGE * 8, at // PAGE * 8)).cast("Q")
-                own = any(e & _SWAPPED or (e & _PRESENT and not e & _OF_FILE) for e in entries)
-                advice = _MADV_PAGEOUT if own else _MADV_DONTNEED
-                libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(length), advice)
-                dropped += 0 if own else length
-    return dropped
+                end = min(at + WINDOW_BYTES, high)
+                written = any(e & _SWAPPED or (e & _PRESENT and not e & _OF_FILE) for e in _entries(pagemap, at, end))
+                (own if written else clean).append((at, end))
+    advise(own, PAGEOUT)
+    advise(clean, DONTNEED)
+    return sum(end - at for at, end in clean)
 
 
 def give_back_shared() -> None:
     """Drop the pages of large shared file mappings: the model's file."""
-    _advise(large("s"), _MADV_DONTNEED)
+    advise(((area.low, area.high) for area in large("s")), DONTNEED)
 
 
 def touched_shared() -> list[Area]:
@@ -107,18 +88,16 @@ def touched_shared() -> list[Area]:
         for area in large("s"):
             for low in range(area.low, area.high, WINDOW_BYTES):
                 high = min(low + WINDOW_BYTES, area.high)
-                entries = memoryview(os.pread(pagemap.fileno(), (high - low) // PAGE * 8, low // PAGE * 8)).cast("Q")
-                if any(entry & _PRESENT for entry in entries):
+                if any(entry & _PRESENT for entry in _entries(pagemap, low, high)):
                     found.append(area._replace(low=low, high=high, offset=area.offset + low - area.low))
     return found
 
 
+def _entries(pagemap: FileIO, low: int, high: int) -> memoryview[int]:
+    """A number for each page (admin-guide/mm/pagemap in the kernel's documentation)."""
+    return memoryview(os.pread(pagemap.fileno(), (high - low) // PAGE * 8, low // PAGE * 8)).cast("Q")
+
+
 def want_huge_pages(mapped: Iterable[Area]) -> None:
     """Have what is read into the page cache for these mappings read in huge pages, where the file system has them."""
-    _advise(mapped, _MADV_HUGEPAGE)
-
-
-def _advise(mapped: Iterable[Area], advice: int) -> None:
-    libc = ctypes.CDLL(None)
-    for area in mapped:
-        libc.madvise(ctypes.c_void_p(area.low), ctypes.c_size_t(area.high - area.low), advice)
+    advise(((area.low, area.high) for area in mapped), HUGEPAGE)

@@ -104,6 +104,11 @@ def map_private(start: int, length: int, fd: int, offset: int) -> None:
     _checked(0 if got == start else -1, "mmap")
 
 
+def begin_writing(fd: int, offset: int, length: int) -> None:
+    """sync_file_range(SYNC_FILE_RANGE_WRITE): this part goes to the disk from now on, so that an fsync later waits less."""
+    _libc().sync_file_range(fd, ctypes.c_long(offset), ctypes.c_long(length), 2)
+
+
 def equal(start: int, other: ctypes.Array[ctypes.c_char], length: int) -> bool:
     """memcmp: whether the memory at `start` is the same as the first `length` bytes of `other`."""
     return bool(_libc().memcmp(ctypes.c_void_p(start), other, ctypes.c_size_t(length)) == 0)

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime.mappings import areas
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots import app, frames, freshness, memory
 from edgeinfer.snapshots.format import BUFFERS, LINK_FD, WAKE_FD
@@ -151,7 +152,7 @@ def _rehearse() -> None:
 
 def mapped_files() -> tuple[str, ...]:
     """The files this process maps."""
-    paths = {area.path for area in memory.areas()}
+    paths = {area.path for area in areas()}
     return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
 
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 
+from edgeinfer.runtime.mappings import Area
 from edgeinfer.snapshots import memory
 
 _PROBES = 64
@@ -23,14 +24,14 @@ _COLD_PART = 0.05
 Stretch = tuple[int, int]
 
 
-def start(shared: list[memory.Area]) -> threading.Thread:
+def start(shared: list[Area]) -> threading.Thread:
     """Look, and read ahead if need be, in the background. `shared`: what is needed of files that are mapped shared."""
     thread = threading.Thread(target=run, args=[shared], name="prefetch", daemon=True)
     thread.start()
     return thread
 
 
-def run(shared: list[memory.Area]) -> int:
+def run(shared: list[Area]) -> int:
     """Read ahead what is not cached; the bytes read."""
     done = 0
     with contextlib.suppress(OSError):  # an optimisation: the faults will read it
@@ -46,8 +47,8 @@ def run(shared: list[memory.Area]) -> int:
     return done
 
 
-def _by_file(mapped: list[memory.Area]) -> dict[str, list[memory.Area]]:
-    found: dict[str, list[memory.Area]] = {}
+def _by_file(mapped: list[Area]) -> dict[str, list[Area]]:
+    found: dict[str, list[Area]] = {}
     for area in sorted(mapped, key=lambda area: (area.path, area.offset)):
         found.setdefault(area.path, []).append(area)
     return found

@@ -10,13 +10,12 @@ figures). Zeros, which are what llama.cpp leaves in an empty KV cache, are given
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from edgeinfer.snapshots import native
+from edgeinfer.snapshots.digests import Hashing
 
 #: Compared with zeros, and given back, in blocks of this size.
 BLOCK_BYTES = 256 << 10
@@ -26,11 +25,11 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class Spilled(NamedTuple):
-    """The file: its size and what of it was written, in bytes, and its SHA-256, holes and all."""
+    """The file: its size and what of it was written, in bytes, and its digest (`digests`), holes and all."""
 
     size: int
     written: int
-    sha256: str
+    digest: str
 
 
 def spill(buffers: list[tuple[int, int]], path: str, progress: Callable[[float], None]) -> Spilled:
@@ -40,24 +39,21 @@ def spill(buffers: list[tuple[int, int]], path: str, progress: Callable[[float],
     """
     if not buffers:
         return Spilled(0, 0, "")
-    digest, size, written = hashlib.sha256(), 0, 0
-    hashed: Future[None] | None = None
+    size = written = 0
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with ThreadPoolExecutor(1) as hasher:
+        with Hashing(fd) as hashing:
             for at, length in _stretches(buffers, progress):
                 hole = (at - size) % HUGE_PAGE_BYTES
-                content = memoryview((ctypes.c_char * length).from_address(at)).cast("B")
-                _write_all(fd, content, size + hole)
+                _write_all(fd, memoryview((ctypes.c_char * length).from_address(at)).cast("B"), size + hole)
                 native.map_private(at, length, fd, size + hole)
-                if hashed is not None:
-                    hashed.result()  # no more than one stretch behind
-                hashed = hasher.submit(_update, digest, hole, content)
+                native.begin_writing(fd, size + hole, length)
                 size += hole + length
                 written += length
+                hashing.written(size)
+            return Spilled(size, written, hashing.finish(size))
     finally:
         os.close(fd)
-    return Spilled(size, written, digest.hexdigest())
 
 
 def _stretches(buffers: list[tuple[int, int]], progress: Callable[[float], None]) -> Iterator[tuple[int, int]]:
@@ -87,8 +83,3 @@ def _write_all(fd: int, content: memoryview, offset: int) -> None:
     while content:
         done = os.pwrite(fd, content, offset)
         content, offset = content[done:], offset + done
-
-
-def _update(digest: hashlib._Hash, hole: int, content: memoryview) -> None:
-    digest.update(bytes(hole))
-    digest.update(content)

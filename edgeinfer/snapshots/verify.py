@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import msgspec
 
 from edgeinfer.snapshots import facts, fingerprint, format, records
+from edgeinfer.snapshots.digests import digest
 
 
 def wrong_files(folder: Path) -> list[str]:
@@ -18,7 +18,7 @@ def wrong_files(folder: Path) -> list[str]:
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
     digests = records.read_details(folder).digests
-    return [name for name in manifest.images if _digest(folder / name) != digests.get(name)]
+    return [name for name in manifest.images if digest(folder / name) != digests.get(name)]
 
 
 def repeated_randomness(folder: Path) -> list[str]:
@@ -26,8 +26,3 @@ def repeated_randomness(folder: Path) -> list[str]:
     manifest = format.read_manifest(str(folder))
     drawn = [msgspec.json.decode(facts.ask(manifest, str(folder), "facts"), type=facts.Facts).random for _ in range(2)]
     return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

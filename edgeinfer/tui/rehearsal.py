@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from textual import events
 from textual.cache import LRUCache
 from textual.pilot import Pilot
 
@@ -34,6 +35,9 @@ _ANSWER = (
     )
 )
 _KEYS = ("f1", "escape", "f4", "escape", "f3", "escape", "slash", "s", "tab", "ctrl+up", "escape", "pageup", "ctrl+end")
+_CHARACTERS = {"slash": "/", "s": "s"}
+#: A key goes from the app to a widget, which may open a screen, which lays itself out and paints.
+_REFRESHES = 4
 
 
 class _RehearsalHost(Host):
@@ -83,7 +87,19 @@ def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
         app.chat.send("words", None)
         while app.chat.streaming is not None:
             await pilot.pause(0.01)
-        await pilot.press(*_KEYS)
+        for key in _KEYS:
+            app.post_message(events.Key(key, _CHARACTERS.get(key)))
+            await _settle(app)
         app.leave()
 
     return play
+
+
+async def _settle(app: ChatApp) -> None:
+    """Until a key has had its effect and that is painted. `Pilot.press` waits for the process to be idle, by its processor
+    time: a second for every key while another thread loads a model."""
+    for _ in range(_REFRESHES):
+        painted = asyncio.Event()
+        app.screen.call_after_refresh(painted.set)
+        await painted.wait()
+    await app.animator.wait_until_complete()

@@ -1,6 +1,7 @@
 """The small parts: guessing a snapshot from what was typed, stamps, memory, read-ahead, idleness, limits, imports."""
 
 import ctypes
+import hashlib
 import json
 import mmap
 import os
@@ -16,7 +17,7 @@ from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, Snapsho
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.snapshots import choose, fingerprint, format, freshness, held, memory, prefetch, prune
+from edgeinfer.snapshots import choose, digests, fingerprint, format, freshness, held, memory, prefetch, prune
 from edgeinfer.snapshots.idle import IdleWatch
 
 
@@ -235,6 +236,20 @@ def test_what_is_touched_of_a_shared_mapping_is_found_in_windows(tmp_path):
     area.madvise(mmap.MADV_RANDOM)  # one fault, few pages around it
     assert area[10 * memory.WINDOW_BYTES + memory.WINDOW_BYTES // 2] == ord("f")
     assert of_file() == [(10 * memory.WINDOW_BYTES, memory.WINDOW_BYTES)]
+
+
+@pytest.mark.parametrize("size", [0, 1, digests.PIECE_BYTES, 2 * digests.PIECE_BYTES + 5])
+def test_a_digest_is_that_of_the_pieces(tmp_path, size):
+    path = tmp_path / "file"
+    content = os.urandom(1 << 20) * (size >> 20) + os.urandom(size % (1 << 20))
+    path.write_bytes(content)
+    pieces = [content[at : at + digests.PIECE_BYTES] for at in range(0, max(1, size), digests.PIECE_BYTES)]
+    wanted = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
+    assert digests.digest(path) == wanted
+    with open(path, "rb") as file, digests.Hashing(file.fileno()) as hashing:
+        for at in range(0, size, 10 << 20):
+            hashing.written(at)
+        assert hashing.finish(size) == wanted
 
 
 def test_an_idle_engine_is_released_once_until_it_works_again():

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.snapshots import memory
+from edgeinfer.runtime import mappings
+from edgeinfer.snapshots.digests import digest
 from edgeinfer.snapshots.spill import BLOCK_BYTES, HUGE_PAGE_BYTES, STRETCH_BYTES, spill
 
 PAGE = mmap.PAGESIZE
@@ -44,12 +45,12 @@ def test_the_content_stays_and_is_the_files_now(buffer, tmp_path):
     spilled = spill([(low, high)], str(path), told.append)
     assert bytes(area) == before
     content = path.read_bytes()
-    assert (spilled.size, spilled.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert (spilled.size, spilled.digest) == (len(content), digest(path))
     assert SIZE - 2 * STRETCH_BYTES < spilled.written <= SIZE - PAGE - STRETCH_BYTES + 2 * BLOCK_BYTES
     assert path.stat().st_mode & 0o777 == 0o600
     assert told == sorted(told)
     assert told[-1] == 1.0
-    mapped = [a for a in memory.areas() if a.path == str(path)]
+    mapped = [a for a in mappings.areas() if a.path == str(path)]
     assert sum(a.high - a.low for a in mapped) == spilled.written
     assert all(a.low % HUGE_PAGE_BYTES == a.offset % HUGE_PAGE_BYTES for a in mapped)
 

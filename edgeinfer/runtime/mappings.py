@@ -1,0 +1,74 @@
+"""This process's mappings of memory, and advice to the kernel about them. Linux; elsewhere there are none."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+#: madvise(2).
+DONTNEED, HUGEPAGE, PAGEOUT = 4, 14, 21
+#: Smaller allocations are not worth huge pages.
+_LARGE_BYTES = 32 << 20
+
+
+class Area(NamedTuple):
+    """A line of /proc/self/maps. `path` is "" for anonymous memory."""
+
+    low: int
+    high: int
+    permissions: str
+    offset: int
+    path: str
+
+
+def areas() -> Iterator[Area]:
+    """This process's mappings, in order."""
+    try:
+        file = open("/proc/self/maps", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            parts = line.rstrip("\n").split(None, 5)
+            low, high = (int(part, 16) for part in parts[0].split("-"))
+            yield Area(low, high, parts[1], int(parts[2], 16), parts[5] if len(parts) > 5 else "")
+
+
+def advise(ranges: Iterable[tuple[int, int]], advice: int) -> None:
+    """madvise(2) on each range, lowest and highest address; advice that is not taken is no error."""
+    libc = ctypes.CDLL(None)
+    for low, high in ranges:
+        libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), advice)
+
+
+class HugePages:
+    """Huge pages for the large allocations between the making of this and `ask`, where the kernel gives them when asked.
+
+    For weights that are computed (repacked) into memory of their own: a fault brings 2 MB, and decoding misses the TLB less.
+    Not for a KV cache, of which a short conversation touches a little in many places.
+    """
+
+    def __init__(self) -> None:
+        self._before = list(_anonymous())
+
+    def ask(self) -> None:
+        """Nothing of the allocations needs to be touched yet."""
+        new = [(low, high) for area in _anonymous() for low, high in self._cut(*area) if high - low >= _LARGE_BYTES]
+        if new:
+            advise(new, HUGEPAGE)
+
+    def _cut(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """What of a range was not there before; neighbours may have grown together."""
+        for known_low, known_high in self._before:
+            if known_high <= low or known_low >= high:
+                continue
+            if known_low > low:
+                yield low, known_low
+            low = known_high
+        if low < high:
+            yield low, high
+
+
+def _anonymous() -> Iterator[tuple[int, int]]:
+    return ((area.low, area.high) for area in areas() if not area.path and area.permissions == "rw-p")
