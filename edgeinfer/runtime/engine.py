@@ -23,15 +23,11 @@ from edgeinfer.runtime.lora import LoraAdapters
 from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.parsers_api import Conversations, TemplateFacts
 from edgeinfer.runtime.prepare import Preparer
-from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, Tool
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 from edgeinfer.runtime.scheduler import Scheduler
 
 #: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
 _EXACT_CELLS = 192
-#: Tokens of the warm-up prompt and answer: enough to touch every weight in the shape a prefill has (from four rows on repacked
-#: weights are multiplied by another kernel) and in the shape a decode has.
-_WARM_UP_TOKENS = 4
-_WARM_UP_ANSWER = 2
 
 
 def load_engine(
@@ -130,21 +126,12 @@ class LlamaEngine:
     # parking: a snapshot is taken of a process that has no thread of ours and nobody's data
 
     def warm_up(self) -> None:
-        """Run a short generation through everything once, so that the first real one pays for nothing."""
-        if not self._loaded.can_generate:
+        """Make what a first request would wait for besides the weights: the vocabulary's table for constraints, or an encoder's
+        context."""
+        if self._loaded.can_generate:
+            self._constraints.prepare(self._loaded.vocab)
+        else:
             self._embedder.warm_up()
-            return
-        self._constraints.prepare(self._loaded.vocab)
-        first = self._loaded.vocab.bos if self._loaded.vocab.bos >= 0 else 0
-        request = GenerateRequest(
-            prompt=(first,) * _WARM_UP_TOKENS,
-            max_tokens=_WARM_UP_ANSWER,
-            ignore_eos=True,
-            cache_prompt=False,
-            sampling=Sampling(seed=0),
-        )
-        for _ in self.submit(request):
-            pass
 
     def prefill_system(self, text: str) -> int:
         """Compute what every conversation with this system prompt begins with and keep it; how many tokens that is.

@@ -117,14 +117,14 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
         _rehearse()
         engine: Parkable = loading.result()
     held = Held(engine, fields["model"].decode(), options)
-    stages.begin("warm up")
     memory.give_back_shared()  # loading read it all; what is touched from here on is what computing needs
-    engine.warm_up()
     system_tokens = 0
     if engine.info.has_chat_template:
         stages.begin("prefill")
         system_tokens = engine.prefill_system(fields["system"].decode())
-    canary = held.sing()
+    stages.begin("warm up")
+    engine.warm_up()
+    canary = held.sing()  # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
     engine.park()
     stages.begin("write")
     held.shared, held.buffers = memory.touched_shared(), memory.buffers()

@@ -17,7 +17,7 @@ from edgeinfer.snapshots.criu import MINIMUM, candidates, version_of
 pytestmark = pytest.mark.criu
 
 MODEL = "small"
-STAGES = ("load", "warm up", "prefill", "write", "dump", "bake", "verify")
+STAGES = ("load", "prefill", "warm up", "write", "dump", "bake", "verify")
 
 
 @pytest.fixture
