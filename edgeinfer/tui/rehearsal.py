@@ -6,6 +6,7 @@ No user, no configuration, no file: the store is in memory, and the engine is a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
 from collections.abc import Callable, Coroutine
@@ -38,6 +39,8 @@ _KEYS = ("f1", "escape", "f4", "escape", "f3", "escape", "slash", "s", "tab", "c
 _CHARACTERS = {"slash": "/", "s": "s"}
 #: A key goes from the app to a widget, which may open a screen, which lays itself out and paints.
 _REFRESHES = 4
+_PAINT_S = 0.2
+_LONGEST_S = 20.0
 
 
 class _RehearsalHost(Host):
@@ -82,17 +85,23 @@ def _store() -> Store:
 
 def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
     async def play(pilot: Pilot[Any]) -> None:
-        while app.chat.session.engine is None:
-            await pilot.pause(0.01)
-        app.chat.send("words", None)
-        while app.chat.streaming is not None:
-            await pilot.pause(0.01)
-        for key in _KEYS:
-            app.post_message(events.Key(key, _CHARACTERS.get(key)))
-            await _settle(app)
+        with contextlib.suppress(TimeoutError):  # what was not rehearsed costs a launch some milliseconds, not the snapshot
+            async with asyncio.timeout(_LONGEST_S):
+                await _perform(app, pilot)
         app.leave()
 
     return play
+
+
+async def _perform(app: ChatApp, pilot: Pilot[Any]) -> None:
+    while app.chat.session.engine is None:
+        await pilot.pause(0.01)
+    app.chat.send("words", None)
+    while app.chat.streaming is not None:
+        await pilot.pause(0.01)
+    for key in _KEYS:
+        app.post_message(events.Key(key, _CHARACTERS.get(key)))
+        await _settle(app)
 
 
 async def _settle(app: ChatApp) -> None:
@@ -101,5 +110,6 @@ async def _settle(app: ChatApp) -> None:
     for _ in range(_REFRESHES):
         painted = asyncio.Event()
         app.screen.call_after_refresh(painted.set)
-        await painted.wait()
+        with contextlib.suppress(TimeoutError):  # a screen that is left meanwhile paints no more
+            await asyncio.wait_for(painted.wait(), _PAINT_S)
     await app.animator.wait_until_complete()
