@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.server.memory import available_bytes
+
 HERE = Path(__file__).parent
 MODELS = {"small": 0, "7b": 32, "14b": 64}
 PROMPT = "Name three colours."
@@ -167,7 +169,7 @@ class Bench:
         taken: dict[str, list[float]] = {key: [] for key, _ in steps}
         for n in range(len(steps)):
             for key, step in steps[n:] + steps[:n]:
-                _touch(min(3 * size, _available_bytes() // 2))
+                _touch(min(3 * size, available_bytes() // 2))
                 taken[key].append(step())
         found = {key: statistics.median(values) for key, values in taken.items()}
         bare = found["cold_s"] + found["write_s"]
@@ -265,11 +267,6 @@ def _touch(size: int) -> None:
     for at in range(0, len(area), mmap.PAGESIZE):
         area[at] = 1
     area.close()
-
-
-def _available_bytes() -> int:
-    text = Path("/proc/meminfo").read_text()
-    return int(text.split("MemAvailable:")[1].split()[0]) << 10
 
 
 def _drop(files: list[Path]) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 #: madvise(2).
 DONTNEED, HUGEPAGE, PAGEOUT = 4, 14, 21
-#: Smaller allocations are not worth huge pages.
-_LARGE_BYTES = 32 << 20
+#: Smaller allocations and mappings are not worth the trouble.
+LARGE_BYTES = 32 << 20
 
 
 class Area(NamedTuple):
@@ -54,7 +54,7 @@ class HugePages:
 
     def ask(self) -> None:
         """Nothing of the allocations needs to be touched yet."""
-        new = [(low, high) for area in _anonymous() for low, high in self._cut(*area) if high - low >= _LARGE_BYTES]
+        new = [(low, high) for area in _anonymous() for low, high in self._cut(*area) if high - low >= LARGE_BYTES]
         if new:
             advise(new, HUGEPAGE)
 

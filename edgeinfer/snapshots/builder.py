@@ -206,7 +206,6 @@ class Builder:
             raise RestoreError("the new snapshot computes other tokens than the process it was taken of; it was thrown away")
 
     def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
-        hashed = {format.BUFFERS: parked.spilled.digest} if parked.spilled.size else {}
         images_bytes = sum(size for name, size in manifest.images.items() if name not in (format.MEMORY, format.BUFFERS))
         return Details(
             name=manifest.name,
@@ -224,7 +223,10 @@ class Builder:
             images_bytes=images_bytes,
             disk_bytes=baked.disk_bytes + parked.spilled.written + images_bytes,
             mappings=baked.mappings,
-            digests=hashed | {name: digest(self._folder / name) for name in manifest.images if name not in hashed},
+            digests={
+                name: parked.spilled.digest if name == format.BUFFERS else digest(self._folder / name)
+                for name in manifest.images
+            },
             stages_ms=self._stages,
         )
 

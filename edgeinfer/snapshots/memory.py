@@ -13,11 +13,9 @@ import os
 from collections.abc import Iterable
 from io import FileIO
 
-from edgeinfer.runtime.mappings import DONTNEED, HUGEPAGE, PAGEOUT, Area, advise, areas
+from edgeinfer.runtime.mappings import DONTNEED, HUGEPAGE, LARGE_BYTES, PAGEOUT, Area, advise, areas
 
 PAGE = mmap.PAGESIZE
-#: Smaller allocations are not worth the trouble.
-LARGE_BYTES = 32 << 20
 #: Memory is looked at and given back in windows of this size.
 WINDOW_BYTES = 2 << 20
 #: posix_memalign with 64, as ggml calls it, puts the chunk's header 48 bytes into its first page.

@@ -1,13 +1,12 @@
 """The completions of zsh and fish in the shells themselves; bash completes without a terminal (test_machine_verbs.py)."""
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from terminal import PROMPT, Terminal
+from terminal import PROMPT, Terminal, shell_environment
 
 BIN = Path(sys.executable).parent
 TYPED = [
@@ -25,14 +24,7 @@ def needs(shell):
 
 @pytest.fixture
 def environment(tmp_path):
-    return {
-        "HOME": str(tmp_path),
-        "EDGEINFER_HOME": str(tmp_path / "edgeinfer"),
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "TERM": "tmux-256color",
-        "LANG": "C.UTF-8",
-        "PS1": PROMPT,
-    }
+    return shell_environment(tmp_path)
 
 
 @needs("fish")

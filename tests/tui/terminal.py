@@ -3,10 +3,23 @@
 import contextlib
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 PROMPT = "ready$ "
+
+
+def shell_environment(home):
+    """What a shell at a terminal needs to find edgeinfer, with a home of its own."""
+    return {
+        "HOME": str(home),
+        "EDGEINFER_HOME": str(home / "edgeinfer"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TERM": "tmux-256color",
+        "LANG": "C.UTF-8",
+        "PS1": PROMPT,
+    }
 
 
 class Terminal:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from terminal import PROMPT, Terminal
+from terminal import PROMPT, Terminal, shell_environment
 
 from edgeinfer.chat.store import Store
 
@@ -34,15 +34,7 @@ def home(smollm2, tmp_path_factory):
 
 
 def clean(home):
-    return {
-        "HOME": str(home),
-        "EDGEINFER_HOME": str(home / "edgeinfer"),
-        "PATH": f"{EDGEINFER.parent}:{os.environ['PATH']}",
-        "TERM": "tmux-256color",
-        "LANG": "C.UTF-8",
-        "PS1": PROMPT,
-        "EDITOR": "sed -i s/one/two/",
-    }
+    return shell_environment(home) | {"EDITOR": "sed -i s/one/two/"}
 
 
 @pytest.fixture(params=["cold", "resumed"])
