@@ -1,8 +1,10 @@
-"""`make bench`: load time, prefill and decode rates of both real models, beside a bare llama_decode loop in the same process
-and beside llama-bench when it is on PATH. Writes bench-out/bench.md and bench-out/bench.json.
+"""`make bench`: load time, prefill and decode rates of both real models, beside a bare llama_decode
+loop in the same process and beside llama-bench when it is on PATH. Writes bench-out/bench.md and
+bench-out/bench.json.
 
-Sides alternate, round by round; figures are medians with the range of the rounds. The bare loop is what llama.cpp gives with
-its own defaults (micro-batches of 512) and a greedy pick by numpy: no Python of ours in it.
+Sides alternate, round by round; figures are medians with the range of the rounds. The bare loop is what
+llama.cpp gives with its own defaults (micro-batches of 512) and a greedy pick by numpy: no Python of
+ours in it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class Bare:
 
     def decode(self, tokens: list[int]) -> None:
         array = (self.llama.llama_token * len(tokens))(*tokens)
-        assert self.llama.llama_decode(self.context, self.llama.llama_batch_get_one(array, len(tokens))) == 0
+        assert (
+            self.llama.llama_decode(self.context, self.llama.llama_batch_get_one(array, len(tokens)))
+            == 0
+        )
 
     def greedy(self) -> int:
         pointer = self.llama.llama_get_logits_ith(self.context, -1)
@@ -88,15 +93,19 @@ def finished(engine: LlamaEngine, prompt: list[int], n: int) -> Finished:
 
 
 def engine_rates(engine: LlamaEngine, prompt: list[int]) -> tuple[float, float]:
-    """Prefill (prompt to first token) and steady decode, tokens a second, by the engine's own timings."""
+    """Prefill (prompt to first token) and steady decode, tokens a second, by the engine's own
+    timings.
+    """
     prefill = finished(engine, prompt, 1).timings.prefill_ms
     end = finished(engine, prompt[:16], DECODE + 1)
     return 1000.0 * len(prompt) / prefill, end.timings.decode_tokens_per_s(DECODE + 1)
 
 
 def beside(engine: LlamaEngine, bare: Bare, prompt: list[int], n: int = DECODE) -> tuple[float, float]:
-    """The bare loop's rates, on the engine's own decode thread: libgomp keeps a team of threads for every thread that calls
-    ggml, and with more of them than processors all sleep at barriers instead of spinning, ours and theirs (30 % slower)."""
+    """The bare loop's rates, on the engine's own decode thread: libgomp keeps a team of threads for
+    every thread that calls ggml, and with more of them than processors all sleep at barriers instead of
+    spinning, ours and theirs (30 % slower).
+    """
     return engine.between_steps(lambda: bare.rates(prompt, n))
 
 
@@ -128,11 +137,16 @@ def measure(name: str, rounds: int) -> dict[str, object]:
         rows.setdefault("load_ms bare", []).append(ms)
     assert ours is not None
     assert bare is not None
-    prompt = (ours.tokenize("The quick brown fox jumps over the lazy dog, and then it rests. ") * 64)[:PREFILL]
+    prompt = (ours.tokenize("The quick brown fox jumps over the lazy dog, and then it rests. ") * 64)[
+        :PREFILL
+    ]
     engine_rates(ours, prompt)
     beside(ours, bare, prompt)
     for _ in range(rounds):
-        for label, (prefill, decode) in (("ours", engine_rates(ours, prompt)), ("bare", beside(ours, bare, prompt))):
+        for label, (prefill, decode) in (
+            ("ours", engine_rates(ours, prompt)),
+            ("bare", beside(ours, bare, prompt)),
+        ):
             rows.setdefault(f"prefill_tok_s {label}", []).append(prefill)
             rows.setdefault(f"decode_tok_s {label}", []).append(decode)
     ours.close()
@@ -146,7 +160,21 @@ def llama_bench(path: Path, threads: int) -> dict[str, object]:
     tool = shutil.which("llama-bench")
     if tool is None:
         return {}
-    command = [tool, "-m", str(path), "-p", str(PREFILL), "-n", str(DECODE), "-t", str(threads), "-r", "3", "-o", "json"]
+    command = [
+        tool,
+        "-m",
+        str(path),
+        "-p",
+        str(PREFILL),
+        "-n",
+        str(DECODE),
+        "-t",
+        str(threads),
+        "-r",
+        "3",
+        "-o",
+        "json",
+    ]
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     found = {}
     for row in rows:
@@ -156,15 +184,23 @@ def llama_bench(path: Path, threads: int) -> dict[str, object]:
 
 
 def table(results: dict[str, dict]) -> str:
-    lines = ["| model | figure | ours | bare llama_decode loop | ours/bare | llama-bench |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| model | figure | ours | bare llama_decode loop | ours/bare | llama-bench |",
+        "|---|---|---|---|---|---|",
+    ]
     for model, rows in results.items():
         for figure, higher in (("load_ms", False), ("prefill_tok_s", True), ("decode_tok_s", True)):
             ours, bare = rows[f"{figure} ours"], rows[f"{figure} bare"]
             peer = rows.get(f"{figure} llama-bench")
-            cells = [f"{s['median']:.1f} ({s['min']:.1f}–{s['max']:.1f})" if s else "–" for s in (ours, bare, peer)]
+            cells = [
+                f"{s['median']:.1f} ({s['min']:.1f}–{s['max']:.1f})" if s else "–"
+                for s in (ours, bare, peer)
+            ]
             ratio = ours["median"] / bare["median"]
             mark = " (higher is better)" if higher else " (lower is better)"
-            lines.append(f"| {model} | {figure}{mark} | {cells[0]} | {cells[1]} | {ratio:.3f} | {cells[2]} |")
+            lines.append(
+                f"| {model} | {figure}{mark} | {cells[0]} | {cells[1]} | {ratio:.3f} | {cells[2]} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -179,7 +215,9 @@ def main() -> None:
     info = native.build_info()
     text = f"llama.cpp {info.llama_version} ({info.ggml_commit}), CPU variant {info.cpu_variant}\n\n{table(results)}"
     (options.out / "bench.md").write_text(text)
-    (options.out / "bench.json").write_text(json.dumps({"models": results, "cpu_variant": info.cpu_variant}, indent=1))
+    (options.out / "bench.json").write_text(
+        json.dumps({"models": results, "cpu_variant": info.cpu_variant}, indent=1)
+    )
     print(text)
 
 

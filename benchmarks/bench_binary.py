@@ -1,10 +1,12 @@
-"""The shipped file beside the virtual environment: every stage of a warm launch from exec, the first launch, and sizes.
+"""The shipped file beside the virtual environment: every stage of a warm launch from exec, the first
+launch, and sizes.
 
     bench_binary.py [--binary dist/edgeinfer] [--models small,7b] [--runs 10] [--out bench-out]
 
-Whole processes, timed here from just before exec; sides alternate run by run, each with a home and a snapshot of its own.
-`ready` is an endpoint whose /health answers 200, `painted` a chat that has drawn its screen on a pseudo-terminal. Run as root,
-the programs run as an ordinary user (--uid). Medians and the spread (least to greatest) go to bench-out/binary.md and .json.
+Whole processes, timed here from just before exec; sides alternate run by run, each with a home and a
+snapshot of its own. `ready` is an endpoint whose /health answers 200, `painted` a chat that has drawn
+its screen on a pseudo-terminal. Run as root, the programs run as an ordinary user (--uid). Medians and
+the spread (least to greatest) go to bench-out/binary.md and .json.
 """
 
 from __future__ import annotations
@@ -51,7 +53,12 @@ class Side:
         if os.geteuid() == 0:
             os.chown(home, uid, uid)
         # no tty, no colours: what is timed is the launch
-        self.environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "TERM": "xterm-256color", "HOME": str(home)}
+        self.environment = {
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "TERM": "xterm-256color",
+            "HOME": str(home),
+        }
         (home / ".config/edgeinfer").mkdir(parents=True)
         (home / ".config/edgeinfer/config.toml").unlink(missing_ok=True)
 
@@ -72,7 +79,9 @@ class Side:
     def answer(self, model: str) -> dict[str, float]:
         """`run`: the stages its own clock gives, and the whole of it by ours."""
         began = time.monotonic()
-        text = self.run("run", model, "Name three colours.", "--temperature", "0", "--max-tokens", "1", "--json").stdout
+        text = self.run(
+            "run", model, "Name three colours.", "--temperature", "0", "--max-tokens", "1", "--json"
+        ).stdout
         exit_ms = (time.monotonic() - began) * 1000
         result = json.loads(text)["result"]
         if result["start"]["how"] != "resumed":
@@ -150,7 +159,12 @@ def first_launches(side: Side, runs: int) -> dict[str, Any]:
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "greatest": max(values), "runs": len(values)}
+    return {
+        "median": statistics.median(values),
+        "least": min(values),
+        "greatest": max(values),
+        "runs": len(values),
+    }
 
 
 def sizes(binary: Path) -> dict[str, int]:
@@ -192,7 +206,14 @@ def model_file(name: str, options: argparse.Namespace, work: Path) -> Path:
     """The small model, or one of 7B shape with random weights."""
     out = work / f"{name}.gguf"
     if LAYERS[name]:
-        command = [sys.executable, str(HERE / "random_gguf.py"), options.small, str(out), "--layers", str(LAYERS[name])]
+        command = [
+            sys.executable,
+            str(HERE / "random_gguf.py"),
+            options.small,
+            str(out),
+            "--layers",
+            str(LAYERS[name]),
+        ]
         subprocess.run(command, check=True)
     else:
         shutil.copy(options.small, out)
@@ -200,7 +221,9 @@ def model_file(name: str, options: argparse.Namespace, work: Path) -> Path:
     return out
 
 
-def measure(name: str, both: list[Side], options: argparse.Namespace, work: Path) -> dict[str, dict[str, Any]]:
+def measure(
+    name: str, both: list[Side], options: argparse.Namespace, work: Path
+) -> dict[str, dict[str, Any]]:
     """Warm the model on both sides and launch it in turn."""
     path = model_file(name, options, work)
     runs: dict[str, dict[str, list[float]]] = {side.name: {} for side in both}
@@ -216,7 +239,10 @@ def measure(name: str, both: list[Side], options: argparse.Namespace, work: Path
     for side in both:
         side.run("snapshots", "rm", name, check=False)
     path.unlink()
-    return {side: {stage: _spread(values) for stage, values in stages.items()} for side, stages in runs.items()}
+    return {
+        side: {stage: _spread(values) for stage, values in stages.items()}
+        for side, stages in runs.items()
+    }
 
 
 def table(results: dict[str, Any]) -> str:
@@ -232,7 +258,9 @@ def table(results: dict[str, Any]) -> str:
     ]
     stages = list(next(iter(next(iter(results["models"].values())).values()))) if columns else []
     for stage in stages:
-        lines.append(f"| {stage} | " + " | ".join(ms(results["models"][m][s][stage]) for m, s in columns) + " |")
+        lines.append(
+            f"| {stage} | " + " | ".join(ms(results["models"][m][s][stage]) for m, s in columns) + " |"
+        )
     lines += ["", "| `edgeinfer --version`, shipped file | |", "|---|---|"]
     lines += [f"| {which} launch | {ms(value)} |" for which, value in results["first_launch"].items()]
     lines += ["", "| size | |", "|---|---|"]
@@ -241,20 +269,34 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cache = os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/test-home/data/models"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cache = (
+        os.environ.get("EDGEINFER_TEST_MODELS")
+        or Path.home() / ".cache/edgeinfer-build/test-home/data/models"
+    )
     found = sorted(Path(cache).rglob("SmolLM2-135M-Instruct.Q4_1.gguf")) if Path(cache).is_dir() else []
-    parser.add_argument("--small", default=str(found[0]) if found else None, help="the small model's file")
+    parser.add_argument(
+        "--small", default=str(found[0]) if found else None, help="the small model's file"
+    )
     parser.add_argument("--binary", type=Path, default=HERE.parent / "dist/edgeinfer")
     parser.add_argument("--models", default="small,7b")
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--uid", type=int, default=1000, help="who runs the programs when this runs as root")
-    parser.add_argument("--work", default=None, help="a folder with room for models and snapshots, no tmpfs")
+    parser.add_argument(
+        "--uid", type=int, default=1000, help="who runs the programs when this runs as root"
+    )
+    parser.add_argument(
+        "--work", default=None, help="a folder with room for models and snapshots, no tmpfs"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     options = parser.parse_args()
     if not options.small:
         parser.error("the small model is not there: `make setup`, or --small FILE")
-    with tempfile.TemporaryDirectory(prefix="bench-binary-", dir=options.work) as folder, sides(options, Path(folder)) as both:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-binary-", dir=options.work) as folder,
+        sides(options, Path(folder)) as both,
+    ):
         results: dict[str, Any] = {"sizes": sizes(options.binary), "models": {}}
         results["first_launch"] = first_launches(both[0], min(5, options.runs))
         for name in filter(None, options.models.split(",")):

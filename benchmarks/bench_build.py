@@ -1,4 +1,5 @@
-"""Two builds of llama.cpp side by side: prefill and decode rates of the same model under two interpreters, alternated.
+"""Two builds of llama.cpp side by side: prefill and decode rates of the same model under two
+interpreters, alternated.
 
     python benchmarks/bench_build.py MODEL.gguf NAME=PYTHON NAME=PYTHON [ROUNDS]
 
@@ -34,7 +35,9 @@ print(json.dumps({"prefill": prefill, "decode": 96 / (time.perf_counter() - star
 
 
 def measure(python: str, model: str) -> dict[str, float]:
-    out = subprocess.run([python, "-c", PROBE, model], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [python, "-c", PROBE, model], capture_output=True, text=True, check=True
+    ).stdout
     return json.loads(out)
 
 
@@ -45,10 +48,16 @@ def main() -> None:
     for _ in range(rounds):
         for name, python in sides.items():
             runs[name].append(measure(python, model))
-    print("| build | prefill tokens/s (min to max) | decode tokens/s (min to max) |\n| --- | --- | --- |")
+    print(
+        "| build | prefill tokens/s (min to max) | decode tokens/s (min to max) |\n| --- | --- | --- |"
+    )
     for name, values in runs.items():
         cells = [[v[k] for v in values] for k in ("prefill", "decode")]
-        print(f"| {name} | " + " | ".join(f"{statistics.median(c):.1f} ({min(c):.1f} to {max(c):.1f})" for c in cells) + " |")
+        print(
+            f"| {name} | "
+            + " | ".join(f"{statistics.median(c):.1f} ({min(c):.1f} to {max(c):.1f})" for c in cells)
+            + " |"
+        )
     first, second = runs.values()
     for what in ("prefill", "decode"):
         ratios = [a[what] / b[what] for a, b in zip(first, second, strict=True)]

@@ -1,8 +1,10 @@
-"""`make bench-engine`: what continuous batching, prefix reuse and constraints give and cost, on both real models in one run.
+"""`make bench-engine`: what continuous batching, prefix reuse and constraints give and cost, on both
+real models in one run.
 
-Beside us: a bare llama_decode loop in the same process, and llama-server with as many slots when EDGEINFER_LLAMA_SERVER or
-PATH has one. Sides alternate; figures are medians of the rounds, latencies percentiles over all streams of all rounds.
-Writes bench-out/bench-engine.md and bench-out/bench-engine.json.
+Beside us: a bare llama_decode loop in the same process, and llama-server with as many slots when
+EDGEINFER_LLAMA_SERVER or PATH has one. Sides alternate; figures are medians of the rounds, latencies
+percentiles over all streams of all rounds. Writes bench-out/bench-engine.md and
+bench-out/bench-engine.json.
 """
 
 from __future__ import annotations
@@ -60,19 +62,26 @@ class Ours:
         self.engine = engine
 
     def stream(self, prompt: list[int], n: int, *, cache: bool) -> list[float]:
-        """Arrival times of the tokens as the consumer sees them. Text of several tokens at once counts as one arrival each."""
-        # logprobs would tell tokens apart but cost; the greedy prompts here give text with nearly every token
+        """Arrival times of the tokens as the consumer sees them. Text of several tokens at once counts
+        as one arrival each.
+        """
+        # logprobs would tell tokens apart but cost; the greedy prompts here give text with nearly every
+        # token
         arrivals: list[float] = []
         for event in self.engine.submit(request(prompt, n, cache_prompt=cache, speculative="off")):
             if isinstance(event, TextDelta):
                 arrivals.append(time.perf_counter())
             elif isinstance(event, Finished):
-                arrivals += [time.perf_counter()] * max(0, event.usage.completion_tokens - len(arrivals))
+                arrivals += [time.perf_counter()] * max(
+                    0, event.usage.completion_tokens - len(arrivals)
+                )
         return arrivals
 
 
 def together(side, prompts: list[list[int]], n: int, *, cache: bool) -> dict:
-    """All prompts at once: total tokens a second from the first submission to the last token, and each stream's latencies."""
+    """All prompts at once: total tokens a second from the first submission to the last token, and each
+    stream's latencies.
+    """
     arrivals: list[list[float]] = [[] for _ in prompts]
     ready = threading.Barrier(len(prompts) + 1)
 
@@ -111,11 +120,16 @@ def merged(samples: list[dict]) -> dict:
 
 
 def prompts_of(engine: LlamaEngine, width: int, salt: int) -> list[list[int]]:
-    return [engine.tokenize(f"{salt}. Write a long note about {WORDS[i]} and {WORDS[i - 3]}, with care:") for i in range(width)]
+    return [
+        engine.tokenize(f"{salt}. Write a long note about {WORDS[i]} and {WORDS[i - 3]}, with care:")
+        for i in range(width)
+    ]
 
 
 def single(engine: LlamaEngine, path: Path, rounds: int) -> dict:
-    """One stream, steady decode rate, against the bare loop: short rounds in turn, and the median of their ratios."""
+    """One stream, steady decode rate, against the bare loop: short rounds in turn, and the median of
+    their ratios.
+    """
     bare = Bare(path, engine.info.choices["n_threads"].value)
     prompt = engine.tokenize("The quick brown fox jumps over the lazy dog, and then")
     ours, theirs = [], []
@@ -162,7 +176,9 @@ def shared_prefix(engine: LlamaEngine, path: Path, program: str | None, rounds: 
     samples: dict[str, list[dict]] = {name: [] for name in sides}
     for r in range(rounds):
         for name, side in sides.items():
-            prefix = engine.tokenize(f"Rule {r} of {WORDS[r]}: be brief and kind, and say only what you know. " * 60)[:500]
+            prefix = engine.tokenize(
+                f"Rule {r} of {WORDS[r]}: be brief and kind, and say only what you know. " * 60
+            )[:500]
             prompts = [prefix + engine.tokenize(f" Now write about {WORDS[i]}:") for i in range(8)]
             samples[name].append(together(side, prompts, TOKENS, cache=True))
     if server:
@@ -178,7 +194,11 @@ def stall(engine: LlamaEngine) -> dict:
     chunks: list[tuple[float, int]] = []
 
     def read_long(generation) -> None:
-        chunks.extend((time.perf_counter(), e.done_tokens) for e in generation if isinstance(e, Progress) and not e.queued)
+        chunks.extend(
+            (time.perf_counter(), e.done_tokens)
+            for e in generation
+            if isinstance(e, Progress) and not e.queued
+        )
 
     other = None
     for event in engine.submit(request(prompt, 400, speculative="off")):
@@ -211,7 +231,9 @@ def conversation(engine: LlamaEngine) -> list[float]:
     for i in range(10):
         turns.append(Message(role="user", content=f"And what about {WORDS[i]}?"))
         text = ""
-        for event in engine.submit(GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=100)):
+        for event in engine.submit(
+            GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=100)
+        ):
             if isinstance(event, TextDelta):
                 text += event.text
             elif isinstance(event, Finished):
@@ -226,8 +248,12 @@ def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
     share = []
     for r in range(rounds + 1):
         for name, constraint in (("free", None), ("schema", JsonSchema(SCHEMA))):
-            prompt = engine.tokenize(f"{r}. A JSON record of a person called {WORDS[r].title()}, with many tags: ")
-            wanted = request(prompt, 97, constraint=constraint, ignore_eos=constraint is None, speculative="off")
+            prompt = engine.tokenize(
+                f"{r}. A JSON record of a person called {WORDS[r].title()}, with many tags: "
+            )
+            wanted = request(
+                prompt, 97, constraint=constraint, ignore_eos=constraint is None, speculative="off"
+            )
             end = list(engine.submit(wanted))[-1]
             assert isinstance(end, Finished)
             if r:
@@ -235,7 +261,12 @@ def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
                 if constraint:
                     share.append(end.timings.constraint_ms / max(1.0, end.timings.decode_ms))
     free, schema = statistics.median(rates["free"]), statistics.median(rates["schema"])
-    return {"free_tok_s": free, "schema_tok_s": schema, "ratio": schema / free, "constraint_share": statistics.median(share)}
+    return {
+        "free_tok_s": free,
+        "schema_tok_s": schema,
+        "ratio": schema / free,
+        "constraint_share": statistics.median(share),
+    }
 
 
 def measure(name: str, rounds: int, sections: set[str]) -> dict:
@@ -258,7 +289,12 @@ def measure(name: str, rounds: int, sections: set[str]) -> dict:
         found[key] = work[key]()
         print(name, key, json.dumps(found[key], default=str)[:600], flush=True)
     after = engine.metrics()
-    busy = after.decode_seconds_total + after.prefill_seconds_total - before.decode_seconds_total - before.prefill_seconds_total
+    busy = (
+        after.decode_seconds_total
+        + after.prefill_seconds_total
+        - before.decode_seconds_total
+        - before.prefill_seconds_total
+    )
     found["python_share"] = (after.python_seconds_total - before.python_seconds_total) / max(1e-9, busy)
     engine.close()
     return found
@@ -274,25 +310,31 @@ def table(results: dict[str, dict]) -> str:
         for width, sides in rows.get("widths", {}).items():
             lines.append(f"| {model} | {width} streams | {_against(sides)} |")
         if "shared_prefix" in rows:
-            lines.append(f"| {model} | 8 streams, 500 shared tokens | {_against(rows['shared_prefix'])} |")
+            lines.append(
+                f"| {model} | 8 streams, 500 shared tokens | {_against(rows['shared_prefix'])} |"
+            )
         if "stall" in rows:
             s = rows["stall"]
-            cells = (
-                f"longest gap {s['longest_gap_ms']:.0f} ms | bound {s['bound_ms']:.0f} ms (step {s['normal_step_ms']:.1f} ms)"
-            )
+            cells = f"longest gap {s['longest_gap_ms']:.0f} ms | bound {s['bound_ms']:.0f} ms (step {s['normal_step_ms']:.1f} ms)"
             lines.append(
-                f"| {model} | stall beside a 2,000-token prompt | {cells} | {s['longest_gap_ms'] / s['bound_ms']:.2f} |"
+                f"| {model} | stall beside a 2,000-token prompt | {cells} | "
+                f"{s['longest_gap_ms'] / s['bound_ms']:.2f} |"
             )
         if "conversation" in rows:
             shares = rows["conversation"]
             lines.append(
-                f"| {model} | cached share of turns 2 to 10 | lowest {min(shares[1:]):.3f} | turn 1 {shares[0]:.3f} | |"
+                f"| {model} | cached share of turns 2 to 10 | lowest {min(shares[1:]):.3f} | turn 1 "
+                f"{shares[0]:.3f} | |"
             )
         if "schema" in rows:
             s = rows["schema"]
-            cells = f"{s['schema_tok_s']:.1f} tok/s | free {s['free_tok_s']:.1f} tok/s | {s['ratio']:.3f}"
+            cells = (
+                f"{s['schema_tok_s']:.1f} tok/s | free {s['free_tok_s']:.1f} tok/s | {s['ratio']:.3f}"
+            )
             lines.append(f"| {model} | JSON schema | {cells} |")
-        lines.append(f"| {model} | Python beside llama.cpp | {rows['python_share']:.3f} of its time | | |")
+        lines.append(
+            f"| {model} | Python beside llama.cpp | {rows['python_share']:.3f} of its time | | |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -303,7 +345,9 @@ def _against(sides: dict) -> str:
 
     peer = sides.get("llama_server")
     return f"{words(sides['ours'])} | " + (
-        f"llama-server {words(peer)} | {sides['ours']['tok_s'] / peer['tok_s']:.2f}" if peer else "no llama-server | "
+        f"llama-server {words(peer)} | {sides['ours']['tok_s'] / peer['tok_s']:.2f}"
+        if peer
+        else "no llama-server | "
     )
 
 

@@ -1,13 +1,17 @@
-"""Launches of a warm model, whole processes timed from exec, beside a cold start and beside `llama-server`.
+"""Launches of a warm model, whole processes timed from exec, beside a cold start and beside
+`llama-server`.
 
-    bench_resume.py [--models small,7b,14b] [--runs 10] [--parts resumed,cold,… [--keep]] [--out bench-out]
+    bench_resume.py [--models small,7b,14b] [--runs 10] [--parts resumed,cold,… [--keep]] [--out
+    bench-out]
 
-Sides alternate run by run. Medians and the spread (least to greatest) go to bench-out/resume.md and resume.json. The models of
-7B shape have random weights (`random_gguf.py`) and are removed afterwards unless --model-folder says where they stay. Nothing
-here needs root; as root it drops the page cache for the cold figures, where it may.
+Sides alternate run by run. Medians and the spread (least to greatest) go to bench-out/resume.md and
+resume.json. The models of 7B shape have random weights (`random_gguf.py`) and are removed afterwards
+unless --model-folder says where they stay. Nothing here needs root; as root it drops the page cache for
+the cold figures, where it may.
 
-Stages, in milliseconds from exec: `launcher` its main runs; `restore` CRIU is being started; `running` Python runs in the
-resumed process; `request` it has become the launch; `first token` by the launch's own clock; `exit` the process has ended.
+Stages, in milliseconds from exec: `launcher` its main runs; `restore` CRIU is being started; `running`
+Python runs in the resumed process; `request` it has become the launch; `first token` by the launch's
+own clock; `exit` the process has ended.
 """
 
 from __future__ import annotations
@@ -54,7 +58,13 @@ class Bench:
     def edgeinfer(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).parent / "edgeinfer"), *words]
         return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=900
+            command,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            timeout=900,
         )
 
     def json(self, *words: str) -> dict[str, Any]:
@@ -70,7 +80,9 @@ class Bench:
         self.edgeinfer("pull", str(model), "--name", name, "--in-place", "--quiet")
         found: dict[str, Any] = {"file_bytes": model.stat().st_size}
         warm = self.json("warm", name, "--quiet")
-        found["snapshot"] = {k: warm["snapshot"][k] for k in ("memory_bytes", "disk_bytes", "images_bytes", "mappings")}
+        found["snapshot"] = {
+            k: warm["snapshot"][k] for k in ("memory_bytes", "disk_bytes", "images_bytes", "mappings")
+        }
         found = self.results["models"].setdefault(name, {}) | found
         self.results["models"][name] = found
         self._launch(name)  # page cache and kdat are hot from here on
@@ -102,7 +114,14 @@ class Bench:
         out = self.models / f"random-{name}.gguf"
         if not out.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
-            command = [sys.executable, str(HERE / "random_gguf.py"), str(tokenizer), str(out), "--layers", str(MODELS[name])]
+            command = [
+                sys.executable,
+                str(HERE / "random_gguf.py"),
+                str(tokenizer),
+                str(out),
+                "--layers",
+                str(MODELS[name]),
+            ]
             subprocess.run(command, check=True)
         return out
 
@@ -119,14 +138,19 @@ class Bench:
         stages["prompt_tokens"] = result["usage"]["prompt_tokens"] - result["usage"]["cached_tokens"]
         decoded = result["usage"]["completion_tokens"] - 1
         stages["step"] = result["timings"]["decode_ms"] / decoded if decoded > 0 else 0.0
-        # Loading happens between the request and the submission, so the first token is counted back from the exit.
+        # Loading happens between the request and the submission, so the first token is counted back
+        # from the exit.
         stages["first_token"] = exit_ms - result["timings"]["decode_ms"]
         stages["exit"] = exit_ms
         return stages
 
     def _one_token(self, name: str, model: Path, few: int) -> dict[str, Any]:
         """A prompt of one token, as it is, of ours and of llama-server's two ways to start, in turn."""
-        ways = {"default": (), "no-repack, no-warmup": ("--no-repack", "--no-warmup")} if self.server else {}
+        ways = (
+            {"default": (), "no-repack, no-warmup": ("--no-repack", "--no-warmup")}
+            if self.server
+            else {}
+        )
         runs: dict[str, list[dict[str, float]]] = {"ours": [], **{way: [] for way in ways}}
         for n in range(self.options.runs):
             runs["ours"].append(self._launch(name, "--raw", prompt=ONE_TOKEN))
@@ -136,19 +160,28 @@ class Bench:
         return {way: _medians(values) for way, values in runs.items()}
 
     def _decode(self, name: str) -> dict[str, float]:
-        """Steady decode steps of a resumed and of a freshly loaded process, which both live and take turns; sampled: nothing is
-        guessed. A pair is seconds long, so what the machine does meanwhile it does to both."""
+        """Steady decode steps of a resumed and of a freshly loaded process, which both live and take
+        turns; sampled: nothing is guessed. A pair is seconds long, so what the machine does meanwhile
+        it does to both.
+        """
         steps: dict[str, list[float]] = {"resumed": [], "fresh": []}
         ports = {"resumed": 18310, "fresh": 18311}
-        with self._endpoint(name, ports["resumed"], "--resume=always"), self._endpoint(name, ports["fresh"], "--resume=never"):
+        with (
+            self._endpoint(name, ports["resumed"], "--resume=always"),
+            self._endpoint(name, ports["fresh"], "--resume=never"),
+        ):
             for port in ports.values():
                 _complete(port)
             for n in range(15):
                 for side in sorted(steps, reverse=bool(n % 2)):
-                    answer = _complete(ports[side], max_tokens=self.options.tokens, temperature=1, seed=7)
+                    answer = _complete(
+                        ports[side], max_tokens=self.options.tokens, temperature=1, seed=7
+                    )
                     steps[side].append(answer["timings"]["predicted_per_token_ms"])
         medians = {side: statistics.median(values) for side, values in steps.items()}
-        pairs = [fresh / resumed for resumed, fresh in zip(steps["resumed"], steps["fresh"], strict=True)]
+        pairs = [
+            fresh / resumed for resumed, fresh in zip(steps["resumed"], steps["fresh"], strict=True)
+        ]
         return {f"{side}_step_ms": value for side, value in medians.items()} | {
             "rate_ratio": statistics.median(pairs),
             "least": min(pairs),
@@ -156,10 +189,12 @@ class Bench:
         }
 
     def _warm(self, name: str, size: int) -> dict[str, float]:
-        """`warm` beside a cold start and writing as many bytes; medians in seconds of three rounds, and warm's range.
+        """`warm` beside a cold start and writing as many bytes; medians in seconds of three rounds, and
+        warm's range.
 
-        The order turns from round to round, and before each step as much memory as it needs is taken and left: a virtual
-        machine gives memory that was free for seconds to its host, and waits to have it back, at half a gigabyte a second here.
+        The order turns from round to round, and before each step as much memory as it needs is taken
+        and left: a virtual machine gives memory that was free for seconds to its host, and waits to
+        have it back, at half a gigabyte a second here.
         """
         steps: list[tuple[str, Callable[[], float]]] = [
             ("wall_s", lambda: self.json("warm", name, "--quiet")["wall_s"]),
@@ -173,7 +208,11 @@ class Bench:
                 taken[key].append(step())
         found = {key: statistics.median(values) for key, values in taken.items()}
         bare = found["cold_s"] + found["write_s"]
-        return found | {"ratio": found["wall_s"] / bare, "least": min(taken["wall_s"]), "greatest": max(taken["wall_s"])}
+        return found | {
+            "ratio": found["wall_s"] / bare,
+            "least": min(taken["wall_s"]),
+            "greatest": max(taken["wall_s"]),
+        }
 
     def _write_s(self, size: int) -> float:
         """Seconds to write so many bytes to a new file of this disk and have them there."""
@@ -189,13 +228,17 @@ class Bench:
         return took
 
     def _memory(self, name: str) -> dict[str, float]:
-        """An idle resumed process, then one and four that have answered: PSS adds up, shared pages counted once."""
+        """An idle resumed process, then one and four that have answered: PSS adds up, shared pages
+        counted once.
+        """
         with self._waiting(name) as idle:
             private = sum(_rollup(pid)["private"] for pid in _tree(idle.pid))
         pss = {}
         for copies in (1, 4):
             with contextlib.ExitStack() as stack:
-                endpoints = [stack.enter_context(self._endpoint(name, 18300 + n)) for n in range(copies)]
+                endpoints = [
+                    stack.enter_context(self._endpoint(name, 18300 + n)) for n in range(copies)
+                ]
                 for n in range(copies):
                     _complete(18300 + n)
                 pss[copies] = sum(_rollup(pid)["pss"] for e in endpoints for pid in _tree(e.pid))
@@ -209,8 +252,12 @@ class Bench:
     @contextlib.contextmanager
     def _waiting(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
         command = [str(Path(sys.executable).parent / "edgeinfer"), "run", name, "--max-tokens", "1"]
-        process = subprocess.Popen(command, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        while "edgeinfer" not in [Path(f"/proc/{pid}/comm").read_text().strip() for pid in _tree(process.pid)[2:]]:
+        process = subprocess.Popen(
+            command, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        while "edgeinfer" not in [
+            Path(f"/proc/{pid}/comm").read_text().strip() for pid in _tree(process.pid)[2:]
+        ]:
             time.sleep(0.02)
         time.sleep(0.5)
         yield process
@@ -218,8 +265,19 @@ class Bench:
 
     @contextlib.contextmanager
     def _endpoint(self, name: str, port: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-        command = [str(Path(sys.executable).parent / "edgeinfer"), "serve", name, "--port", str(port), "--log", "off", *more]
-        process = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        command = [
+            str(Path(sys.executable).parent / "edgeinfer"),
+            "serve",
+            name,
+            "--port",
+            str(port),
+            "--log",
+            "off",
+            *more,
+        ]
+        process = subprocess.Popen(
+            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         try:
             yield process
         finally:
@@ -229,7 +287,9 @@ class Bench:
     def _peer(self, model: Path, *flags: str) -> dict[str, float]:
         command = [str(self.server), "-m", str(model), "--port", "18390", "-c", "4096", *flags]
         began = time.monotonic()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             while _status(18390) != 200:
                 if process.poll() is not None:
@@ -243,7 +303,9 @@ class Bench:
             process.wait(60)
 
     def _cold_cache(self, name: str, model: Path) -> dict[str, Any]:
-        """Launches with nothing of model and snapshot in the page cache, and just reading the snapshot."""
+        """Launches with nothing of model and snapshot in the page cache, and just reading the
+        snapshot.
+        """
         snapshots = Path(self.environment["EDGEINFER_HOME"]) / "cache/snapshots"
         files = [model, *(path for path in snapshots.rglob("*") if path.is_file())]
         launches, reads = [], []
@@ -363,42 +425,71 @@ def table(results: dict[str, Any]) -> str:
     row("exec → CRIU started", lambda f: ms(f["resumed"]["restore"]))
     row("exec → Python runs again", lambda f: ms(f["resumed"]["running"]))
     row("exec → **running with its request**", lambda f: ms(f["resumed"]["request"]))
-    row("exec → **first token**, a prompt of one token", lambda f: ms(f["one_token"]["ours"]["first_token"]))
+    row(
+        "exec → **first token**, a prompt of one token",
+        lambda f: ms(f["one_token"]["ours"]["first_token"]),
+    )
     row("`llama-server`, the same", lambda f: ms(f["one_token"]["default"]["first_token"]))
-    row("`llama-server --no-repack --no-warmup`, the same", lambda f: ms(f["one_token"]["no-repack, no-warmup"]["first_token"]))
+    row(
+        "`llama-server --no-repack --no-warmup`, the same",
+        lambda f: ms(f["one_token"]["no-repack, no-warmup"]["first_token"]),
+    )
     prompt = "a chat's prompt (tokens to prefill)"
     row(
         f"exec → first token, {prompt}",
         lambda f: f"{ms(f['resumed']['first_token'])}, {f['resumed']['prompt_tokens']['median']:.0f}",
     )
-    row("the same, cold start", lambda f: f"{ms(f['cold']['first_token'])}, {f['cold']['prompt_tokens']['median']:.0f}")
+    row(
+        "the same, cold start",
+        lambda f: f"{ms(f['cold']['first_token'])}, {f['cold']['prompt_tokens']['median']:.0f}",
+    )
     row("the same, resumed, nothing in the page cache", lambda f: ms(f["cold_cache"]["first_token"]))
     row("reading the snapshot from this disk", lambda f: ms(f["cold_cache"]["read"]))
     row("one decode step, resumed", lambda f: f"{f['decode']['resumed_step_ms']:.1f} ms")
     row("one decode step, freshly loaded", lambda f: f"{f['decode']['fresh_step_ms']:.1f} ms")
     row(
         "decode rate, resumed : fresh",
-        lambda f: f"{f['decode']['rate_ratio']:.3f} ({f['decode']['least']:.2f}–{f['decode']['greatest']:.2f})",
+        lambda f: (
+            f"{f['decode']['rate_ratio']:.3f} "
+            f"({f['decode']['least']:.2f}–{f['decode']['greatest']:.2f})"
+        ),
     )
     row("private memory, idle", lambda f: f"{f['memory']['idle_private_bytes'] / 1e6:.0f} MB")
     row("four copies : one (PSS)", lambda f: f"{f['memory']['four_to_one']:.2f}")
     row("snapshot on disk", lambda f: f"{f['snapshot']['disk_bytes'] / 1e6:.0f} MB")
-    row("`warm`", lambda f: f"{f['warm']['wall_s']:.1f} s ({f['warm']['least']:.1f}–{f['warm']['greatest']:.1f})")
+    row(
+        "`warm`",
+        lambda f: f"{f['warm']['wall_s']:.1f} s ({f['warm']['least']:.1f}–{f['warm']['greatest']:.1f})",
+    )
     row("`warm` : cold start and writing as much", lambda f: f"{f['warm']['ratio']:.2f}")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cache = os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models"
-    parser.add_argument("--small", default=str(Path(cache) / "SmolLM2-135M-Instruct.Q4_1.gguf"), help="the small model")
+    parser.add_argument(
+        "--small", default=str(Path(cache) / "SmolLM2-135M-Instruct.Q4_1.gguf"), help="the small model"
+    )
     parser.add_argument("--models", default="small,7b,14b")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=32, help="tokens of a steady decode")
-    parser.add_argument("--parts", default="resumed,one_token,cold,memory,decode,cold_cache,warm", help="what to measure")
-    parser.add_argument("--keep", action="store_true", help="keep what --out has of other models and other parts")
-    parser.add_argument("--model-folder", help="where the random models are kept; left out: made and removed")
-    parser.add_argument("--work", default=None, help="a folder with room for models and snapshots, no tmpfs")
+    parser.add_argument(
+        "--parts",
+        default="resumed,one_token,cold,memory,decode,cold_cache,warm",
+        help="what to measure",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="keep what --out has of other models and other parts"
+    )
+    parser.add_argument(
+        "--model-folder", help="where the random models are kept; left out: made and removed"
+    )
+    parser.add_argument(
+        "--work", default=None, help="a folder with room for models and snapshots, no tmpfs"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-resume-", dir=options.work) as work:

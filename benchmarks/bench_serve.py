@@ -1,16 +1,18 @@
 """The endpoint under load, beside llama-server in the same run, and beside the engine without HTTP.
 
-    python benchmarks/bench_serve.py [--widths 1,4,8,16,32] [--rounds 3] [--tokens 48] [--sections load,start,switch]
+    python benchmarks/bench_serve.py [--widths 1,4,8,16,32] [--rounds 3] [--tokens 48] [--sections
+    load,start,switch]
 
-`load`: closed-loop clients over a real socket, streaming chat completions of a fixed length; sides alternate, medians and
-spread over the rounds. The third side is our engine driven in its own process by the same schedule: what HTTP adds is the
-difference. All sides stay loaded, and asleep while another is measured; all have our setting of libgomp's spin count
-(docs/decisions/002-spin-count.md), unless GOMP_SPINCOUNT says otherwise. `start`: exec of `edgeinfer serve MODEL` to the first
-streamed token, warm and cold. `switch`: a catalogue of ten models asked in turn, each resumed. `worker`: what streaming through
-a worker adds to a token. `crash`: `kill -9` of the application under twenty streaming clients.
+`load`: closed-loop clients over a real socket, streaming chat completions of a fixed length; sides
+alternate, medians and spread over the rounds. The third side is our engine driven in its own process by
+the same schedule: what HTTP adds is the difference. All sides stay loaded, and asleep while another is
+measured; all have our setting of libgomp's spin count (docs/decisions/002-spin-count.md), unless
+GOMP_SPINCOUNT says otherwise. `start`: exec of `edgeinfer serve MODEL` to the first streamed token,
+warm and cold. `switch`: a catalogue of ten models asked in turn, each resumed. `worker`: what streaming
+through a worker adds to a token. `crash`: `kill -9` of the application under twenty streaming clients.
 
-llama-server is taken from PATH or EDGEINFER_LLAMA_SERVER; without it that side is left out and the table says so. Writes
-Markdown tables to stdout and JSON to bench-out/.
+llama-server is taken from PATH or EDGEINFER_LLAMA_SERVER; without it that side is left out and the
+table says so. Writes Markdown tables to stdout and JSON to bench-out/.
 """
 
 from __future__ import annotations
@@ -41,7 +43,20 @@ MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/e
 MODEL = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PARALLEL = 8
 CONTEXT = 8192
-TOPICS = ["rivers", "bread", "clocks", "wool", "bridges", "owls", "glass", "maps", "tides", "salt", "bells", "ink"]
+TOPICS = [
+    "rivers",
+    "bread",
+    "clocks",
+    "wool",
+    "bridges",
+    "owls",
+    "glass",
+    "maps",
+    "tides",
+    "salt",
+    "bells",
+    "ink",
+]
 
 
 def prompt(number: int) -> str:
@@ -50,7 +65,8 @@ def prompt(number: int) -> str:
     return f"You are writing for an encyclopedia. Write entry {number}, about {topic}, in a few plain sentences."
 
 
-# --- one client ------------------------------------------------------------------------------------------------------
+# --- one client
+# --------------------------------------------------------------------------------
 
 
 class Sample:
@@ -61,7 +77,9 @@ class Sample:
 
 
 class _Client(asyncio.Protocol):
-    """Sends a request and stamps what comes back, until the other side closes. It shares the cores, so it does nothing else."""
+    """Sends a request and stamps what comes back, until the other side closes. It shares the cores, so
+    it does nothing else.
+    """
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -95,17 +113,25 @@ async def ask(port: int, number: int, tokens: int, model: str) -> Sample:
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
     request = f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
     begun = time.perf_counter()
-    _, client = await asyncio.get_running_loop().create_connection(lambda: _Client(request), "127.0.0.1", port)
+    _, client = await asyncio.get_running_loop().create_connection(
+        lambda: _Client(request), "127.0.0.1", port
+    )
     await client.ended
     ended = time.perf_counter()
     stamps = [now for now, piece in client.pieces for _ in re.findall(rb'"content":"(?!")', piece)]
-    used = re.search(rb'"completion_tokens":\s*(\d+)', b"".join(piece for _, piece in client.pieces[-4:]))
+    used = re.search(
+        rb'"completion_tokens":\s*(\d+)', b"".join(piece for _, piece in client.pieces[-4:])
+    )
     if not used or not stamps:
         raise SystemExit(f"no answer: {client.pieces!r}")
-    return Sample(stamps[0] - begun, ended - begun, int(used[1]), [b - a for a, b in itertools.pairwise(stamps)])
+    return Sample(
+        stamps[0] - begun, ended - begun, int(used[1]), [b - a for a, b in itertools.pairwise(stamps)]
+    )
 
 
-async def closed_loop(one: Callable[[int], Any], width: int, requests: int, first: int) -> tuple[list[Sample], float]:
+async def closed_loop(
+    one: Callable[[int], Any], width: int, requests: int, first: int
+) -> tuple[list[Sample], float]:
     """`width` clients share `requests`; returns the samples and the wall seconds."""
     numbers = iter(range(first, first + requests))
     samples: list[Sample] = []
@@ -132,13 +158,18 @@ def figures(samples: list[Sample], wall: float) -> dict[str, float]:
     }
 
 
-# --- the sides -------------------------------------------------------------------------------------------------------
+# --- the sides
+# --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def process(command: list[str], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
     started = subprocess.Popen(
-        command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+        command,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
     )
     try:
         yield started
@@ -216,7 +247,9 @@ def llama_server() -> str | None:
 
 
 class Server:
-    """A running server of either side. It stays for the whole run: idle, it costs nothing to the other side."""
+    """A running server of either side. It stays for the whole run: idle, it costs nothing to the other
+    side.
+    """
 
     def __init__(self, command: list[str], port: int, model: str, stack: contextlib.ExitStack) -> None:
         self.port, self.model = port, model
@@ -225,7 +258,11 @@ class Server:
 
     def measure(self, width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
         asyncio.run(closed_loop(lambda n: ask(self.port, n, 4, self.model), min(width, 4), 4, 90_000))
-        return figures(*asyncio.run(closed_loop(lambda n: ask(self.port, n, tokens, self.model), width, requests, first)))
+        return figures(
+            *asyncio.run(
+                closed_loop(lambda n: ask(self.port, n, tokens, self.model), width, requests, first)
+            )
+        )
 
 
 class BareEngine:
@@ -233,7 +270,9 @@ class BareEngine:
 
     def __init__(self, threads: int, stack: contextlib.ExitStack) -> None:
         command = [sys.executable, __file__, "--engine", str(threads)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
         stack.enter_context(self._child)
 
     def measure(self, width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
@@ -267,7 +306,12 @@ def engine_main(threads: int) -> None:
                 made = event.usage.completion_tokens
             elif not isinstance(event, Progress):
                 stamps.append(time.perf_counter())
-        return Sample(stamps[0] - begun, time.perf_counter() - begun, made, [b - a for a, b in itertools.pairwise(stamps)])
+        return Sample(
+            stamps[0] - begun,
+            time.perf_counter() - begun,
+            made,
+            [b - a for a, b in itertools.pairwise(stamps)],
+        )
 
     async def main(width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
         await closed_loop(lambda n: one(n, 4), min(width, 4), 4, 90_000)
@@ -278,7 +322,8 @@ def engine_main(threads: int) -> None:
     engine.close()
 
 
-# --- sections --------------------------------------------------------------------------------------------------------
+# --- sections
+# --------------------------------------------------------------------------------
 
 
 def load_section(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -291,16 +336,23 @@ def load_section(options: argparse.Namespace) -> list[dict[str, Any]]:
             "engine": BareEngine(options.threads, stack),
         }
         if theirs:
-            sides["llama-server"] = Server(their_command(theirs, other, options.threads), other, "m", stack)
+            sides["llama-server"] = Server(
+                their_command(theirs, other, options.threads), other, "m", stack
+            )
         for width in options.widths:
             rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for turn in range(options.rounds):
                 for side in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
-                    got = sides[side].measure(width, max(2 * width, 6), options.tokens, 1000 * (turn + 1) + 100 * width)
+                    got = sides[side].measure(
+                        width, max(2 * width, 6), options.tokens, 1000 * (turn + 1) + 100 * width
+                    )
                     rounds[side].append(got)
                     said = f"{got['tokens_per_s']:.1f} tokens/s, TTFT p50 {got['ttft_p50_ms']:.0f} ms"
                     print(f"  width {width} {side}: {said}", file=sys.stderr, flush=True)
-            rows += [{"width": width, "side": side, "rounds": got} | medians(got) for side, got in rounds.items()]
+            rows += [
+                {"width": width, "side": side, "rounds": got} | medians(got)
+                for side, got in rounds.items()
+            ]
     return rows
 
 
@@ -313,13 +365,15 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| clients | side | tokens/s | spread | TTFT p50 ms | TTFT p95 ms | between tokens p50 / p95 ms |",
+        "| clients | side | tokens/s | spread | TTFT p50 ms | TTFT p95 ms | between tokens p50 / p95 "
+        "ms |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         low, high = row["spread"]["tokens_per_s"]
         lines.append(
-            f"| {row['width']} | {row['side']} | {row['tokens_per_s']:.1f} | {low:.1f}–{high:.1f} | {row['ttft_p50_ms']:.0f} "
+            f"| {row['width']} | {row['side']} | {row['tokens_per_s']:.1f} | {low:.1f}–{high:.1f} | "
+            f"{row['ttft_p50_ms']:.0f} "
             f"| {row['ttft_p95_ms']:.0f} | {row['itl_p50_ms']:.1f} / {row['itl_p95_ms']:.1f} |"
         )
     return "\n".join(lines)
@@ -329,11 +383,16 @@ def others(report: dict[str, Any]) -> str:
     """The sections beside the load, a row each; "" when none was measured."""
     lines = []
     for how, row in report.get("start", {}).items():
-        lines.append(f"| exec → first streamed token, {how} | {row['median_ms']:.0f} ms median, {row['p95_ms']:.0f} ms p95 |")
+        lines.append(
+            f"| exec → first streamed token, {how} | {row['median_ms']:.0f} ms median, "
+            f"{row['p95_ms']:.0f} ms p95 |"
+        )
     if row := report.get("switch"):
         lines.append(f"| ten models in turn, {row['resumed']} of {row['switches']} switches resumed | "
-                     f"resume {row['resume_p50_ms']:.0f} ms p50, {row['resume_p95_ms']:.0f} ms p95; request → first token "
-                     f"{row['first_token_p50_ms']:.0f} ms p50, {row['first_token_p95_ms']:.0f} ms p95 |")  # fmt: skip
+                     f"resume {row['resume_p50_ms']:.0f} ms p50, {row['resume_p95_ms']:.0f} ms p95; "
+                     f"request → first token "
+                     f"{row['first_token_p50_ms']:.0f} ms p50, {row['first_token_p95_ms']:.0f} ms p95 "
+                     f"|")  # fmt: skip
     if row := report.get("worker"):
         lines.append(f"| a token through a worker | {row['added_ms']:+.2f} ms ({row['worker_p50_ms']:.2f} beside "
                      f"{row['own_p50_ms']:.2f} ms between tokens, p50) |")  # fmt: skip
@@ -346,7 +405,9 @@ def others(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--widths", type=lambda s: [int(w) for w in s.split(",")], default=[1, 4, 8, 16, 32])
+    parser.add_argument(
+        "--widths", type=lambda s: [int(w) for w in s.split(",")], default=[1, 4, 8, 16, 32]
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -357,12 +418,19 @@ def main() -> None:
         engine_main(options.engine)
         return
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    report: dict[str, Any] = {"model": MODEL.name, "parallel": PARALLEL, "context": CONTEXT, "tokens": options.tokens}
+    report: dict[str, Any] = {
+        "model": MODEL.name,
+        "parallel": PARALLEL,
+        "context": CONTEXT,
+        "tokens": options.tokens,
+    }
     texts = []
     if "load" in options.sections:
         report["load"] = load_section(options)
         missing = (
-            "" if llama_server() else "\n\nllama-server was not found (EDGEINFER_LLAMA_SERVER names it): that side is missing."
+            ""
+            if llama_server()
+            else "\n\nllama-server was not found (EDGEINFER_LLAMA_SERVER names it): that side is missing."
         )
         texts.append(table(report["load"]) + missing)
     if "start" in options.sections:

@@ -1,6 +1,8 @@
-"""Sections of bench_serve.py about models that come and go: starts, a catalogue in turn, workers, and a killed application.
+"""Sections of bench_serve.py about models that come and go: starts, a catalogue in turn, workers, and a
+killed application.
 
-All need snapshots; where none can be made the section says so. They use a home of their own, which is removed afterwards.
+All need snapshots; where none can be made the section says so. They use a home of their own, which is
+removed afterwards.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def percentile(values: list[float], p: float) -> float:
 
 @contextlib.contextmanager
 def home_with(model: Path, names: list[str], load: Sequence[str] = LOAD) -> Iterator[dict[str, str]]:
-    """An environment whose home has `model` under every name, warmed with these options. Raises CalledProcessError."""
+    """An environment whose home has `model` under every name, warmed with these options. Raises
+    CalledProcessError.
+    """
     home = tempfile.mkdtemp(prefix="edgeinfer-bench-", dir="/var/tmp")
     env = os.environ | {"EDGEINFER_HOME": home}
     try:
@@ -62,7 +66,9 @@ def endpoint(
     """A served model and its log, which grows."""
     words = [*LAUNCHER, "serve", name, "--port", str(port), "--log", "json", *load, *more]
     log: list[dict[str, Any]] = []
-    served = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    served = subprocess.Popen(
+        words, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
 
     def read() -> None:
         for line in served.stderr or ():
@@ -102,9 +108,7 @@ def first_token(port: int, model: str, keep_alive: float | None = None) -> float
     raw = json.dumps(asked | ({} if keep_alive is None else {"keep_alive": keep_alive})).encode()
     begun = time.perf_counter()
     with connect(port) as client:
-        head = (
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        )
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
         client.sendall(head + b"content-length: %d\r\n\r\n" % len(raw) + raw)
         reply, seconds = b"", 0.0
         while piece := client.recv(65_536):
@@ -116,7 +120,9 @@ def first_token(port: int, model: str, keep_alive: float | None = None) -> float
 
 
 def start_section(model: Path, free_port: Any, rounds: int = 7) -> dict[str, Any]:
-    """exec → socket → listening → first streamed token of a client that connects at once, warm and cold."""
+    """exec → socket → listening → first streamed token of a client that connects at once, warm and
+    cold.
+    """
     report: dict[str, Any] = {}
     with home_with(model, ["one"]) as env:
         for how, more in (("resumed", ["--resume", "always"]), ("cold", ["--resume", "never"])):
@@ -131,12 +137,18 @@ def start_section(model: Path, free_port: Any, rounds: int = 7) -> dict[str, Any
                     tokens.append((bound + waited) * 1000)
                 starts.append(next(line for line in log if line["event"] == "ready")["start"])
             assert set(starts) == {how}, starts
-            report[how] = {"median_ms": statistics.median(tokens), "p95_ms": percentile(tokens, 95), "all_ms": tokens}
+            report[how] = {
+                "median_ms": statistics.median(tokens),
+                "p95_ms": percentile(tokens, 95),
+                "all_ms": tokens,
+            }
     return report
 
 
 def switch_section(model: Path, free_port: Any, models: int = 10, rounds: int = 3) -> dict[str, Any]:
-    """Every model of a catalogue in turn, each given back after its answer: every request is a resume."""
+    """Every model of a catalogue in turn, each given back after its answer: every request is a
+    resume.
+    """
     names = [f"model-{number}" for number in range(models)]
     with home_with(model, names) as env:
         port = free_port()
@@ -159,13 +171,15 @@ def switch_section(model: Path, free_port: Any, models: int = 10, rounds: int = 
 
 def stream_gaps(port: int, model: str, tokens: int) -> list[float]:
     """Milliseconds between the tokens of one stream."""
-    asked = {"model": model, "messages": [{"role": "user", "content": "Tell a story."}], "max_tokens": tokens}
+    asked = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Tell a story."}],
+        "max_tokens": tokens,
+    }
     raw = json.dumps(asked | {"temperature": 0, "ignore_eos": True, "stream": True}).encode()
     stamps: list[float] = []
     with connect(port) as client:
-        head = (
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        )
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
         client.sendall(head + b"content-length: %d\r\n\r\n" % len(raw) + raw)
         while piece := client.recv(65_536):
             stamps += [time.perf_counter()] * len(re.findall(rb'"content":"(?!")', piece))
@@ -173,7 +187,9 @@ def stream_gaps(port: int, model: str, tokens: int) -> list[float]:
 
 
 def worker_section(model: Path, free_port: Any, rounds: int = 6, tokens: int = 64) -> dict[str, Any]:
-    """Time between tokens of the model in the endpoint's own process and of its twin in a worker, alternating."""
+    """Time between tokens of the model in the endpoint's own process and of its twin in a worker,
+    alternating.
+    """
     with home_with(model, ["own", "other"]) as env:
         port = free_port()
         gaps: dict[str, list[float]] = {"own": [], "other": []}
@@ -184,18 +200,27 @@ def worker_section(model: Path, free_port: Any, rounds: int = 6, tokens: int = 6
                 for name in ("own", "other") if turn % 2 == 0 else ("other", "own"):
                     gaps[name] += stream_gaps(port, name, tokens)
     own, other = statistics.median(gaps["own"]), statistics.median(gaps["other"])
-    return {"own_p50_ms": own, "worker_p50_ms": other, "added_ms": other - own, "tokens": len(gaps["own"])}
+    return {
+        "own_p50_ms": own,
+        "worker_p50_ms": other,
+        "added_ms": other - own,
+        "tokens": len(gaps["own"]),
+    }
 
 
 def crash_section(model: Path, free_port: Any, clients: int = 20, rounds: int = 5) -> dict[str, Any]:
-    """`kill -9` of the application under streaming clients: refused connections, and the time to the next answer."""
+    """`kill -9` of the application under streaming clients: refused connections, and the time to the
+    next answer.
+    """
     refused, answered = 0, []
     with home_with(model, ["one"]) as env:
         for _ in range(rounds):
             port = free_port()
             with endpoint(env, "one", port) as (served, _):
                 first_token(port, "one")
-                threads = [threading.Thread(target=_stream_until_cut, args=(port,)) for _ in range(clients)]
+                threads = [
+                    threading.Thread(target=_stream_until_cut, args=(port,)) for _ in range(clients)
+                ]
                 for thread in threads:
                     thread.start()
                 time.sleep(0.5)
@@ -208,7 +233,12 @@ def crash_section(model: Path, free_port: Any, clients: int = 20, rounds: int = 
                     refused += 1
                 for thread in threads:
                     thread.join(60)
-    return {"kills": rounds, "refused": refused, "next_answer_p50_ms": statistics.median(answered), "worst_ms": max(answered)}
+    return {
+        "kills": rounds,
+        "refused": refused,
+        "next_answer_p50_ms": statistics.median(answered),
+        "worst_ms": max(answered),
+    }
 
 
 def _stream_until_cut(port: int) -> None:

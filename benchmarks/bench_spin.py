@@ -1,8 +1,10 @@
-"""What libgomp's spin count costs and gains: decode rates on an idle machine and beside a busy process, alternated.
+"""What libgomp's spin count costs and gains: decode rates on an idle machine and beside a busy process,
+alternated.
 
     python benchmarks/bench_spin.py MODEL.gguf [ROUNDS]
 
-Each round runs every setting once, idle and then with one process computing on every second processor we may use.
+Each round runs every setting once, idle and then with one process computing on every second processor
+we may use.
 """
 
 import os
@@ -33,7 +35,9 @@ def main() -> None:
     runs = {(setting, busy): [] for setting in SETTINGS for busy in (False, True)}
     for _ in range(rounds):
         for busy in (False, True):
-            hogs = [subprocess.Popen(BUSY) for _ in range(busy * max(1, len(os.sched_getaffinity(0)) // 2))]
+            hogs = [
+                subprocess.Popen(BUSY) for _ in range(busy * max(1, len(os.sched_getaffinity(0)) // 2))
+            ]
             for setting in SETTINGS:
                 runs[setting, busy].append(rate(model, setting))
             for hog in hogs:
@@ -43,7 +47,9 @@ def main() -> None:
     for setting in SETTINGS:
         cells = [runs[setting, busy] for busy in (False, True)]
         print(
-            f"| {setting} | " + " | ".join(f"{statistics.median(c):.1f} ({min(c):.1f} to {max(c):.1f})" for c in cells) + " |"
+            f"| {setting} | "
+            + " | ".join(f"{statistics.median(c):.1f} ({min(c):.1f} to {max(c):.1f})" for c in cells)
+            + " |"
         )
 
 

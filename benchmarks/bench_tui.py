@@ -30,23 +30,29 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 EDGEINFER = Path(sys.executable).with_name("edgeinfer")
-PARAGRAPH = (
-    "A paragraph with **bold words** and `code` in it, long enough to be wrapped at least once at eighty columns, as most.\n"
-)
+PARAGRAPH = "A paragraph with **bold words** and `code` in it, long enough to be wrapped at least once at eighty columns, as most.\n"
 CODE = "```python\nfor i in range(10):\n    print(i)  # {}\n```\n"
 PROMPT = "Count from one to one hundred in words."
 
 
 def spread(values: list[float], unit: str) -> dict[str, Any]:
     """Median, least and most."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values), "unit": unit}
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "n": len(values),
+        "unit": unit,
+    }
 
 
 # start
 
 
 def at_terminal(arguments: list[str]) -> tuple[float, float]:
-    """Milliseconds from exec to the composer on the screen, and from Enter to the answer's first word."""
+    """Milliseconds from exec to the composer on the screen, and from Enter to the answer's first
+    word.
+    """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     began = time.monotonic()
@@ -75,7 +81,8 @@ def at_terminal(arguments: list[str]) -> tuple[float, float]:
 _OURS = frozenset(
     re.findall(
         r"[A-Za-z]+",
-        "Say one. Ask something writing reading tok/s context F1 help Esc stops smollm2-135m-instruct resumed in ms"
+        "Say one. Ask something writing reading tok/s context F1 help Esc stops smollm2-135m-instruct "
+        "resumed in ms"
         " cold start you asked for a",
     )
 )
@@ -117,7 +124,10 @@ def bench_start(runs: int) -> dict[str, Any]:
         for side, arguments in sides.items():
             found[side].append(at_terminal(arguments))
     return {
-        side: {"first_paint": spread([p for p, _ in pairs], "ms"), "first_token": spread([f for _, f in pairs], "ms")}
+        side: {
+            "first_paint": spread([p for p, _ in pairs], "ms"),
+            "first_token": spread([f for _, f in pairs], "ms"),
+        }
         for side, pairs in found.items()
     }
 
@@ -148,7 +158,9 @@ async def _scroll(updates: int) -> dict[str, Any]:
         entries = []
         for number in range(100):
             entries.append(Question(Turn(id=2 * number + 1, content=f"Question {number}")))
-            entries.append(AnswerEntry(Turn(id=2 * number + 2, role="assistant", content=long_text(104))))
+            entries.append(
+                AnswerEntry(Turn(id=2 * number + 2, role="assistant", content=long_text(104)))
+            )
         began = time.monotonic()
         transcript.show(entries)
         await pilot.pause()
@@ -156,7 +168,9 @@ async def _scroll(updates: int) -> dict[str, Any]:
         total = sum(len(e.lines(transcript.text_width)) for e in entries)
         transcript._relayout()
         await pilot.pause()
-        scrolled = await _rate(pilot, updates, lambda _: transcript.scroll_to(y=transcript.scroll_y - 7, animate=False))
+        scrolled = await _rate(
+            pilot, updates, lambda _: transcript.scroll_to(y=transcript.scroll_y - 7, animate=False)
+        )
         transcript.scroll_end(animate=False)
         await pilot.pause()
         growing = AnswerEntry(Turn(id=999, role="assistant", status="streaming"), streaming=True)
@@ -170,8 +184,12 @@ async def _scroll(updates: int) -> dict[str, Any]:
     return {"lines": total, "opened_ms": opened, "scroll": scrolled, "stream": streamed}
 
 
-async def _rate(pilot: Any, updates: int, step: Callable[[int], None], per_s: float = 40.0) -> dict[str, float]:
-    """Make updates at up to `per_s`; how many a second were painted and what share of a core that took."""
+async def _rate(
+    pilot: Any, updates: int, step: Callable[[int], None], per_s: float = 40.0
+) -> dict[str, float]:
+    """Make updates at up to `per_s`; how many a second were painted and what share of a core that
+    took.
+    """
     app, painted = pilot.app, 0
 
     def count() -> None:
@@ -190,7 +208,9 @@ async def _rate(pilot: Any, updates: int, step: Callable[[int], None], per_s: fl
 
 
 def bench_streaming(model: str, rounds: int) -> dict[str, Any]:
-    """Tokens a second of the engine, read by nothing and by the app on a headless screen, alternating."""
+    """Tokens a second of the engine, read by nothing and by the app on a headless screen,
+    alternating.
+    """
     from edgeinfer.runtime.engine import load_engine
     from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
@@ -264,7 +284,8 @@ def bench_store(runs: int) -> dict[str, Any]:
             for turn in range(100):
                 text = f"turn {turn} of {number}: {PARAGRAPH * 3} {'zebra' if (number, turn) == (77, 50) else ''}"
                 store.db.execute(
-                    "INSERT INTO turn (id, conversation_id, parent_id, role, content, status, created_ms)"
+                    "INSERT INTO turn (id, conversation_id, parent_id, role, content, status, "
+                    "created_ms)"
                     " VALUES (?, ?, ?, ?, ?, ?, 1)",
                     (100 * (number - 1) + turn + 1, number, 100 * (number - 1) + turn if turn else None,
                      "assistant" if turn % 2 else "user", text, "complete"),
@@ -295,11 +316,21 @@ def table(found: dict[str, Any]) -> str:
     def add(name: str, value: dict[str, Any], wanted: str = "") -> None:
         unit = value["unit"]
         rows.append(
-            (name, f"{value['median']:.1f} {unit}", f"{value['min']:.1f} … {value['max']:.1f}", str(value["n"]), wanted)
+            (
+                name,
+                f"{value['median']:.1f} {unit}",
+                f"{value['min']:.1f} … {value['max']:.1f}",
+                str(value["n"]),
+                wanted,
+            )
         )
 
     for side, values in found.get("start", {}).items():
-        add(f"exec → first paint, {side}", values["first_paint"], "≤ 200 ms" if side == "resumed" else "")
+        add(
+            f"exec → first paint, {side}",
+            values["first_paint"],
+            "≤ 200 ms" if side == "resumed" else "",
+        )
         add(f"Enter → first token, {side}", values["first_token"])
     if "scroll" in found:
         scroll = found["scroll"]
@@ -325,10 +356,14 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=["start", "scroll", "streaming", "store"])
     parser.add_argument("--runs", type=int, default=12)
-    parser.add_argument("--model", default="", help="a GGUF for `streaming`; left out: the pulled default")
+    parser.add_argument(
+        "--model", default="", help="a GGUF for `streaming`; left out: the pulled default"
+    )
     options = parser.parse_args()
     out = ROOT / "bench-out"
     out.mkdir(exist_ok=True)

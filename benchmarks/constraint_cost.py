@@ -1,11 +1,13 @@
-"""What constrained output costs: a mask beside llama.cpp's own grammar sampler, and an engine's tokens/s with and without.
+"""What constrained output costs: a mask beside llama.cpp's own grammar sampler, and an engine's
+tokens/s with and without.
 
     python benchmarks/constraint_cost.py [--rounds 5] [--tokens 128] MODEL.gguf ...
 
-`masks` measures one step of each side on the same tokens of the same JSON, and what compiling and preparing take.
-`output_cost` measures a whole engine: the same prompts, seeds and number of tokens, plain and by a JSON schema, in turn. Tokens
-that the schema forces are computed several in a step; the rate is given with them and, as the cost of a sampled token, without.
-Speculation is off on both sides. Writes a Markdown table to stdout and JSON to bench-out/constraint-cost.json.
+`masks` measures one step of each side on the same tokens of the same JSON, and what compiling and
+preparing take. `output_cost` measures a whole engine: the same prompts, seeds and number of tokens,
+plain and by a JSON schema, in turn. Tokens that the schema forces are computed several in a step; the
+rate is given with them and, as the cost of a sampled token, without. Speculation is off on both sides.
+Writes a Markdown table to stdout and JSON to bench-out/constraint-cost.json.
 """
 
 from __future__ import annotations
@@ -62,7 +64,11 @@ TEXT = (
     '{"people": [{"name": "Ann Müller", "age": 31, "city": "Trondheim", "likes": ["music", "bread"]}, '
     '{"name": "Bo Ek", "age": 7, "city": "Lund by the sea", "likes": ["walks"]}'
 )
-PROMPTS = ("Describe the people in a village, as JSON.", "List some invented people.", "Who lives in the old house?")
+PROMPTS = (
+    "Describe the people in a village, as JSON.",
+    "List some invented people.",
+    "Who lives in the old house?",
+)
 
 
 def _times_us(step: Any, count: int) -> list[float]:
@@ -123,7 +129,9 @@ def _masks_of_llama_cpp(vocab: Any) -> dict[str, Any]:
 
 
 def masks(vocab: Any) -> dict[str, dict[str, float]]:
-    """One step (mask and accept) of either side over the same tokens. Microseconds; compiling and preparing milliseconds."""
+    """One step (mask and accept) of either side over the same tokens. Microseconds; compiling and
+    preparing milliseconds.
+    """
     sides = {"llguidance": _masks_of_llguidance(vocab), "llama.cpp": _masks_of_llama_cpp(vocab)}
     made = {}
     for name, side in sides.items():
@@ -160,9 +168,11 @@ def _run(engine: Any, prompt: str, seed: int, tokens: int, constraint: Any) -> d
 
 
 def output_cost(engine: Any, *, rounds: int = 5, tokens: int = 128) -> dict[str, float]:
-    """Tokens/s of `engine`, plain and by a JSON schema, the same prompts in turn. `lost` is the share lost, below 0 a gain.
+    """Tokens/s of `engine`, plain and by a JSON schema, the same prompts in turn. `lost` is the share
+    lost, below 0 a gain.
 
-    `lost_sampled` leaves the gain of forced tokens out: it compares the time constraints take with the time of a plain token.
+    `lost_sampled` leaves the gain of forced tokens out: it compares the time constraints take with the
+    time of a plain token.
     """
     from edgeinfer.runtime.requests import JsonSchema
 
@@ -194,15 +204,22 @@ def _measure(path: Path, rounds: int, tokens: int) -> dict[str, Any]:
     from edgeinfer.runtime.engine import load_engine
     from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
-    engine = load_engine(ModelFiles(name=path.stem, paths=(str(path),)), LoadOptions(n_ctx=2048, n_parallel=1))
+    engine = load_engine(
+        ModelFiles(name=path.stem, paths=(str(path),)), LoadOptions(n_ctx=2048, n_parallel=1)
+    )
     try:
-        return {"masks": masks(engine._loaded.vocab), "output": output_cost(engine, rounds=rounds, tokens=tokens)}
+        return {
+            "masks": masks(engine._loaded.vocab),
+            "output": output_cost(engine, rounds=rounds, tokens=tokens),
+        }
     finally:
         engine.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
@@ -217,15 +234,18 @@ def main() -> None:
             cells = [m["prepare_ms"], m["compile_ms"], m["median_us"], m["p95_us"], m["worst_us"]]
             print(f"| {name} | {side} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
     print(
-        "\n| model | plain tokens/s (min to max) | by schema (min to max) | lost | constraint µs a token | "
+        "\n| model | plain tokens/s (min to max) | by schema (min to max) | lost | constraint µs a "
+        "token | "
         "lost without forcing |"
     )
     print("| --- | --- | --- | --- | --- | --- |")
     for name, result in results.items():
         o = result["output"]
         print(
-            f"| {name} | {o['plain_tokens_per_s']:.1f} ({o['plain_min']:.1f} to {o['plain_max']:.1f}) | "
-            f"{o['schema_tokens_per_s']:.1f} ({o['schema_min']:.1f} to {o['schema_max']:.1f}) | {o['lost']:.1%} | "
+            f"| {name} | {o['plain_tokens_per_s']:.1f} ({o['plain_min']:.1f} to {o['plain_max']:.1f}) "
+            f"| "
+            f"{o['schema_tokens_per_s']:.1f} ({o['schema_min']:.1f} to {o['schema_max']:.1f}) | "
+            f"{o['lost']:.1%} | "
             f"{o['constraint_us_per_token']:.0f} | {o['lost_sampled']:.1%} |"
         )
     out = Path("bench-out")

@@ -2,9 +2,10 @@
 
     python benchmarks/leak_http.py [--requests 10000] [--clients 8]
 
-The endpoint is resumed from a snapshot, behind its launcher. Prints, every thousand requests: resident memory, open
-descriptors of the application and of the launcher, running and waiting generations, and the KV cache in use. Fails when memory
-grows by more than 5 % after the first two thousand, or anything else is left behind.
+The endpoint is resumed from a snapshot, behind its launcher. Prints, every thousand requests: resident
+memory, open descriptors of the application and of the launcher, running and waiting generations, and
+the KV cache in use. Fails when memory grows by more than 5 % after the first two thousand, or anything
+else is left behind.
 """
 
 from __future__ import annotations
@@ -24,12 +25,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_serve import CONTEXT, MODEL, PARALLEL, free_port, wait_healthy
 from bench_serve_models import biggest_below, endpoint, home_with
 
-COLUMNS = ("app_fds", "launcher_fds", "num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio")
+COLUMNS = (
+    "app_fds",
+    "launcher_fds",
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_ratio",
+)
 
 
 def body(number: int) -> bytes:
     """Streams, whole answers, several answers, schemas, wrong fields: in turn."""
-    asked: dict[str, object] = {"messages": [{"role": "user", "content": f"Word {number}?"}], "max_tokens": 2, "seed": number}
+    asked: dict[str, object] = {
+        "messages": [{"role": "user", "content": f"Word {number}?"}],
+        "max_tokens": 2,
+        "seed": number,
+    }
     kind = number % 7
     if kind in (0, 3):
         asked["stream"] = True
@@ -74,20 +85,31 @@ def settle(port: int, launcher: int) -> dict[str, float]:
     end = time.monotonic() + 30
     while True:
         text = subprocess.run(
-            ["curl", "-s", f"http://127.0.0.1:{port}/metrics"], capture_output=True, text=True, check=True
+            ["curl", "-s", f"http://127.0.0.1:{port}/metrics"],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         found = {
             m[1]: float(m[2])
             for m in re.finditer(
-                r"^edgeinfer_(num_requests_\w+|kv_cache_usage_ratio|http_requests_in_flight)\S* (\S+)$", text, re.M
+                r"^edgeinfer_(num_requests_\w+|kv_cache_usage_ratio|http_requests_in_flight)\S* (\S+)$",
+                text,
+                re.M,
             )
         }
-        if not any(v for k, v in found.items() if k != "kv_cache_usage_ratio") or time.monotonic() > end:
+        if (
+            not any(v for k, v in found.items() if k != "kv_cache_usage_ratio")
+            or time.monotonic() > end
+        ):
             break
         time.sleep(0.05)
     app = biggest_below(launcher)
     rss = int(Path(f"/proc/{app}/statm").read_text().split()[1]) * 4096 / (1 << 20)
-    fds = {f"{name}_fds": len(os.listdir(f"/proc/{pid}/fd")) for name, pid in (("app", app), ("launcher", launcher))}
+    fds = {
+        f"{name}_fds": len(os.listdir(f"/proc/{pid}/fd"))
+        for name, pid in (("app", app), ("launcher", launcher))
+    }
     return {"rss_mib": rss} | fds | found
 
 
@@ -103,7 +125,10 @@ def main() -> None:
     load = ("--ctx", str(CONTEXT), "--parallel", str(PARALLEL))
     with (
         home_with(MODEL, ["one"], load) as env,
-        endpoint(env, "one", port, "--max-queue", "256", "--resume", "always", load=load) as (served, _),
+        endpoint(env, "one", port, "--max-queue", "256", "--resume", "always", load=load) as (
+            served,
+            _,
+        ),
     ):
         wait_healthy(port, served)
         begun = time.monotonic()
@@ -116,8 +141,16 @@ def main() -> None:
             print("| " + " | ".join(map(str, said)) + " |", flush=True)
     grown = rows[-1]["rss_mib"] / rows[min(1, len(rows) - 1)]["rss_mib"] - 1
     print(f"\nmemory after the first two thousand: {grown:+.1%}")
-    left = rows[-1]["num_requests_running"] + rows[-1]["num_requests_waiting"] + rows[-1]["http_requests_in_flight"]
-    if grown > 0.05 or left or any(rows[-1][name] > rows[0][name] + 2 for name in ("app_fds", "launcher_fds")):
+    left = (
+        rows[-1]["num_requests_running"]
+        + rows[-1]["num_requests_waiting"]
+        + rows[-1]["http_requests_in_flight"]
+    )
+    if (
+        grown > 0.05
+        or left
+        or any(rows[-1][name] > rows[0][name] + 2 for name in ("app_fds", "launcher_fds"))
+    ):
         raise SystemExit("something leaks")
 
 

@@ -1,4 +1,6 @@
-"""llama-server as a peer in our benchmarks: started with as many slots as asked, spoken to over its streaming completions."""
+"""llama-server as a peer in our benchmarks: started with as many slots as asked, spoken to over its
+streaming completions.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,27 @@ def find() -> str | None:
 
 
 class Server:
-    """One llama-server process. Its context is cells for all slots together; it inherits our setting of libgomp's spin count,
-    so that the two differ in nothing but themselves."""
+    """One llama-server process. Its context is cells for all slots together; it inherits our setting of
+    libgomp's spin count, so that the two differ in nothing but themselves.
+    """
 
     def __init__(self, program: str, model: Path, *, slots: int, n_ctx: int, threads: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        command = [program, "-m", str(model), "-np", str(slots), "-c", str(n_ctx), "-t", str(threads), "--port", str(self.port)]
+        command = [
+            program,
+            "-m",
+            str(model),
+            "-np",
+            str(slots),
+            "-c",
+            str(n_ctx),
+            "-t",
+            str(threads),
+            "--port",
+            str(self.port),
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
         while not self._healthy():
@@ -52,7 +67,9 @@ class Server:
             "cache_prompt": cache,
         }
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
+        )
         response = connection.getresponse()
         arrivals = []
         for line in response:

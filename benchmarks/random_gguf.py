@@ -1,7 +1,9 @@
-"""A model of any size with random weights: what a start-up benchmark needs, where nothing may be downloaded.
+"""A model of any size with random weights: what a start-up benchmark needs, where nothing may be
+downloaded.
 
-`random_gguf.py TOKENIZER.gguf OUT.gguf --layers 32 --width 4096` writes a Llama of that shape in Q4_0, with the tokenizer of an
-existing model. Its answers are noise; its loading, repacking, page faults and decode steps cost what a real one's do.
+`random_gguf.py TOKENIZER.gguf OUT.gguf --layers 32 --width 4096` writes a Llama of that shape in Q4_0,
+with the tokenizer of an existing model. Its answers are noise; its loading, repacking, page faults and
+decode steps cost what a real one's do.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ _HEADS = 32
 
 
 def q4_0_rows(rows: int, width: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Random Q4_0 rows: per 32 values a half-precision scale that keeps activations sane, and 16 bytes of nibbles."""
+    """Random Q4_0 rows: per 32 values a half-precision scale that keeps activations sane, and 16 bytes
+    of nibbles.
+    """
     blocks = width // BLOCK_VALUES
     data = rng.integers(0, 256, size=(rows, blocks, BLOCK_BYTES), dtype=np.uint8)
     scale = np.array([0.2 / np.sqrt(width)], dtype=np.float16).view(np.uint8)
@@ -37,12 +41,16 @@ def copy_tokenizer(writer: gguf.GGUFWriter, source: Path) -> int:
         if name == "tokenizer.ggml.tokens":
             size = len(value)
         kind = field.types[0]
-        writer.add_key_value(name, value, kind, sub_type=field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None)
+        writer.add_key_value(
+            name, value, kind, sub_type=field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        )
     return size
 
 
 def write(tokenizer: Path, out: Path, *, layers: int, width: int, feed_forward: int) -> None:
-    """Write the model. The tensors repeat one random block of rows: incompressible enough for a page cache, and quick."""
+    """Write the model. The tensors repeat one random block of rows: incompressible enough for a page
+    cache, and quick.
+    """
     writer = gguf.GGUFWriter(out, "llama")
     vocabulary = copy_tokenizer(writer, tokenizer)
     writer.add_name(f"random {layers}x{width}")
@@ -88,7 +96,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--feed-forward", type=int, default=11008)
     options = parser.parse_args()
-    write(options.tokenizer, options.out, layers=options.layers, width=options.width, feed_forward=options.feed_forward)
+    write(
+        options.tokenizer,
+        options.out,
+        layers=options.layers,
+        width=options.width,
+        feed_forward=options.feed_forward,
+    )
     print(f"{options.out}: {options.out.stat().st_size / 1e9:.2f} GB")
 
 

@@ -1,4 +1,6 @@
-"""Entry point of `edgeinfer-app`, the application in the shipped file: a module named by the launcher, or the command line."""
+"""Entry point of `edgeinfer-app`, the application in the shipped file: a module named by the launcher,
+or the command line.
+"""
 
 import runpy
 import sys

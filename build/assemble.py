@@ -14,7 +14,11 @@ def with_field(bootloader: bytes, key: bytes, value: str) -> bytes:
     field = key + value.encode()
     if len(field) >= payload.FIELD_BYTES:
         raise SystemExit(f"error: {value} is too long for the bootloader's field")
-    return bootloader[:at] + field.ljust(payload.FIELD_BYTES, b"\0") + bootloader[at + payload.FIELD_BYTES :]
+    return (
+        bootloader[:at]
+        + field.ljust(payload.FIELD_BYTES, b"\0")
+        + bootloader[at + payload.FIELD_BYTES :]
+    )
 
 
 def assemble(bootloader: Path, name: str, packed: bytes, archive: Path, out: Path) -> None:

@@ -1,7 +1,8 @@
-"""PyInstaller's bootloader with `handover.c` before its main, compiled from PyInstaller's own source distribution.
+"""PyInstaller's bootloader with `handover.c` before its main, compiled from PyInstaller's own source
+distribution.
 
-The sources are those of the PyInstaller in this environment, fetched once with pip and kept in the build cache. Nothing of
-them is edited but the name of `main`. Takes about 4 s (2 cores), once.
+The sources are those of the PyInstaller in this environment, fetched once with pip and kept in the
+build cache. Nothing of them is edited but the name of `main`. Takes about 4 s (2 cores), once.
 """
 
 from __future__ import annotations
@@ -18,18 +19,33 @@ from pathlib import Path
 
 HANDOVER = Path(__file__).with_name("handover.c")
 MAIN = "\nmain(int argc, char **argv)\n"
-#: zlib is linked statically: a bare machine has none. No build-id, no paths: the same sources give the same bytes.
-FLAGS = ["-O2", "-std=gnu99", "-s", "-fno-ident", "-ffile-prefix-map={src}=.", "-Wl,--build-id=none", "-Wl,-z,now"]
+#: zlib is linked statically: a bare machine has none. No build-id, no paths: the same sources give the
+#: same bytes.
+FLAGS = [
+    "-O2",
+    "-std=gnu99",
+    "-s",
+    "-fno-ident",
+    "-ffile-prefix-map={src}=.",
+    "-Wl,--build-id=none",
+    "-Wl,-z,now",
+]
 
 
 def cache_dir() -> Path:
     """Where built and fetched things are kept between builds."""
     named = os.environ.get("EDGEINFER_BUILD_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer-build"
+    return (
+        Path(named)
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer-build"
+    )
 
 
 def build(cache: Path | None = None) -> Path:
-    """The compiled bootloader; from the cache when PyInstaller's version and handover.c are the same."""
+    """The compiled bootloader; from the cache when PyInstaller's version and handover.c are the
+    same.
+    """
     version = importlib.metadata.version("pyinstaller")
     key = hashlib.sha256(HANDOVER.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
     folder = (cache or cache_dir()) / "bootloader"
@@ -69,12 +85,29 @@ def _compile(source: Path, out: Path) -> None:
     flags = [flag.format(src=source) for flag in FLAGS]
     zlib = [str(p) for p in sorted(source.glob("zlib/*.c"))]
     files = [str(p) for p in sorted(source.glob("src/*.c"))]
-    have = [f"-DHAVE_{name}=1" for name in ("UNISTD_H", "UNSETENV", "MKDTEMP", "DIRNAME", "BASENAME", "WCSDUP")]
+    have = [
+        f"-DHAVE_{name}=1"
+        for name in ("UNISTD_H", "UNSETENV", "MKDTEMP", "DIRNAME", "BASENAME", "WCSDUP")
+    ]
     defines = ["-DNDEBUG", "-D_REENTRANT", "-D_FILE_OFFSET_BITS=64", "-U_FORTIFY_SOURCE", *have]
     includes = [f"-I{source / 'src'}", f"-I{source / 'zlib'}"]
-    command = [os.environ.get("CC", "cc"), *flags, *defines, *includes, *files, *zlib, "-o", str(out), "-ldl", "-lpthread"]
+    command = [
+        os.environ.get("CC", "cc"),
+        *flags,
+        *defines,
+        *includes,
+        *files,
+        *zlib,
+        "-o",
+        str(out),
+        "-ldl",
+        "-lpthread",
+    ]
     if subprocess.run(command, check=False).returncode:
-        raise SystemExit("error: the bootloader did not compile\n\nhint: it needs gcc and libc6-dev; gcc's words are above")
+        raise SystemExit(
+            "error: the bootloader did not compile\n\nhint: it needs gcc and libc6-dev; gcc's words "
+            "are above"
+        )
 
 
 if __name__ == "__main__":

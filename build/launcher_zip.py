@@ -1,7 +1,8 @@
 """The launcher and every module it may import, as one uncompressed zip of byte code.
 
-The launcher's Python has no standard library beside it: what is not in this zip, built into libpython or in the
-application's `lib-dynload` cannot be imported. PyInstaller's module graph finds the modules, deferred imports included.
+The launcher's Python has no standard library beside it: what is not in this zip, built into libpython
+or in the application's `lib-dynload` cannot be imported. PyInstaller's module graph finds the modules,
+deferred imports included.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
         graph.import_hook(name)
     found: dict[str, Path] = {}
     for node in graph.iter_graph():
-        if isinstance(node, (modulegraph.SourceModule, modulegraph.Package)) and str(node.filename).endswith(".py"):
+        if isinstance(node, (modulegraph.SourceModule, modulegraph.Package)) and str(
+            node.filename
+        ).endswith(".py"):
             found[node.identifier] = Path(node.filename)
     return dict(sorted(found.items()))
 
 
 def extensions(root: Path = ROOT) -> set[str]:
-    """Names of extension modules (`.so`) the launcher may import: they must be among the application's."""
+    """Names of extension modules (`.so`) the launcher may import: they must be among the
+    application's.
+    """
     path = [str(root), *(p for p in sys.path if p and p != str(root))]
     graph = modulegraph.ModuleGraph(path, excludes=EXCLUDES)
     for name in ROOTS:
@@ -51,7 +56,9 @@ def extensions(root: Path = ROOT) -> set[str]:
 
 
 def write(out: Path, root: Path = ROOT) -> int:
-    """Write the zip; returns how many modules are in it. Equal sources give equal bytes: no paths, no times."""
+    """Write the zip; returns how many modules are in it. Equal sources give equal bytes: no paths, no
+    times.
+    """
     found = modules(root)
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name, source in found.items():

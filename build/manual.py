@@ -1,4 +1,6 @@
-"""The man page edgeinfer(1), made from the parser and the table of errors, so that it cannot say anything else."""
+"""The man page edgeinfer(1), made from the parser and the table of errors, so that it cannot say
+anything else.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ ENVIRONMENT = {
     "EDGEINFER_OFFLINE": "1: never touch the network (HF_HUB_OFFLINE=1 does the same).",
     "EDGEINFER_DEBUG": "1: show where an error came from.",
     "HF_TOKEN": "Token for models whose licence has to be accepted.",
-    "XDG_CONFIG_HOME, XDG_DATA_HOME, XDG_CACHE_HOME, XDG_STATE_HOME, XDG_RUNTIME_DIR": "Where things live otherwise.",
+    "XDG_CONFIG_HOME, XDG_DATA_HOME, XDG_CACHE_HOME, XDG_STATE_HOME, "
+    "XDG_RUNTIME_DIR": "Where things live otherwise.",
 }
 FILES = {
     "~/.config/edgeinfer/config.toml": "The configuration; `edgeinfer config` shows every key.",
@@ -34,7 +37,8 @@ def page() -> str:
         r".B edgeinfer",
         r"[\fIVERB\fR] [\fIOPTION\fR]...",
         ".SH DESCRIPTION",
-        "Chat in the terminal, an HTTP endpoint and scripts over llama.cpp. A warmed process is kept as a snapshot, and the",
+        "Chat in the terminal, an HTTP endpoint and scripts over llama.cpp. A warmed process is kept "
+        "as a snapshot, and the",
         "next launch resumes it instead of loading the model again. Without a verb,",
         r".B edgeinfer chat",
         "is meant. Data goes to stdout and talk to stderr.",
@@ -53,7 +57,12 @@ def page() -> str:
 
 def _verb(name: str, about: str, parser: argparse.ArgumentParser) -> list[str]:
     usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
-    lines = [f".SS {_text(name)}", _text(about[:1].upper() + about[1:] + "."), ".PP", rf"\fB{_text(usage)}\fR"]
+    lines = [
+        f".SS {_text(name)}",
+        _text(about[:1].upper() + about[1:] + "."),
+        ".PP",
+        rf"\fB{_text(usage)}\fR",
+    ]
     for action in parser._actions:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
             continue
@@ -86,7 +95,9 @@ def _exit_codes() -> list[str]:
 
 
 def _table(rows: dict[str, str]) -> list[str]:
-    return [line for name, about in rows.items() for line in (".TP", rf"\fB{_text(name)}\fR", _text(about))]
+    return [
+        line for name, about in rows.items() for line in (".TP", rf"\fB{_text(name)}\fR", _text(about))
+    ]
 
 
 def _text(text: str) -> str:

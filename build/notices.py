@@ -1,7 +1,9 @@
-"""What is inside the shipped file: every component with its licence, its texts, and a CycloneDX list of all of them.
+"""What is inside the shipped file: every component with its licence, its texts, and a CycloneDX list of
+all of them.
 
-Components are found, not listed by hand: the Python distributions whose files PyInstaller collected, the Debian packages
-whose libraries it copied, CRIU's packages, and the three that have no package of their own here (CPython comes with Debian's).
+Components are found, not listed by hand: the Python distributions whose files PyInstaller collected,
+the Debian packages whose libraries it copied, CRIU's packages, and the three that have no package of
+their own here (CPython comes with Debian's).
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ HERE = Path(__file__).parent
 #: What the classifiers and short fields of distributions without an SPDX expression mean.
 SPDX = {
     "mit": "MIT", "mit license": "MIT", "apache": "Apache-2.0", "apache 2.0": "Apache-2.0", "apache-2.0": "Apache-2.0",
-    "apache software license": "Apache-2.0", "bsd": "BSD-3-Clause", "bsd license": "BSD-3-Clause", "isc": "ISC",
-    "3-clause bsd license": "BSD-3-Clause", "mpl-2.0": "MPL-2.0", "isc license (iscl)": "ISC", "psf": "PSF-2.0",
-    "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0", "bsd-3-clause": "BSD-3-Clause", "apache license 2.0": "Apache-2.0",
+    "apache software "
+    "license": "Apache-2.0", "bsd": "BSD-3-Clause", "bsd license": "BSD-3-Clause", "isc": "ISC",
+    "3-clause bsd "
+    "license": "BSD-3-Clause", "mpl-2.0": "MPL-2.0", "isc license (iscl)": "ISC", "psf": "PSF-2.0",
+    "mozilla public license 2.0 (mpl "
+    "2.0)": "MPL-2.0", "bsd-3-clause": "BSD-3-Clause", "apache license 2.0": "Apache-2.0",
     "python software foundation license": "PSF-2.0", "apache license, version 2.0": "Apache-2.0",
 }  # fmt: skip
 
@@ -43,7 +48,9 @@ KNOWN = {
 
 @dataclass(frozen=True, order=True)
 class Component:
-    """One thing somebody else made. `texts` are paths in the application's folder; `kind` is a purl type."""
+    """One thing somebody else made. `texts` are paths in the application's folder; `kind` is a purl
+    type.
+    """
 
     name: str
     version: str
@@ -55,12 +62,17 @@ class Component:
 
     @property
     def purl(self) -> str:
-        place = {"deb": f"deb/debian/{self.name}@{self.version}", "pypi": f"pypi/{self.name.lower()}@{self.version}"}
+        place = {
+            "deb": f"deb/debian/{self.name}@{self.version}",
+            "pypi": f"pypi/{self.name.lower()}@{self.version}",
+        }
         return "pkg:" + place.get(self.kind, f"generic/{self.name}@{self.version}").replace("+", "%2B")
 
 
 def write(tree: Path, work: Path, bom: Path) -> list[Component]:
-    """Write `tree/share/licences`, `tree/share/licences.json` and the CycloneDX file `bom` (also into the tree)."""
+    """Write `tree/share/licences`, `tree/share/licences.json` and the CycloneDX file `bom` (also into
+    the tree).
+    """
     texts = tree / "share/licences"
     collected = _collected(work)
     components = [
@@ -80,7 +92,9 @@ def write(tree: Path, work: Path, bom: Path) -> list[Component]:
 
 
 def _collected(work: Path) -> set[Path]:
-    """The files PyInstaller took, from its own lists. The first of each kind is the application's, the second the start's."""
+    """The files PyInstaller took, from its own lists. The first of each kind is the application's, the
+    second the start's.
+    """
     found: set[Path] = set()
     for name in ("PYZ-00.toc", "PYZ-01.toc", "COLLECT-00.toc", "PKG-01.toc"):
         for entry in _entries(ast.literal_eval((work / name).read_text())):
@@ -106,9 +120,17 @@ def _distributions(collected: set[Path], texts: Path) -> list[Component]:
         code = [f for f in files if not any(part.endswith(".dist-info") for part in f.parts)]
         if name in ("edgeinfer", "pyinstaller") or not any(str(f.resolve()) in wanted for f in code):
             continue
-        legal = [f for f in files if re.search(r"(?i)(licen[cs]e|copying|notice|authors)", f.name) and f.is_file()]
+        legal = [
+            f
+            for f in files
+            if re.search(r"(?i)(licen[cs]e|copying|notice|authors)", f.name) and f.is_file()
+        ]
         copied = _copy(texts / name, [f for f in legal if f.suffix not in (".py", ".pyc", ".so")])
-        found.append(Component(name, dist.version, "pypi", _licence(dist), copied, f"pkg:pypi/{name}@{dist.version}"))
+        found.append(
+            Component(
+                name, dist.version, "pypi", _licence(dist), copied, f"pkg:pypi/{name}@{dist.version}"
+            )
+        )
     return found
 
 
@@ -117,7 +139,11 @@ def _licence(dist: importlib.metadata.Distribution) -> str:
     for value in (meta.get("License-Expression"), meta.get("License")):
         if value and len(value) < 60 and value != "UNKNOWN":
             return SPDX.get(value.lower().strip(), value)
-    classifiers = [c.rpartition("::")[2].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License")]
+    classifiers = [
+        c.rpartition("::")[2].strip()
+        for c in meta.get_all("Classifier") or []
+        if c.startswith("License")
+    ]
     return " OR ".join(SPDX.get(c.lower(), c) for c in classifiers) or "see its text"
 
 
@@ -133,15 +159,28 @@ def _debian(collected: set[Path], texts: Path) -> list[Component]:
         text = Path("/usr/share/doc") / name / "copyright"
         copied = _copy(texts / f"debian-{name}", [text] if text.is_file() else [])
         url = f"pkg:deb/debian/{source}@{source_version}?arch=source"
-        found.append(Component(name, version, "deb", KNOWN.get(name) or _debian_licence(text), copied, url))
+        found.append(
+            Component(name, version, "deb", KNOWN.get(name) or _debian_licence(text), copied, url)
+        )
     return found
 
 
 def _owners(files: list[str]) -> set[str]:
     """The packages of files, whichever of /lib and /usr/lib they were installed as."""
-    spellings = {p for f in files for r in (f, os.path.realpath(f)) for p in (r, r.removeprefix("/usr"), f"/usr{r}")}
-    out = subprocess.run(["dpkg-query", "-S", *sorted(spellings)], capture_output=True, text=True, check=False).stdout
-    return {line.partition(": ")[0].split(",")[0] for line in out.splitlines() if not line.startswith("diversion ")}
+    spellings = {
+        p
+        for f in files
+        for r in (f, os.path.realpath(f))
+        for p in (r, r.removeprefix("/usr"), f"/usr{r}")
+    }
+    out = subprocess.run(
+        ["dpkg-query", "-S", *sorted(spellings)], capture_output=True, text=True, check=False
+    ).stdout
+    return {
+        line.partition(": ")[0].split(",")[0]
+        for line in out.splitlines()
+        if not line.startswith("diversion ")
+    }
 
 
 def _debian_licence(text: Path) -> str:
@@ -172,12 +211,21 @@ def _criu(tree: Path, texts: Path) -> list[Component]:
 
 
 def _fixed(name: str, version: str, licence: str, texts: Path, text: Path) -> Component:
-    return Component(name, version, "generic", licence, _copy(texts / name, [text]), "https://github.com/ggml-org/llama.cpp")
+    return Component(
+        name,
+        version,
+        "generic",
+        licence,
+        _copy(texts / name, [text]),
+        "https://github.com/ggml-org/llama.cpp",
+    )
 
 
 def _llama_commit() -> str:
     code = "from edgeinfer.runtime.native import build_info; print(build_info().ggml_commit)"
-    return _run(os.path.join(os.path.dirname(sys.executable), "python"), "-c", code).strip() or "unknown"
+    return (
+        _run(os.path.join(os.path.dirname(sys.executable), "python"), "-c", code).strip() or "unknown"
+    )
 
 
 def _bootloader(texts: Path) -> Component:
@@ -185,7 +233,9 @@ def _bootloader(texts: Path) -> Component:
     legal = [Path(str(dist.locate_file(f))) for f in dist.files or [] if f.name == "COPYING.txt"]
     licence = "GPL-2.0-or-later WITH Bootloader-exception"
     copied = _copy(texts / "pyinstaller", legal)
-    return Component("pyinstaller", dist.version, "pypi", licence, copied, f"pkg:pypi/pyinstaller@{dist.version}")
+    return Component(
+        "pyinstaller", dist.version, "pypi", licence, copied, f"pkg:pypi/pyinstaller@{dist.version}"
+    )
 
 
 def _copy(folder: Path, files: list[Path]) -> tuple[str, ...]:
@@ -205,18 +255,36 @@ def _run(*command: str) -> str:
 
 
 def _cyclonedx(components: list[Component]) -> dict[str, Any]:
-    """CycloneDX 1.5. Its serial number comes from its content and its time from SOURCE_DATE_EPOCH, so builds are alike."""
+    """CycloneDX 1.5. Its serial number comes from its content and its time from SOURCE_DATE_EPOCH, so
+    builds are alike.
+    """
     parts = []
     for c in components:
-        part: dict[str, Any] = {"type": "library", "bom-ref": c.purl, "name": c.name, "version": c.version, "purl": c.purl}
-        spdx = c.kind != "deb" or c.name == "criu" or c.name in KNOWN  # Debian's short names are not SPDX's
-        part["licenses"] = [{"expression": c.licence}] if spdx and _is_spdx(c.licence) else [{"license": {"name": c.licence}}]
+        part: dict[str, Any] = {
+            "type": "library",
+            "bom-ref": c.purl,
+            "name": c.name,
+            "version": c.version,
+            "purl": c.purl,
+        }
+        spdx = (
+            c.kind != "deb" or c.name == "criu" or c.name in KNOWN
+        )  # Debian's short names are not SPDX's
+        part["licenses"] = (
+            [{"expression": c.licence}]
+            if spdx and _is_spdx(c.licence)
+            else [{"license": {"name": c.licence}}]
+        )
         if c.source:
             part["externalReferences"] = [{"type": "distribution", "url": c.source}]
         if c.sha256:
             part["hashes"] = [{"alg": "SHA-256", "content": c.sha256}]
         parts.append(part)
-    when = datetime.fromtimestamp(int(os.environ["SOURCE_DATE_EPOCH"]), UTC).isoformat().replace("+00:00", "Z")
+    when = (
+        datetime.fromtimestamp(int(os.environ["SOURCE_DATE_EPOCH"]), UTC)
+        .isoformat()
+        .replace("+00:00", "Z")
+    )
     main = {"type": "application", "bom-ref": "edgeinfer", "name": "edgeinfer", "version": __version__}
     serial = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(parts, sort_keys=True))
     return {
@@ -224,7 +292,10 @@ def _cyclonedx(components: list[Component]) -> dict[str, Any]:
         "specVersion": "1.5",
         "serialNumber": f"urn:uuid:{serial}",
         "version": 1,
-        "metadata": {"timestamp": when, "component": {**main, "licenses": [{"license": {"id": "MIT"}}]}},
+        "metadata": {
+            "timestamp": when,
+            "component": {**main, "licenses": [{"license": {"id": "MIT"}}]},
+        },
         "components": parts,
         "dependencies": [{"ref": "edgeinfer", "dependsOn": [p["bom-ref"] for p in parts]}],
     }
@@ -232,4 +303,8 @@ def _cyclonedx(components: list[Component]) -> dict[str, Any]:
 
 def _is_spdx(text: str) -> bool:
     words = [w for w in re.split(r"[\s()]+", text) if w and w not in ("AND", "OR", "WITH")]
-    return bool(words) and all(re.fullmatch(r"[A-Za-z0-9.+-]+", w) and not w[0].islower() for w in words) and "," not in text
+    return (
+        bool(words)
+        and all(re.fullmatch(r"[A-Za-z0-9.+-]+", w) and not w[0].islower() for w in words)
+        and "," not in text
+    )

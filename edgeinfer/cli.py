@@ -1,6 +1,8 @@
-"""The command line: builds the parser from the families in `arguments/`, runs one verb, and turns its outcome into words.
+"""The command line: builds the parser from the families in `arguments/`, runs one verb, and turns its
+outcome into words.
 
-stdout is data, stderr is talk. This is the only place that prints a result, formats an error, or chooses an exit code.
+stdout is data, stderr is talk. This is the only place that prints a result, formats an error, or
+chooses an exit code.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
-    """Run one command line and return its exit code. Prints; raises nothing but SystemExit from `--help` and `--version`."""
+    """Run one command line and return its exit code. Prints; raises nothing but SystemExit from
+    `--help` and `--version`.
+    """
     words_typed = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words_typed
     try:
@@ -78,7 +82,8 @@ def _print_error(error: EdgeInferError, *, as_json: bool) -> None:
 
 def _print_unexpected(error: Exception, *, as_json: bool) -> None:
     wrapped = EdgeInferError(
-        f"unexpected {type(error).__name__}: {error}", hint="set EDGEINFER_DEBUG=1 and run it again to see where, and report it"
+        f"unexpected {type(error).__name__}: {error}",
+        hint="set EDGEINFER_DEBUG=1 and run it again to see where, and report it",
     )
     _print_error(wrapped, as_json=as_json)
     if os.environ.get("EDGEINFER_DEBUG") == "1":

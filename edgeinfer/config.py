@@ -1,4 +1,5 @@
-"""config.toml: every key typed, every key with a default and a sentence; unknown keys are refused by name.
+"""config.toml: every key typed, every key with a default and a sentence; unknown keys are refused by
+name.
 
 `EDGEINFER_CONFIG` names another file. A section belongs to the room that reads it.
 """
@@ -28,10 +29,18 @@ class LoadConfig(_Section, frozen=True, kw_only=True):
     """How a model is loaded when the command line does not say."""
 
     ctx: Annotated[int, _about("Context in tokens; 0 fits it to memory.", ge=0, le=1 << 24)] = 0
-    threads: Annotated[int, _about("Decode threads; 0 takes the physical cores we may use.", ge=0, le=1024)] = 0
-    parallel: Annotated[int, _about("Sequences decoded at once; 0 decides from cores and memory.", ge=0, le=256)] = 0
-    gpu_layers: Annotated[str, _about('Layers offloaded to the GPU: "auto", "none" or a number.')] = "auto"
-    repack: Annotated[Literal["auto", "on", "off"], _about("Repack weights for this CPU's fast paths.")] = "auto"
+    threads: Annotated[
+        int, _about("Decode threads; 0 takes the physical cores we may use.", ge=0, le=1024)
+    ] = 0
+    parallel: Annotated[
+        int, _about("Sequences decoded at once; 0 decides from cores and memory.", ge=0, le=256)
+    ] = 0
+    gpu_layers: Annotated[str, _about('Layers offloaded to the GPU: "auto", "none" or a number.')] = (
+        "auto"
+    )
+    repack: Annotated[
+        Literal["auto", "on", "off"], _about("Repack weights for this CPU's fast paths.")
+    ] = "auto"
     kv_type: Annotated[Literal["f16", "q8_0", "q4_0"], _about("Type of the KV cache.")] = "f16"
 
 
@@ -40,11 +49,18 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
 
     auto_warm: Annotated[bool, _about("Build a snapshot in the background after a cold launch.")] = True
     resume: Annotated[
-        Literal["auto", "always", "never"], _about('Resume when possible ("auto"), fail otherwise ("always"), or never.')
+        Literal["auto", "always", "never"],
+        _about('Resume when possible ("auto"), fail otherwise ("always"), or never.'),
     ] = "auto"
-    max_total_gib: Annotated[float, _about("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)] = 40.0
-    disk_margin_gib: Annotated[float, _about("Disk space, GiB, that building a snapshot leaves free.", ge=0)] = 4.0
-    idle_release_s: Annotated[float, _about("Seconds without work after which memory is given back; 0 never.", ge=0)] = 30.0
+    max_total_gib: Annotated[
+        float, _about("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)
+    ] = 40.0
+    disk_margin_gib: Annotated[
+        float, _about("Disk space, GiB, that building a snapshot leaves free.", ge=0)
+    ] = 4.0
+    idle_release_s: Annotated[
+        float, _about("Seconds without work after which memory is given back; 0 never.", ge=0)
+    ] = 30.0
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):
@@ -52,20 +68,33 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
 
     host: Annotated[str, _about("Address to bind.")] = "127.0.0.1"
     port: Annotated[int, _about("Port to bind; 0 takes a free one.", ge=0, le=65535)] = 8080
-    keep_alive_s: Annotated[float, _about("Seconds an idle model stays loaded; -1 for ever, 0 not at all.", ge=-1)] = 300.0
-    max_queue: Annotated[int, _about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)] = 64
-    allowed_origins: Annotated[tuple[str, ...], _about("Origins of web pages that may call the endpoint.")] = ()
-    allowed_hosts: Annotated[tuple[str, ...], _about("Host names accepted besides loopback's own.")] = ()
+    keep_alive_s: Annotated[
+        float, _about("Seconds an idle model stays loaded; -1 for ever, 0 not at all.", ge=-1)
+    ] = 300.0
+    max_queue: Annotated[
+        int, _about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
+    ] = 64
+    allowed_origins: Annotated[
+        tuple[str, ...], _about("Origins of web pages that may call the endpoint.")
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...], _about("Host names accepted besides loopback's own.")
+    ] = ()
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):
     """The terminal chat."""
 
-    theme: Annotated[str, _about('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = "edgeinfer-dark"
+    theme: Annotated[str, _about('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
+        "edgeinfer-dark"
+    )
     keys: Annotated[dict[str, str], _about('Key of a binding by its id, e.g. `stop = "ctrl+x"`.')] = {}
-    system_prompts: Annotated[dict[str, str], _about("System prompts by name, for `/system NAME`.")] = {}
+    system_prompts: Annotated[
+        dict[str, str], _about("System prompts by name, for `/system NAME`.")
+    ] = {}
     presets: Annotated[
-        dict[str, dict[str, float | int]], _about("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`.")
+        dict[str, dict[str, float | int]],
+        _about("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
     ] = {}
     mouse: Annotated[bool, _about("Take the mouse; off leaves it to the terminal.")] = True
 
@@ -74,7 +103,9 @@ class Config(_Section, frozen=True, kw_only=True):
     """The whole file."""
 
     default_model: Annotated[str, _about("The model when none is named.")] = "smollm2-135m-instruct"
-    offline: Annotated[bool, _about("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")] = False
+    offline: Annotated[
+        bool, _about("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
+    ] = False
     load: LoadConfig = LoadConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
     serve: ServeConfig = ServeConfig()
@@ -105,7 +136,9 @@ def load_config(path: Path | None = None) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
     refuse_unknown_keys(document, Config, str(source))
-    bundled = os.environ.get("EDGEINFER_BUNDLED_MODEL")  # a shipped file with a model inside names it (`shipping.shipped`)
+    bundled = os.environ.get(
+        "EDGEINFER_BUNDLED_MODEL"
+    )  # a shipped file with a model inside names it (`shipping.shipped`)
     if bundled:
         document.setdefault("default-model", bundled)
     try:

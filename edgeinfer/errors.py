@@ -37,8 +37,9 @@
     ├── StoreError                    the conversation store
     └── InterruptedByUser             Ctrl-C; nothing is lost
 
-Each leaf has a stable `code` (its name in kebab case) that `--json`, the endpoint and scripts may rely on. The words for a
-person come from one table in `edgeinfer.words`, the exit codes from another; nothing else formats an error.
+Each leaf has a stable `code` (its name in kebab case) that `--json`, the endpoint and scripts may rely
+on. The words for a person come from one table in `edgeinfer.words`, the exit codes from another;
+nothing else formats an error.
 """
 
 from __future__ import annotations
@@ -46,11 +47,15 @@ from __future__ import annotations
 
 def _kebab(name: str) -> str:
     """`ModelNotPulledError` → `model-not-pulled`. Without `re`, which the launcher would pay for."""
-    return "".join(f"-{c.lower()}" if c.isupper() else c for c in name.removesuffix("Error")).lstrip("-")
+    return "".join(f"-{c.lower()}" if c.isupper() else c for c in name.removesuffix("Error")).lstrip(
+        "-"
+    )
 
 
 class EdgeInferError(Exception):
-    """The root. `message` says what happened; `hint`, when set, overrides the table's next command to type."""
+    """The root. `message` says what happened; `hint`, when set, overrides the table's next command to
+    type.
+    """
 
     code = "edge-infer"
 
@@ -136,7 +141,9 @@ class OutOfMemoryError(EngineError):
 
 
 class InvalidRequestError(EngineError):
-    """A field of a request is out of range or unsupported. `param` is its name, as the request spells it."""
+    """A field of a request is out of range or unsupported. `param` is its name, as the request spells
+    it.
+    """
 
     def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)

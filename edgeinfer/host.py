@@ -1,7 +1,8 @@
-"""What the process around a verb gives it: how it started, the model it may already hold, and the launcher behind it.
+"""What the process around a verb gives it: how it started, the model it may already hold, and the
+launcher behind it.
 
-A verb asks its host for an engine and never learns whether the model was loaded just now, was in the snapshot this process
-resumed from, or lives in a worker process.
+A verb asks its host for an engine and never learns whether the model was loaded just now, was in the
+snapshot this process resumed from, or lives in a worker process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ LoadProgress = Callable[[str, float | None], None]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """How this process came to run its verb. `reason` says why it was not resumed; stages are milliseconds from exec."""
+    """How this process came to run its verb. `reason` says why it was not resumed; stages are
+    milliseconds from exec.
+    """
 
     how: Literal["resumed", "cold"] = "cold"
     reason: str = ""
@@ -45,7 +48,9 @@ class Copies(Protocol):
 
 
 class Host:
-    """A cold process with no launcher behind it: loads models itself. `snapshots.app.ResumedHost` knows more."""
+    """A cold process with no launcher behind it: loads models itself. `snapshots.app.ResumedHost` knows
+    more.
+    """
 
     def __init__(self, start: Start | None = None, config: Config | None = None) -> None:
         self.start = start or Start(reason="started without the launcher")
@@ -68,7 +73,9 @@ class Host:
 
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError.
         """
-        from edgeinfer.catalog.store import model_files  # the catalogue is not needed when a snapshot was resumed
+        from edgeinfer.catalog.store import (
+            model_files,
+        )  # the catalogue is not needed when a snapshot was resumed
 
         return model_files(model)
 
@@ -88,18 +95,29 @@ class Host:
         return load_engine(self.files(model), options, progress)
 
     def keep_copies(self, words: Sequence[bytes]) -> Copies | None:
-        """Where `serve` gives copies of its connections: when this process is killed, each has the one of `words` written on it
-        that its state is the index of. None where nobody outlives this process."""
+        """Where `serve` gives copies of its connections: when this process is killed, each has the one
+        of `words` written on it that its state is the index of. None where nobody outlives this
+        process.
+        """
         return None
 
     def warm_models(self) -> frozenset[str]:
-        """Names of the models that a snapshot makes start in a tenth of a second. None where nothing can be resumed."""
+        """Names of the models that a snapshot makes start in a tenth of a second. None where nothing
+        can be resumed.
+        """
         return frozenset()
 
     def warm(
-        self, model: str, options: LoadOptions, progress: LoadProgress | None = None, cancel: threading.Event | None = None
+        self,
+        model: str,
+        options: LoadOptions,
+        progress: LoadProgress | None = None,
+        cancel: threading.Event | None = None,
     ) -> None:
-        """Build a snapshot now. Raises SnapshotsUnavailableError where none can be made, DumpError, InterruptedByUser."""
+        """Build a snapshot now. Raises SnapshotsUnavailableError where none can be made, DumpError,
+        InterruptedByUser.
+        """
         raise SnapshotsUnavailableError(
-            f"{self.start.reason or 'this process'}: no snapshot can be made from here", hint=f"run `edgeinfer warm {model}`"
+            f"{self.start.reason or 'this process'}: no snapshot can be made from here",
+            hint=f"run `edgeinfer warm {model}`",
         )

@@ -1,12 +1,14 @@
-"""What every `edgeinfer` command goes through: resume a warmed process, or start a cold one, and stand in for it.
+"""What every `edgeinfer` command goes through: resume a warmed process, or start a cold one, and stand
+in for it.
 
-A verb that needs a model in memory (`chat`, `run`, `serve`, `batch`) becomes a launch request, sent over a socket that only
-this launch knows to a process resumed from a snapshot, or to a fresh interpreter when there is none that fits. This process
-then passes signals on, stops and continues with its app, starts workers for other models when the app asks, keeps `serve`'s
-listening socket across crashes, and ends as the app ended. Every other verb runs here.
+A verb that needs a model in memory (`chat`, `run`, `serve`, `batch`) becomes a launch request, sent
+over a socket that only this launch knows to a process resumed from a snapshot, or to a fresh
+interpreter when there is none that fits. This process then passes signals on, stops and continues with
+its app, starts workers for other models when the app asks, keeps `serve`'s listening socket across
+crashes, and ends as the app ended. Every other verb runs here.
 
-Nothing of ours that imports more than the standard library, and of that only what is cheap: each import is paid at every
-launch (docs/decisions/042-what-the-launcher-imports.md).
+Nothing of ours that imports more than the standard library, and of that only what is cheap: each import
+is paid at every launch (docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ _HELP = ("-h", "--help")
 def main() -> int:
     """The console command."""
     main_ns = time.monotonic_ns()
-    exec_ns = main_ns - time.process_time_ns()  # what this process has computed since exec: it has hardly waited
+    exec_ns = (
+        main_ns - time.process_time_ns()
+    )  # what this process has computed since exec: it has hardly waited
     argv = sys.argv[1:] or ["chat"]
     if sys.platform == "linux" and argv[0] in LAUNCH_VERBS and not any(word in _HELP for word in argv):
         from edgeinfer.snapshots.launch import launch  # Linux only
 
         launch(argv, exec_ns, main_ns)
     if getattr(sys, "frozen", False):
-        import os  # built in; the shipped file's launcher has no command line, its application has (shipping.shipped)
+        # built in; the shipped file's launcher has no command line, its application has
+        # (shipping.shipped)
+        import os
 
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     from edgeinfer import cli  # 60 ms: not on the way of a launch

@@ -1,7 +1,9 @@
-"""Where things live. The launcher asks `edgeinfer.places` for the same as strings, before anything is imported.
+"""Where things live. The launcher asks `edgeinfer.places` for the same as strings, before anything is
+imported.
 
-Linux follows the XDG base directory specification (what platformdirs gives; a test compares the two). `EDGEINFER_HOME`
-puts everything under one directory. Nothing here makes a directory: whoever writes does, with `private_dir`.
+Linux follows the XDG base directory specification (what platformdirs gives; a test compares the two).
+`EDGEINFER_HOME` puts everything under one directory. Nothing here makes a directory: whoever writes
+does, with `private_dir`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def snapshots_dir() -> Path:
 
 
 def runtime_dir() -> Path:
-    """Sockets and records of running processes: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this user under /tmp."""
+    """Sockets and records of running processes: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this
+    user under /tmp.
+    """
     return Path(places.runtime())
 
 
@@ -67,6 +71,7 @@ def private_dir(path: Path) -> Path:
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise SnapshotUnsafeError(
-            f"{path} must be a directory of this user with mode 0700, and no symlink", hint=f"chmod 700 {path}"
+            f"{path} must be a directory of this user with mode 0700, and no symlink",
+            hint=f"chmod 700 {path}",
         )
     return path

@@ -1,7 +1,9 @@
-"""Where things live, as strings: what the launcher asks before anything else is imported. The rest asks `edgeinfer.paths`.
+"""Where things live, as strings: what the launcher asks before anything else is imported. The rest asks
+`edgeinfer.paths`.
 
-Linux follows the XDG base directory specification. `EDGEINFER_HOME` puts everything under one directory. Nothing here makes
-a directory, and nothing here imports `pathlib`, which costs 12 ms of a launch that takes 40.
+Linux follows the XDG base directory specification. `EDGEINFER_HOME` puts everything under one
+directory. Nothing here makes a directory, and nothing here imports `pathlib`, which costs 12 ms of a
+launch that takes 40.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def snapshots() -> str:
 
 
 def runtime() -> str:
-    """Records of running processes: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this user under /tmp."""
+    """Records of running processes: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this user under
+    /tmp.
+    """
     home = os.environ.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), "run")

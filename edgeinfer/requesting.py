@@ -1,7 +1,8 @@
-"""From command-line options to engine values: load options and sampling, with the configuration filling what was not typed.
+"""From command-line options to engine values: load options and sampling, with the configuration filling
+what was not typed.
 
-The options of the three times meet here and nowhere else: load (another snapshot), launch (rides in the launch request),
-request (one generation).
+The options of the three times meet here and nowhere else: load (another snapshot), launch (rides in the
+launch request), request (one generation).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ SAMPLING_OPTIONS = (
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
-    """What was typed, else what the configuration says. Raises UsageError for a malformed `--gpu-layers`."""
+    """What was typed, else what the configuration says. Raises UsageError for a malformed
+    `--gpu-layers`.
+    """
 
     def pick(name: str, default: Any) -> Any:
         typed = getattr(options, name, None)
@@ -60,4 +63,6 @@ def gpu_layers(text: str) -> Any:
 def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:
     """The model's sampling defaults with what was typed on top."""
     typed = {name: getattr(options, name, None) for name in SAMPLING_OPTIONS}
-    return msgspec.structs.replace(default, **{name: value for name, value in typed.items() if value is not None})
+    return msgspec.structs.replace(
+        default, **{name: value for name, value in typed.items() if value is not None}
+    )

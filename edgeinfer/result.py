@@ -14,7 +14,9 @@ SCHEMA = "edgeinfer/1"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A command's outcome. `kind` is the verb; `exit_code` is 0 unless the outcome itself is a finding."""
+    """A command's outcome. `kind` is the verb; `exit_code` is 0 unless the outcome itself is a
+    finding.
+    """
 
     kind: ClassVar[str] = "result"
 
@@ -29,10 +31,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def envelope(result: Result) -> bytes:
     """`{"schema", "kind", "ok": true, "result"}` as one line of JSON."""
-    return msgspec.json.encode({"schema": SCHEMA, "kind": result.kind, "ok": result.exit_code == 0, "result": result})
+    return msgspec.json.encode(
+        {"schema": SCHEMA, "kind": result.kind, "ok": result.exit_code == 0, "result": result}
+    )
 
 
 def error_envelope(error: EdgeInferError) -> bytes:
-    """`{"schema", "kind": "error", "ok": false, "error": {"code", "message", "hint"}}` as one line of JSON."""
+    """`{"schema", "kind": "error", "ok": false, "error": {"code", "message", "hint"}}` as one line of
+    JSON.
+    """
     body: dict[str, Any] = {"code": error.code, "message": error.message, "hint": words.hint(error)}
     return msgspec.json.encode({"schema": SCHEMA, "kind": "error", "ok": False, "error": body})

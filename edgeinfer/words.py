@@ -1,15 +1,15 @@
 """The one table from errors to words: the next command to type, and the process's exit code.
 
-A subclass without a row of its own takes its parent's. `{}` in a hint is not formatted: a hint that needs a name is given
-by whoever raises, as `hint=`.
+A subclass without a row of its own takes its parent's. `{}` in a hint is not formatted: a hint that
+needs a name is given by whoever raises, as `hint=`.
 """
 
 from __future__ import annotations
 
 from edgeinfer import errors as e
 
-#: error class → (exit code, next command or step). Exit codes: 1 failure, 2 usage, 3 model not here, 4 network,
-#: 5 verification, 6 no room, 7 snapshot, 8 engine, 130 interrupted.
+#: error class → (exit code, next command or step). Exit codes: 1 failure, 2 usage, 3 model not here, 4
+#: network, 5 verification, 6 no room, 7 snapshot, 8 engine, 130 interrupted.
 TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
     e.UsageError: (2, "run `edgeinfer --help`"),
@@ -18,14 +18,28 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.UnknownModelError: (3, "run `edgeinfer list` to see the models"),
     e.ModelNotPulledError: (3, "pull it first: `edgeinfer pull MODEL`"),
     e.DownloadError: (4, "type the same command again: it goes on where it stopped"),
-    e.AuthenticationError: (4, "accept the model's licence on its page, then set HF_TOKEN and pull again"),
+    e.AuthenticationError: (
+        4,
+        "accept the model's licence on its page, then set HF_TOKEN and pull again",
+    ),
     e.SourceNotFoundError: (4, "check the source in models.toml: `edgeinfer show MODEL`"),
-    e.OfflineError: (4, "unset EDGEINFER_OFFLINE (or HF_HUB_OFFLINE), or import a local file: `edgeinfer pull FILE.gguf`"),
-    e.ChecksumError: (5, "pull again; if it differs again, the source has changed and is not to be trusted"),
+    e.OfflineError: (
+        4,
+        "unset EDGEINFER_OFFLINE (or HF_HUB_OFFLINE), or import a local file: `edgeinfer pull "
+        "FILE.gguf`",
+    ),
+    e.ChecksumError: (
+        5,
+        "pull again; if it differs again, the source has changed and is not to be trusted",
+    ),
     e.ModelBusyError: (3, "wait for the other command to end"),
     e.InvalidGgufError: (5, "fetch the file again from a source you trust"),
     e.QuantizeError: (8, "try another type: `edgeinfer quantize --help` lists them"),
-    e.DiskFullError: (6, "free some room (`edgeinfer rm MODEL`, `edgeinfer snapshots prune`), then type the command again"),
+    e.DiskFullError: (
+        6,
+        "free some room (`edgeinfer rm MODEL`, `edgeinfer snapshots prune`), then type the command "
+        "again",
+    ),
     e.EngineError: (8, "run `edgeinfer doctor`"),
     e.ModelLoadError: (8, "run `edgeinfer show MODEL`; pull it again if the file is damaged"),
     e.OutOfMemoryError: (6, "give a smaller context (`--ctx 2048`) or pick a smaller model"),

@@ -1,4 +1,6 @@
-"""Every test starts from a clean environment and a home of its own; the real models come from the set-up's cache."""
+"""Every test starts from a clean environment and a home of its own; the real models come from the
+set-up's cache.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ GEMMA3 = "gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 _OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SOCKET", "LISTEN_")
 
 
-# A suite started in the background inherits an ignored SIGINT, and so would every program whose Ctrl-C is tested.
+# A suite started in the background inherits an ignored SIGINT, and so would every program whose Ctrl-C
+# is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _clean_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     for name in list(os.environ):
         if name.startswith(_OURS) and name != "EDGEINFER_TEST_MODELS":
             monkeypatch.delenv(name)
@@ -46,5 +51,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def gemma3() -> Path:
-    """Gemma 3 270M Q4_K_M: a base model with a 262,144-token vocabulary and sliding-window attention."""
+    """Gemma 3 270M Q4_K_M: a base model with a 262,144-token vocabulary and sliding-window
+    attention.
+    """
     return _real(GEMMA3)

@@ -1,7 +1,7 @@
 """Write (or with --check, compare) the parts of the docs that restate code.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of GENERATORS. Text around the
-markers is written by hand and kept.
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of
+GENERATORS. Text around the markers is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ def configuration() -> str:
             if isinstance(field.type, msgspec.inspect.StructType):
                 yield from rows(field.type.cls, f"{prefix}{field.encode_name}.")
                 continue
-            meta = field.type.extra_json_schema if isinstance(field.type, msgspec.inspect.Metadata) else {}
+            meta = (
+                field.type.extra_json_schema if isinstance(field.type, msgspec.inspect.Metadata) else {}
+            )
             sentence = (meta or {}).get("description", "")
             default = getattr(struct(), field.name)
-            shown = msgspec.json.encode(list(default) if isinstance(default, tuple) else default).decode()
+            shown = msgspec.json.encode(
+                list(default) if isinstance(default, tuple) else default
+            ).decode()
             yield f"| `{prefix}{field.encode_name}` | `{shown}` | {sentence} |"
 
     return "\n".join(["| key | default | |", "| --- | --- | --- |", *rows(Config, "")]) + "\n"
@@ -57,8 +61,14 @@ def exit_codes() -> str:
     """The table of errors: code, exit code, hint."""
     from edgeinfer.words import TABLE
 
-    rows = [f"| `{cls.code}` | {code} | {(cls.__doc__ or '').strip()} | {hint} |" for cls, (code, hint) in TABLE.items()]
-    return "\n".join(["| `code` | exit | what happened | next step |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    rows = [
+        f"| `{cls.code}` | {code} | {(cls.__doc__ or '').strip()} | {hint} |"
+        for cls, (code, hint) in TABLE.items()
+    ]
+    return (
+        "\n".join(["| `code` | exit | what happened | next step |", "| --- | --- | --- | --- |", *rows])
+        + "\n"
+    )
 
 
 def models() -> str:
@@ -73,7 +83,10 @@ def models() -> str:
         quant = f"{model.quantization} → {model.quantize}" if model.quantize else model.quantization
         about = f"{model.parameters} | {quant} | {model.context_length:,} | {model.licence} | {model.purpose}"
         rows.append(f"| `{model.name}` | {model.title} | {about} | {source} |")
-    head = ["| name | | parameters | quantization | context | licence | for | first source |", "| --- " * 8 + "|"]
+    head = [
+        "| name | | parameters | quantization | context | licence | for | first source |",
+        "| --- " * 8 + "|",
+    ]
     return "\n".join([*head, *rows]) + "\n"
 
 
@@ -122,7 +135,10 @@ def quantizations() -> str:
     from edgeinfer.catalog.ggml_types import FILE_TYPES
     from edgeinfer.catalog.quantize import NEEDS_IMATRIX
 
-    return ", ".join(f"`{name}`{'*' if name in NEEDS_IMATRIX else ''}" for name in FILE_TYPES.values()) + "\n"
+    return (
+        ", ".join(f"`{name}`{'*' if name in NEEDS_IMATRIX else ''}" for name in FILE_TYPES.values())
+        + "\n"
+    )
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
@@ -143,7 +159,9 @@ def figure(name: str) -> str:
 
 
 def generate(name: str) -> str:
-    """The text of one marker. Raises KeyError for one that no generator knows, OSError for a figure never measured."""
+    """The text of one marker. Raises KeyError for one that no generator knows, OSError for a figure
+    never measured.
+    """
     return figure(name.removeprefix("figure-")) if name.startswith("figure-") else GENERATORS[name]()
 
 

@@ -1,4 +1,5 @@
-"""The README's screenshots: the app itself, drawn as SVG with a scripted engine, so that they say the same every time.
+"""The README's screenshots: the app itself, drawn as SVG with a scripted engine, so that they say the
+same every time.
 
 .venv/bin/python tools/screenshots.py            write docs/figures/chat-*.svg
 .venv/bin/python tools/screenshots.py --check    fail when they are not what the app draws now
@@ -38,7 +39,9 @@ async def shot(name: str, scene: str, size: tuple[int, int], theme: str) -> str:
     made = SCENES[scene]()
     with tempfile.TemporaryDirectory() as home:
         os.environ["EDGEINFER_HOME"] = home
-        app = make_app(Path(home), made.host, config=ChatConfig(theme=theme), clock=lambda: NOON, **made.fields)
+        app = make_app(
+            Path(home), made.host, config=ChatConfig(theme=theme), clock=lambda: NOON, **made.fields
+        )
         async with app.run_test(size=size) as pilot:
             await made.prepare(pilot)
             svg = app.export_screenshot(title="edgeinfer")
@@ -46,7 +49,9 @@ async def shot(name: str, scene: str, size: tuple[int, int], theme: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     FIGURES.mkdir(exist_ok=True)

@@ -28,10 +28,15 @@ def _add_common(parser: argparse.ArgumentParser, *, progress: bool = False) -> N
 def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser("pull", help="fetch, verify and store a model; goes on where it stopped")
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, or FILE.gguf; default model"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, or FILE.gguf; default model",
     )
     parser.add_argument("--name", help="store it under this name")
-    parser.add_argument("--in-place", action="store_true", help="point at a local file instead of copying it")
+    parser.add_argument(
+        "--in-place", action="store_true", help="point at a local file instead of copying it"
+    )
     parser.add_argument("--again", action="store_true", help="fetch it even when it is here")
     _add_common(parser, progress=True)
     parser.set_defaults(command=_cmd_pull)
@@ -45,7 +50,12 @@ def _cmd_pull(options: argparse.Namespace, host: Host) -> Result:
 
 def _add_list(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser("list", help="models that are here, and models that can be pulled")
-    parser.add_argument("words", nargs="*", metavar="WORD", help="only models that have every word in name, title or purpose")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="only models that have every word in name, title or purpose",
+    )
     parser.add_argument("--pulled", action="store_true", help="only those that are here")
     _add_common(parser)
     parser.set_defaults(command=_cmd_list)
@@ -58,8 +68,12 @@ def _cmd_list(options: argparse.Namespace, _host: Host) -> Result:
 
 
 def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("show", help="a model's architecture, sizes, licence, source and memory needs")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model")
+    parser = verbs.add_parser(
+        "show", help="a model's architecture, sizes, licence, source and memory needs"
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model"
+    )
     parser.add_argument("--ctx", type=int, metavar="TOKENS", help="estimate memory for this context")
     parser.add_argument("--kv-type", choices=("f16", "q8_0", "q4_0"), help="type of the KV cache")
     parser.add_argument("--template", action="store_true", help="print the chat template alone")
@@ -76,7 +90,9 @@ def _cmd_show(options: argparse.Namespace, host: Host) -> Result:
 def _add_rm(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser("rm", help="remove models; files used in place are left alone")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="NAME or NAME:QUANT")
-    parser.add_argument("--forget", action="store_true", help="forget the pinned SHA-256 too: the next pull trusts anew")
+    parser.add_argument(
+        "--forget", action="store_true", help="forget the pinned SHA-256 too: the next pull trusts anew"
+    )
     _add_common(parser)
     parser.set_defaults(command=_cmd_rm)
 
@@ -90,16 +106,29 @@ def _cmd_rm(options: argparse.Namespace, _host: Host) -> Result:
 def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
     from edgeinfer.catalog.ggml_types import FILE_TYPES  # 1 ms: a table
 
-    parser = verbs.add_parser("quantize", help="make a smaller copy of a model, and measure what it costs")
+    parser = verbs.add_parser(
+        "quantize", help="make a smaller copy of a model, and measure what it costs"
+    )
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
     types = tuple(FILE_TYPES.values())
-    parser.add_argument("type", metavar="TYPE", type=str.upper, choices=types, help=f"one of {', '.join(types)}")
+    parser.add_argument(
+        "type", metavar="TYPE", type=str.upper, choices=types, help=f"one of {', '.join(types)}"
+    )
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
     parser.add_argument("--pure", action="store_true", help="the same type for every tensor")
     parser.add_argument("--keep-output", action="store_true", help="leave the output tensor as it is")
-    parser.add_argument("--imatrix", default="", metavar="FILE", help="importance matrix in GGUF form; some types need one")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads; 0 takes all we may use")
-    parser.add_argument("--no-perplexity", action="store_true", help="do not measure the perplexity of both")
+    parser.add_argument(
+        "--imatrix",
+        default="",
+        metavar="FILE",
+        help="importance matrix in GGUF form; some types need one",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="threads; 0 takes all we may use"
+    )
+    parser.add_argument(
+        "--no-perplexity", action="store_true", help="do not measure the perplexity of both"
+    )
     _add_common(parser, progress=True)
     parser.set_defaults(command=_cmd_quantize)
 

@@ -1,4 +1,6 @@
-"""`chat`, `run`, `serve`, `batch`: the verbs that need a model in memory, and the options they share."""
+"""`chat`, `run`, `serve`, `batch`: the verbs that need a model in memory, and the options they
+share.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,17 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Options of load time: another value needs another snapshot. None means: the configuration decides."""
+    """Options of load time: another value needs another snapshot. None means: the configuration
+    decides.
+    """
     load = parser.add_argument_group("load options (another value needs another snapshot)")
-    load.add_argument("--ctx", type=int, metavar="TOKENS", help="context in tokens; 0 fits it to memory")
+    load.add_argument(
+        "--ctx", type=int, metavar="TOKENS", help="context in tokens; 0 fits it to memory"
+    )
     load.add_argument("--parallel", type=int, metavar="N", help="sequences decoded at once")
-    load.add_argument("--repack", choices=("auto", "on", "off"), help="repack weights for this CPU's fast paths")
+    load.add_argument(
+        "--repack", choices=("auto", "on", "off"), help="repack weights for this CPU's fast paths"
+    )
     load.add_argument("--kv-type", choices=("f16", "q8_0", "q4_0"), help="type of the KV cache")
     load.add_argument("--gpu-layers", metavar="auto|none|N", help="layers offloaded to the GPU")
 
@@ -52,10 +60,18 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_chat(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser("chat", help="chat in the terminal; what `edgeinfer` alone does")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a model's name; left out: the default")
-    parser.add_argument("--continue", dest="continue_last", action="store_true", help="go on with the last conversation")
-    parser.add_argument("--plain", action="store_true", help="line by line, for screen readers and dumb terminals")
-    parser.add_argument("--system", metavar="TEXT|NAME", help="system prompt, or the name of a saved one")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a model's name; left out: the default"
+    )
+    parser.add_argument(
+        "--continue", dest="continue_last", action="store_true", help="go on with the last conversation"
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="line by line, for screen readers and dumb terminals"
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT|NAME", help="system prompt, or the name of a saved one"
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens an answer")
     add_sampling_options(parser)
     add_load_options(parser)
@@ -71,11 +87,19 @@ def _cmd_chat(options: argparse.Namespace, host: Host) -> Result:
 
 def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser("run", help="answer one prompt on stdout")
-    parser.add_argument("model_or_prompt", nargs="?", metavar="MODEL", help="a model's name; left out: the default")
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is read too when it is piped")
+    parser.add_argument(
+        "model_or_prompt", nargs="?", metavar="MODEL", help="a model's name; left out: the default"
+    )
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is read too when it is piped"
+    )
     told = parser.add_mutually_exclusive_group()
     told.add_argument("--system", metavar="TEXT", help="system prompt")
-    told.add_argument("--raw", action="store_true", help="go on with the prompt as it is, without the model's chat template")
+    told.add_argument(
+        "--raw",
+        action="store_true",
+        help="go on with the prompt as it is, without the model's chat template",
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
     parser.add_argument("--timings", action="store_true", help="timings on stderr")
@@ -93,7 +117,12 @@ def _cmd_run(options: argparse.Namespace, host: Host) -> Result:
 
 def _add_serve(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser("serve", help="answer OpenAI, Anthropic and plain HTTP clients")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="the model when a request names none; left out: the default")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="the model when a request names none; left out: the default",
+    )
     add_endpoint_options(parser)
     add_load_options(parser)
     add_launch_options(parser)
@@ -107,33 +136,83 @@ def _cmd_serve(options: argparse.Namespace, host: Host) -> Result:
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the HTTP endpoint: launch time, all of them. None means: the configuration decides, or the default."""
+    """Options of the HTTP endpoint: launch time, all of them. None means: the configuration decides, or
+    the default.
+    """
     where = parser.add_argument_group("endpoint options")
-    where.add_argument("--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key")
+    where.add_argument(
+        "--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key"
+    )
     where.add_argument("--port", type=port_number, metavar="N", help="port to bind; 0 takes a free one")
-    where.add_argument("--api-key-file", metavar="FILE", help="API keys, one a line; also EDGEINFER_API_KEY")
-    where.add_argument("--allow-host", action="append", metavar="NAME", help="a Host name to accept besides loopback's")
-    where.add_argument("--allow-origin", action="append", metavar="ORIGIN", help="a web page's origin that may call")
+    where.add_argument(
+        "--api-key-file", metavar="FILE", help="API keys, one a line; also EDGEINFER_API_KEY"
+    )
+    where.add_argument(
+        "--allow-host", action="append", metavar="NAME", help="a Host name to accept besides loopback's"
+    )
+    where.add_argument(
+        "--allow-origin", action="append", metavar="ORIGIN", help="a web page's origin that may call"
+    )
     where.add_argument("--tls-cert", metavar="FILE", help="certificate chain in PEM; with --tls-key")
     where.add_argument("--tls-key", metavar="FILE", help="private key in PEM")
-    where.add_argument("--keep-alive", type=keep_alive_s, metavar="S", help="seconds an idle model stays; 0 not, -1 for ever")
-    where.add_argument("--idle-exit", type=positive_s, metavar="S", help="leave after so many seconds without a request")
-    where.add_argument("--drain", type=positive_s, metavar="S", help="seconds that running requests have after SIGTERM")
-    where.add_argument("--max-queue", type=count, metavar="N", help="requests that may wait; beyond it the answer is 503")
-    where.add_argument("--max-requests", type=count, metavar="N", help="requests at once, over all models")
+    where.add_argument(
+        "--keep-alive",
+        type=keep_alive_s,
+        metavar="S",
+        help="seconds an idle model stays; 0 not, -1 for ever",
+    )
+    where.add_argument(
+        "--idle-exit",
+        type=positive_s,
+        metavar="S",
+        help="leave after so many seconds without a request",
+    )
+    where.add_argument(
+        "--drain", type=positive_s, metavar="S", help="seconds that running requests have after SIGTERM"
+    )
+    where.add_argument(
+        "--max-queue",
+        type=count,
+        metavar="N",
+        help="requests that may wait; beyond it the answer is 503",
+    )
+    where.add_argument(
+        "--max-requests", type=count, metavar="N", help="requests at once, over all models"
+    )
     where.add_argument("--max-per-key", type=count, metavar="N", help="requests at once of one API key")
     where.add_argument("--max-body-mib", type=count, metavar="N", help="largest request body")
-    where.add_argument("--log", choices=("json", "text", "off"), help="log lines on stderr; left out: text on a terminal")
-    where.add_argument("--payload-log", metavar="FILE", help="write requests and answers to FILE (rotated, 0600)")
-    where.add_argument("--redact", action="store_true", help="with --payload-log: lengths instead of texts")
+    where.add_argument(
+        "--log",
+        choices=("json", "text", "off"),
+        help="log lines on stderr; left out: text on a terminal",
+    )
+    where.add_argument(
+        "--payload-log", metavar="FILE", help="write requests and answers to FILE (rotated, 0600)"
+    )
+    where.add_argument(
+        "--redact", action="store_true", help="with --payload-log: lengths instead of texts"
+    )
 
 
 def _add_batch(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser("batch", help="answer a file of requests in OpenAI's batch format")
-    parser.add_argument("input", metavar="IN.jsonl", help="requests, one a line: custom_id, method, url, body")
-    parser.add_argument("output", metavar="OUT.jsonl", help="answers, one a line; what is there already is not done again")
-    parser.add_argument("--model", metavar="MODEL", help="the model of requests that name none; left out: the default")
-    parser.add_argument("--concurrency", type=count, metavar="N", help="requests in the engine at once; left out: decided")
+    parser.add_argument(
+        "input", metavar="IN.jsonl", help="requests, one a line: custom_id, method, url, body"
+    )
+    parser.add_argument(
+        "output",
+        metavar="OUT.jsonl",
+        help="answers, one a line; what is there already is not done again",
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="the model of requests that name none; left out: the default"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=count,
+        metavar="N",
+        help="requests in the engine at once; left out: decided",
+    )
     parser.add_argument("--json", action="store_true", help="the outcome as one JSON object")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     add_load_options(parser)

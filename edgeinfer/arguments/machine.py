@@ -23,7 +23,9 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def _add_doctor(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("doctor", help="what works on this machine, and what to type for what doesn't")
+    parser = verbs.add_parser(
+        "doctor", help="what works on this machine, and what to type for what doesn't"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(command=_cmd_doctor)
 
@@ -59,9 +61,13 @@ def _cmd_config(_options: argparse.Namespace, _host: Host) -> Result:
 
 
 def _add_completion(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("completion", help="a script that completes command lines in bash, zsh or fish")
+    parser = verbs.add_parser(
+        "completion", help="a script that completes command lines in bash, zsh or fish"
+    )
     parser.add_argument(
-        "shell", choices=("bash", "zsh", "fish", "models"), help="the shell; `models` prints names, for the scripts"
+        "shell",
+        choices=("bash", "zsh", "fish", "models"),
+        help="the shell; `models` prints names, for the scripts",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(command=_cmd_completion)
@@ -89,9 +95,13 @@ def _cmd_licenses(options: argparse.Namespace, _host: Host) -> Result:
 
 def _add_bundle(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser("bundle", help="this program as one file with a pulled model inside")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a pulled model; left out: the default")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a pulled model; left out: the default"
+    )
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write")
-    parser.add_argument("--binary", metavar="FILE", help="start from this shipped file instead of the running one")
+    parser.add_argument(
+        "--binary", metavar="FILE", help="start from this shipped file instead of the running one"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(command=_cmd_bundle)
@@ -116,9 +126,13 @@ def _cmd_self_check(_options: argparse.Namespace, _host: Host) -> Result:
 
 
 def _add_uninstall(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("uninstall", help="list everything edgeinfer has on this machine, ask, remove it")
+    parser = verbs.add_parser(
+        "uninstall", help="list everything edgeinfer has on this machine, ask, remove it"
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--keep-data", action="store_true", help="keep models, conversations and configuration")
+    parser.add_argument(
+        "--keep-data", action="store_true", help="keep models, conversations and configuration"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(command=_cmd_uninstall)
 

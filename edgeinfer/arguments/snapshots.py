@@ -22,7 +22,9 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _linux_only() -> None:
     """Raise SnapshotsUnavailableError elsewhere: launches work there, cold."""
     if sys.platform != "linux":
-        raise SnapshotsUnavailableError("snapshots need Linux; every launch here is a cold start", hint="")
+        raise SnapshotsUnavailableError(
+            "snapshots need Linux; every launch here is a cold start", hint=""
+        )
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +32,26 @@ def _json(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_warm(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("warm", help="build a snapshot of the loaded model: later launches take a tenth of a second")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a model's name or a GGUF file; left out: the default")
-    parser.add_argument("--system", metavar="TEXT|@FILE", default="", help="system prompt to compute in advance")
+    parser = verbs.add_parser(
+        "warm", help="build a snapshot of the loaded model: later launches take a tenth of a second"
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a model's name or a GGUF file; left out: the default"
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT|@FILE", default="", help="system prompt to compute in advance"
+    )
     parser.add_argument("--name", default="", help="name of this snapshot, beside others of the model")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads to load with; each launch sets its own")
-    parser.add_argument("--lora", action="append", metavar="FILE", default=[], help="LoRA adapter to load with the model")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads to load with; each launch sets its own"
+    )
+    parser.add_argument(
+        "--lora",
+        action="append",
+        metavar="FILE",
+        default=[],
+        help="LoRA adapter to load with the model",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     add_load_options(parser)
     _json(parser)
@@ -52,12 +68,20 @@ def _cmd_warm(options: argparse.Namespace, host: Host) -> Result:
 def _add_snapshots(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = verbs.add_parser("snapshots", help="list, show, verify and remove snapshots")
     actions = parser.add_subparsers(dest="action", metavar="list|show|verify|rm|prune")
-    for name, words in (("show", "one snapshot"), ("verify", "read every byte and compare"), ("rm", "remove")):
+    for name, words in (
+        ("show", "one snapshot"),
+        ("verify", "read every byte and compare"),
+        ("rm", "remove"),
+    ):
         action = actions.add_parser(name, help=words)
-        action.add_argument("name", nargs="+" if name == "rm" else None, help="a snapshot's name, or its model's")
+        action.add_argument(
+            "name", nargs="+" if name == "rm" else None, help="a snapshot's name, or its model's"
+        )
         _json(action)
     _json(actions.add_parser("list", help="all of them (what `edgeinfer snapshots` does)"))
-    prune = actions.add_parser("prune", help="remove those this machine refuses, and the oldest beyond the limit")
+    prune = actions.add_parser(
+        "prune", help="remove those this machine refuses, and the oldest beyond the limit"
+    )
     prune.add_argument("--all", action="store_true", help="remove every snapshot")
     _json(prune)
     _json(parser)

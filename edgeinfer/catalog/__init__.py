@@ -1,1 +1,3 @@
-"""Models as files: `models.toml`, sources, fetching and verifying, GGUF headers, quantizing. Knows no engine."""
+"""Models as files: `models.toml`, sources, fetching and verifying, GGUF headers, quantizing. Knows no
+engine.
+"""

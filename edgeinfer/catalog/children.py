@@ -1,4 +1,6 @@
-"""Helper processes that answer with one JSON object a line, watched so that a cancellation ends them."""
+"""Helper processes that answer with one JSON object a line, watched so that a cancellation ends
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,18 @@ _POLL_S = 0.2
 
 
 def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
-    """Run `module` and yield what it says; the process is gone when the generator is closed or ends, however it ends.
+    """Run `module` and yield what it says; the process is gone when the generator is closed or ends,
+    however it ends.
 
-    Raises InterruptedByUser, and QuantizeError when it dies of a signal or ends without an "error" or "done" event.
+    Raises InterruptedByUser, and QuantizeError when it dies of a signal or ends without an "error" or
+    "done" event.
     """
     with tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(
-            child_command(module, *args), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=complaints
+            child_command(module, *args),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
         )
         last: dict[str, Any] = {}
         try:

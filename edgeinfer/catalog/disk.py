@@ -25,7 +25,9 @@ def room_errors(place: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        raise DiskFullError(f"no room left on the disk of {place}: {error.strerror}; what was fetched is kept") from error
+        raise DiskFullError(
+            f"no room left on the disk of {place}: {error.strerror}; what was fetched is kept"
+        ) from error
 
 
 def need_room(folder: Path, n_bytes: int, what: str) -> None:
@@ -33,7 +35,9 @@ def need_room(folder: Path, n_bytes: int, what: str) -> None:
     info = os.statvfs(folder)
     free = info.f_bavail * info.f_frsize
     if free < n_bytes:
-        raise DiskFullError(f"{what} needs {bytes_words(n_bytes)} on the disk of {folder}; {bytes_words(free)} are free")
+        raise DiskFullError(
+            f"{what} needs {bytes_words(n_bytes)} on the disk of {folder}; {bytes_words(free)} are free"
+        )
 
 
 def sha256_of(path: Path, job: Job) -> str:

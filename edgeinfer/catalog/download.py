@@ -1,8 +1,10 @@
-"""One file over HTTP, resumable, into a partial file that is only ever renamed by somebody who has verified it.
+"""One file over HTTP, resumable, into a partial file that is only ever renamed by somebody who has
+verified it.
 
-Beside `FILE.part` lies `FILE.part.json`: what the bytes are of. They are continued only when the server still means the same
-file by its own validator (a strong ETag, or Last-Modified), or when the SHA-256 is known and will be checked. A server that
-ignores Range is written over from the start without cutting what is there. Nothing here decides that a file is right.
+Beside `FILE.part` lies `FILE.part.json`: what the bytes are of. They are continued only when the server
+still means the same file by its own validator (a strong ETag, or Last-Modified), or when the SHA-256 is
+known and will be checked. A server that ignores Range is written over from the start without cutting
+what is there. Nothing here decides that a file is right.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """A file on a server. `size_bytes` 0 and `sha256` "" mean that nobody has said. `headers` go to the first host alone."""
+    """A file on a server. `size_bytes` 0 and `sha256` "" mean that nobody has said. `headers` go to the
+    first host alone.
+    """
 
     url: str
     file_name: str
@@ -37,7 +41,9 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Partial(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes in the partial file are of. `validator` is the server's, "" when it gave none that can be trusted."""
+    """What the bytes in the partial file are of. `validator` is the server's, "" when it gave none that
+    can be trusted.
+    """
 
     origin: str
     sha256: str
@@ -55,8 +61,9 @@ class _AgainError(Exception):
 def fetch(remote: Remote, folder: Path, job: Job) -> Path:
     """Download `remote` into `folder` and return the partial file, complete but not verified.
 
-    Raises DownloadError and its kin, ChecksumError when the server's length is not the promised one, DiskFullError,
-    InterruptedByUser. Whatever was fetched stays for the next time, except when it turns out to be of another file.
+    Raises DownloadError and its kin, ChecksumError when the server's length is not the promised one,
+    DiskFullError, InterruptedByUser. Whatever was fetched stays for the next time, except when it turns
+    out to be of another file.
     """
     part = folder / (remote.file_name + PART)
     patience = job.patience
@@ -72,7 +79,8 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 failures = 0 if _size(part) > had else failures + 1
                 if failures >= patience.attempts:
                     raise DownloadError(
-                        f"{remote.origin}: {again}; gave up after {failures} attempts, {bytes_words(_size(part))} are kept"
+                        f"{remote.origin}: {again}; gave up after {failures} attempts, "
+                        f"{bytes_words(_size(part))} are kept"
                     ) from again
                 pause = min(30.0, max(again.wait_s, patience.pause_s * 2**failures))
                 job.note(f"{again}; trying again in {pause:.0f} s")
@@ -116,7 +124,9 @@ def _read_partial(part: Path) -> _Partial:
 
 
 def _resume_at(known: _Partial, remote: Remote, part: Path) -> int:
-    """How many bytes of the partial file may be continued; cuts it to nothing when they are of something else."""
+    """How many bytes of the partial file may be continued; cuts it to nothing when they are of
+    something else.
+    """
     same = known.origin == remote.origin and known.sha256 == remote.sha256
     if same and (remote.sha256 or known.validator):
         return _size(part)
@@ -127,7 +137,10 @@ def _resume_at(known: _Partial, remote: Remote, part: Path) -> int:
 def _receive(remote: Remote, response: httpx2.Response, part: Path, start: int, job: Job) -> None:
     offset, total = _placement(response, start)
     if remote.size_bytes and total is not None and total != remote.size_bytes:
-        raise ChecksumError(f"{remote.origin} has {total} bytes, not the promised {remote.size_bytes}; nothing was fetched")
+        raise ChecksumError(
+            f"{remote.origin} has {total} bytes, not the promised {remote.size_bytes}; nothing was "
+            f"fetched"
+        )
     if total is not None:
         need_room(part.parent, total - _size(part), remote.file_name)
     validator = _validator(response)
@@ -137,7 +150,11 @@ def _receive(remote: Remote, response: httpx2.Response, part: Path, start: int, 
     write_whole(part.with_name(part.name + ".json"), msgspec.json.encode(state))
     job.at(offset, total)
     existing = "r+b" if part.exists() else "w+b"
-    with job.waking(lambda: _hang_up(response)), room_errors(part), open(part, existing, buffering=0) as file:
+    with (
+        job.waking(lambda: _hang_up(response)),
+        room_errors(part),
+        open(part, existing, buffering=0) as file,
+    ):
         file.seek(offset)
         for chunk in response.iter_raw():
             _write(file.fileno(), chunk)
@@ -154,7 +171,9 @@ def _hang_up(response: httpx2.Response) -> None:
     connection = stream.get_extra_info("socket") if stream else None
     if connection is not None:
         with suppress(OSError):
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # the plain one, also under TLS: no farewell to wait for
+            socket.socket.shutdown(
+                connection, socket.SHUT_RDWR
+            )  # the plain one, also under TLS: no farewell to wait for
 
 
 def _write(descriptor: int, chunk: bytes) -> None:
@@ -174,7 +193,9 @@ def _placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     span, _, total = rest.partition("/")
     first, _, _last = span.partition("-")
     if unit != "bytes" or not first.isdecimal() or int(first) != start:
-        raise _AgainError(f"asked to go on at byte {start}, the server answers {rest or 'without saying where'}")
+        raise _AgainError(
+            f"asked to go on at byte {start}, the server answers {rest or 'without saying where'}"
+        )
     if total.isdecimal():
         return start, int(total)
     return start, start + int(length) if length.isdecimal() else None
@@ -190,7 +211,9 @@ def _after_416(remote: Remote, response: httpx2.Response, part: Path, start: int
 
 
 def _refuse_downgrade(remote: Remote, response: httpx2.Response) -> None:
-    if remote.url.startswith("https:") and any(hop.url.scheme != "https" for hop in (*response.history, response)):
+    if remote.url.startswith("https:") and any(
+        hop.url.scheme != "https" for hop in (*response.history, response)
+    ):
         raise DownloadError(f"{remote.origin}: the server redirects to an unencrypted address")
 
 
@@ -199,7 +222,9 @@ def _refuse_status(remote: Remote, response: httpx2.Response) -> None:
     if status in (200, 206):
         return
     if status in (401, 403):
-        raise AuthenticationError(f"{remote.origin}: the server refuses ({status}): a token or an accepted licence is missing")
+        raise AuthenticationError(
+            f"{remote.origin}: the server refuses ({status}): a token or an accepted licence is missing"
+        )
     if status in (404, 410):
         raise SourceNotFoundError(f"{remote.origin}: the server has no such file ({status})")
     if status in _AGAIN:

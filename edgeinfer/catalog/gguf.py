@@ -1,10 +1,12 @@
 """GGUF headers, read without trusting a byte of them.
 
-The reader walks the header of a mapped file once. Every count, length, type, dimension and offset is checked against what
-is left of the file before it is used, so that a hostile or torn file ends in InvalidGgufError here and never reaches
-llama.cpp or the quantizer. Token lists are stepped over, not built: a 262,144-token vocabulary costs tens of milliseconds.
+The reader walks the header of a mapped file once. Every count, length, type, dimension and offset is
+checked against what is left of the file before it is used, so that a hostile or torn file ends in
+InvalidGgufError here and never reaches llama.cpp or the quantizer. Token lists are stepped over, not
+built: a 262,144-token vocabulary costs tens of milliseconds.
 
-This module knows the format (version 2 and 3, little endian, as in ggml's gguf.md), not what a model needs beyond it.
+This module knows the format (version 2 and 3, little endian, as in ggml's gguf.md), not what a model
+needs beyond it.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_TENSOR_NAME_BYTES = 63
 MAX_ELEMENTS = 2**63 - 1
-#: llama.cpp does not refuse more layers, or none: it aborts the process (LLAMA_MAX_LAYERS, llama-model.cpp).
+#: llama.cpp does not refuse more layers, or none: it aborts the process (LLAMA_MAX_LAYERS,
+#: llama-model.cpp).
 MAX_LAYERS = 512
-#: Ours, far above any model known, so that nothing downstream loops for long over a number from the file.
+#: Ours, far above any model known, so that nothing downstream loops for long over a number from the
+#: file.
 MAX_METADATA = 1 << 16
 MAX_TENSORS = 1 << 20
 MAX_KEY_BYTES = 1 << 16
-#: Numeric arrays up to this length are kept (per-layer head counts); longer ones and token lists are only described.
+#: Numeric arrays up to this length are kept (per-layer head counts); longer ones and token lists are
+#: only described.
 KEPT_ELEMENTS = 4096
 KEPT_STRINGS = 64
 
@@ -70,7 +75,9 @@ Value = Scalar | tuple[Scalar, ...] | ArrayInfo
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """A tensor's place. `offset` counts from the file's start; `shape` is in ggml's order (fastest first)."""
+    """A tensor's place. `offset` counts from the file's start; `shape` is in ggml's order (fastest
+    first).
+    """
 
     name: str
     type: str
@@ -102,7 +109,9 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     def number(self, key: str, default: int = 0) -> int:
         """The non-negative integer at `key`, or `default` when it is absent or something else."""
         value = self.metadata.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
+        return (
+            value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
+        )
 
     def own(self, key: str) -> str:
         """`key` under the architecture's prefix, e.g. `block_count` → `llama.block_count`."""
@@ -135,7 +144,13 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def n_vocab(self) -> int:
         tokens = self.metadata.get("tokenizer.ggml.tokens")
-        return tokens.count if isinstance(tokens, ArrayInfo) else len(tokens) if isinstance(tokens, tuple) else 0
+        return (
+            tokens.count
+            if isinstance(tokens, ArrayInfo)
+            else len(tokens)
+            if isinstance(tokens, tuple)
+            else 0
+        )
 
     @property
     def chat_template(self) -> str:
@@ -143,7 +158,9 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quantization(self) -> str:
-        """The file's type by its own word (`general.file_type`), else the type most of its bytes have."""
+        """The file's type by its own word (`general.file_type`), else the type most of its bytes
+        have.
+        """
         named = FILE_TYPES.get(self.number("general.file_type", -1))
         return named or self._commonest_type()
 
@@ -163,7 +180,8 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     """The header of the GGUF at `path`.
 
-    Raises InvalidGgufError, naming the file and what is wrong with it; also when the file cannot be read.
+    Raises InvalidGgufError, naming the file and what is wrong with it; also when the file cannot be
+    read.
     """
     place = Path(path)
     try:
@@ -180,7 +198,8 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
 
 
 def parse(view: bytes | mmap.mmap, name: str = "buffer", file_bytes: int | None = None) -> GgufHeader:
-    """The header in `view`; `file_bytes` is the whole file's length when `view` holds only its beginning.
+    """The header in `view`; `file_bytes` is the whole file's length when `view` holds only its
+    beginning.
 
     Raises InvalidGgufError. `view` is not kept.
     """
@@ -188,7 +207,8 @@ def parse(view: bytes | mmap.mmap, name: str = "buffer", file_bytes: int | None 
 
 
 def check(path: str | os.PathLike[str]) -> GgufHeader:
-    """`read_header`, and that the file is a model llama.cpp can be given: an architecture, tensors, a sane layer count.
+    """`read_header`, and that the file is a model llama.cpp can be given: an architecture, tensors, a
+    sane layer count.
 
     Raises InvalidGgufError.
     """
@@ -202,7 +222,9 @@ def check(path: str | os.PathLike[str]) -> GgufHeader:
         raise InvalidGgufError(f"{header.path} has no tensors: not a model")
     layers = header.metadata.get(header.own("block_count"), 1)
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
-        raise InvalidGgufError(f"{header.path} claims {layers!r} layers; 1 to {MAX_LAYERS} are possible")
+        raise InvalidGgufError(
+            f"{header.path} claims {layers!r} layers; 1 to {MAX_LAYERS} are possible"
+        )
     return header
 
 
@@ -266,7 +288,11 @@ class _Walker:
         version = self._u32("the version")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            self.bad("it is big-endian" if swapped in VERSIONS else f"version {version} is not one of 2 and 3")
+            self.bad(
+                "it is big-endian"
+                if swapped in VERSIONS
+                else f"version {version} is not one of 2 and 3"
+            )
         n_tensors, n_metadata = self._u64("the tensor count"), self._u64("the metadata count")
         if n_tensors > min(MAX_TENSORS, self.end // 24):  # a tensor's entry takes at least 24 bytes
             self.bad(f"it claims {n_tensors} tensors")
@@ -311,7 +337,9 @@ class _Walker:
         return ArrayInfo(_STRING, count)
 
     def _step_over_strings(self, key: str, count: int) -> None:
-        """The hot loop: unpack_from itself refuses an offset past the buffer, so nothing else is checked in it."""
+        """The hot loop: unpack_from itself refuses an offset past the buffer, so nothing else is
+        checked in it.
+        """
         unpack, view, at = _U64.unpack_from, self.view, self.at
         try:
             for _ in range(count):
@@ -324,7 +352,11 @@ class _Walker:
 
     def _alignment(self, metadata: dict[str, Value]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        if (
+            not isinstance(alignment, int)
+            or not 1 <= alignment <= 1 << 20
+            or alignment & (alignment - 1)
+        ):
             self.bad(f"general.alignment is {alignment!r}, not a power of two")
         return alignment
 
@@ -342,13 +374,24 @@ class _Walker:
         if elements > MAX_ELEMENTS or any(n > MAX_ELEMENTS for n in shape):
             self.bad(f"tensor {name} claims {elements} elements")
         if (shape[0] if shape else 1) % known.block:
-            self.bad(f"tensor {name} has rows of {shape[:1]} elements, no multiple of {known.name}'s {known.block}")
-        return name, known.name, shape, elements // known.block * known.bytes, self._u64(f"the offset of {name}")
+            self.bad(
+                f"tensor {name} has rows of {shape[:1]} elements, no multiple of {known.name}'s "
+                f"{known.block}"
+            )
+        return (
+            name,
+            known.name,
+            shape,
+            elements // known.block * known.bytes,
+            self._u64(f"the offset of {name}"),
+        )
 
     def _placed(
         self, raw: list[tuple[str, str, tuple[int, ...], int, int]], data_offset: int, alignment: int
     ) -> tuple[TensorInfo, ...]:
-        """Tensors follow each other without gaps, as llama.cpp demands, and the last one ends within the file."""
+        """Tensors follow each other without gaps, as llama.cpp demands, and the last one ends within
+        the file.
+        """
         expected = 0
         placed, names = [], set()
         for name, kind, shape, size, offset in raw:

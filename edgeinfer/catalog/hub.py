@@ -1,7 +1,7 @@
 """Hugging Face: from a repository's word to files with sizes, SHA-256 and addresses.
 
-huggingface_hub knows the endpoint, the tokens and the gated repositories; the bytes are fetched by `download`, which resumes
-and verifies. Nothing here is called when the network is switched off.
+huggingface_hub knows the endpoint, the tokens and the gated repositories; the bytes are fetched by
+`download`, which resumes and verifies. Nothing here is called when the network is switched off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from edgeinfer.catalog.download import Remote
 from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.sources import HubFile, HubQuant
 from edgeinfer.catalog.store import split_names
-from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, OfflineError, SourceNotFoundError
+from edgeinfer.errors import (
+    AuthenticationError,
+    ChecksumError,
+    DownloadError,
+    OfflineError,
+    SourceNotFoundError,
+)
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TIMEOUT_S = 15.0
@@ -26,7 +32,8 @@ _TIMEOUT_S = 15.0
 def resolve(source: HubFile | HubQuant) -> list[Remote]:
     """The files `source` means now, all of a split model, pinned to the commit the repository is at.
 
-    Raises AuthenticationError, SourceNotFoundError, ChecksumError when the hub contradicts itself, DownloadError.
+    Raises AuthenticationError, SourceNotFoundError, ChecksumError when the hub contradicts itself,
+    DownloadError.
     """
     from huggingface_hub import HfApi, get_token  # 130 ms, only when something is pulled from there
 
@@ -34,7 +41,9 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
     token = os.environ.get("HF_TOKEN") or get_token()
     api = HfApi(endpoint=endpoint, token=token or False, library_name="edgeinfer")
     with _hub_errors(source):
-        info = api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=_TIMEOUT_S)
+        info = api.model_info(
+            source.repo, revision=source.revision, files_metadata=True, timeout=_TIMEOUT_S
+        )
     listed = {file.rfilename: file for file in info.siblings or []}
     chosen = _chosen(source, list(listed))
     commit = info.sha or source.revision
@@ -44,7 +53,9 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
 def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
     if isinstance(source, HubFile):
         if source.path not in paths:
-            raise SourceNotFoundError(f"{source.repo} has no file {source.path}", hint=_near_files(paths))
+            raise SourceNotFoundError(
+                f"{source.repo} has no file {source.path}", hint=_near_files(paths)
+            )
         return _whole_split(source.path, paths, source.repo)
     candidates = [path for path in paths if quantization_of(path) == source.quant]
     if not candidates:
@@ -58,7 +69,9 @@ def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
 
 
 def quantization_of(path: str) -> str:
-    """The quantization a GGUF's file name speaks of, "" for none; `mmproj-` files (vision projectors) are none."""
+    """The quantization a GGUF's file name speaks of, "" for none; `mmproj-` files (vision projectors)
+    are none.
+    """
     name = path.rsplit("/", 1)[-1]
     if not name.lower().endswith(".gguf") or name.lower().startswith("mmproj"):
         return ""
@@ -72,7 +85,9 @@ def _whole_split(path: str, paths: list[str], repo: str) -> list[str]:
     parts = [f"{folder}{slash}{part}" for part in split_names(name)] or [path]
     missing = [part for part in parts if part not in paths]
     if missing:
-        raise SourceNotFoundError(f"{repo} has only {len(parts) - len(missing)} of the {len(parts)} parts of {path}")
+        raise SourceNotFoundError(
+            f"{repo} has only {len(parts) - len(missing)} of the {len(parts)} parts of {path}"
+        )
     return parts
 
 
@@ -86,7 +101,9 @@ def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Rem
 
     url = hf_hub_url(source.repo, file.rfilename, revision=commit, endpoint=api.endpoint)
     with _hub_errors(source):
-        head = get_hf_file_metadata(url, token=api.token, timeout=_TIMEOUT_S, endpoint=api.endpoint, retry_on_errors=True)
+        head = get_hf_file_metadata(
+            url, token=api.token, timeout=_TIMEOUT_S, endpoint=api.endpoint, retry_on_errors=True
+        )
     listed = file.lfs.sha256 if file.lfs else ""
     announced = head.etag if head.etag and _SHA256.fullmatch(head.etag) else ""
     if listed and announced and listed != announced:
@@ -111,7 +128,8 @@ def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
         yield
     except hf.GatedRepoError as error:
         raise AuthenticationError(
-            f"{source}: the repository is gated", hint=f"accept its licence on {source.page}, then set HF_TOKEN and pull again"
+            f"{source}: the repository is gated",
+            hint=f"accept its licence on {source.page}, then set HF_TOKEN and pull again",
         ) from error
     except hf.OfflineModeIsEnabled as error:
         raise OfflineError(f"{source}: Hugging Face's offline switch is on") from error
@@ -120,7 +138,9 @@ def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
     except hf.HFValidationError as error:
         raise SourceNotFoundError(f"{source}: {error}") from error
     except (httpx2.HTTPError, OSError) as error:
-        raise DownloadError(f"{source}: Hugging Face cannot be reached: {error or type(error).__name__}") from error
+        raise DownloadError(
+            f"{source}: Hugging Face cannot be reached: {error or type(error).__name__}"
+        ) from error
 
 
 def _by_status(source: HubFile | HubQuant, error: Any) -> DownloadError:

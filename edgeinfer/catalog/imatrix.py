@@ -1,6 +1,8 @@
-"""Importance matrices in llama.cpp's GGUF form: found and checked here, read by the quantizer's process.
+"""Importance matrices in llama.cpp's GGUF form: found and checked here, read by the quantizer's
+process.
 
-For every tensor `NAME` such a file has `NAME.in_sum2` (sums of squared activations, one row an expert) and `NAME.counts`.
+For every tensor `NAME` such a file has `NAME.in_sum2` (sums of squared activations, one row an expert)
+and `NAME.counts`.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from edgeinfer.errors import InvalidGgufError
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
-#: (tensor's name, offset of the sums, how many, offset of the counts, how many); offsets in bytes from the file's start.
+#: (tensor's name, offset of the sums, how many, offset of the counts, how many); offsets in bytes from
+#: the file's start.
 Span = tuple[str, int, int, int, int]
 
 
 def spans(path: Path) -> list[Span]:
     """Every tensor's figures in the importance matrix at `path`.
 
-    Raises InvalidGgufError when it is no GGUF, or has no figures, or their shapes do not fit each other.
+    Raises InvalidGgufError when it is no GGUF, or has no figures, or their shapes do not fit each
+    other.
     """
     header = gguf.read_header(path)
     tensors = {tensor.name: tensor for tensor in header.tensors}

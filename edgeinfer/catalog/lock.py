@@ -1,4 +1,6 @@
-"""One lock per model: whoever changes it holds a flock on its own small file. The kernel lets go when the holder dies."""
+"""One lock per model: whoever changes it holds a flock on its own small file. The kernel lets go when
+the holder dies.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ LOCKS = ".locks"
 
 @contextmanager
 def model_lock(ref: Reference) -> Iterator[None]:
-    """Hold the model's lock for the block. Raises ModelBusyError at once when another process, or thread, has it."""
+    """Hold the model's lock for the block. Raises ModelBusyError at once when another process, or
+    thread, has it.
+    """
     folder = paths.models_dir() / LOCKS
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(folder / ref.folder, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(
+        folder / ref.folder, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

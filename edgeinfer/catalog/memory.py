@@ -1,7 +1,8 @@
 """What a model needs in memory, from its header alone, and what this machine has.
 
-The KV cache follows llama.cpp's own arithmetic (per-layer head counts, sliding windows, shared layers, recurrent state); the
-compute buffer is a fit to what llama.cpp reserves for a full micro-batch. `docs/models.md` holds the measured error.
+The KV cache follows llama.cpp's own arithmetic (per-layer head counts, sliding windows, shared layers,
+recurrent state); the compute buffer is a fit to what llama.cpp reserves for a full micro-batch.
+`docs/models.md` holds the measured error.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from edgeinfer.catalog.ggml_types import TENSOR_TYPES
 from edgeinfer.catalog.gguf import GgufHeader
 from edgeinfer.runtime.choices import choose_ubatch
 
-#: Every so many layers one attends to the whole context, the others to the window; (period, whether the whole one comes
-#: first). llama.cpp has these in its model code for architectures whose files do not say.
+#: Every so many layers one attends to the whole context, the others to the window; (period, whether the
+#: whole one comes first). llama.cpp has these in its model code for architectures whose files do not
+#: say.
 _WINDOW_PERIODS: dict[str, tuple[int, bool]] = {
     "gemma2": (2, False),
     "gemma3": (6, False),
@@ -34,7 +36,8 @@ _WINDOW_DEFAULTS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}
 _BYTES_OF = {kind.name.lower(): kind.bytes / kind.block for kind in TENSOR_TYPES.values()}
 #: llama.cpp pads the cache to this many cells.
 _CELLS = 256
-#: What the engine makes its context with (`runtime.load`, which cannot be imported here: it loads llama.cpp).
+#: What the engine makes its context with (`runtime.load`, which cannot be imported here: it loads
+#: llama.cpp).
 _BATCH_TOKENS = 512
 _SPARE_SEQUENCES = 16
 _OUTPUTS_PER_SEQUENCE = 8
@@ -50,7 +53,9 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a loaded model takes. `kv_per_1000_bytes` is the growth for 1,000 more tokens of context."""
+    """Bytes a loaded model takes. `kv_per_1000_bytes` is the growth for 1,000 more tokens of
+    context.
+    """
 
     n_ctx: int
     n_parallel: int
@@ -86,15 +91,20 @@ def estimate(
 ) -> Estimate:
     """The memory of `header`'s model with a context of `n_ctx` tokens (0: what it was trained for).
 
-    `n_parallel` counts sequence ids: each has a row of logits, a recurrent state, and its share of a window.
-    `n_outputs` is how many positions of a micro-batch get logits (0: all of them). `weights_bytes` replaces the header's own
-    sum when the model is split over several files. `whole_windows` is llama.cpp's `swa_full`.
+    `n_parallel` counts sequence ids: each has a row of logits, a recurrent state, and its share of a
+    window. `n_outputs` is how many positions of a micro-batch get logits (0: all of them).
+    `weights_bytes` replaces the header's own sum when the model is split over several files.
+    `whole_windows` is llama.cpp's `swa_full`.
     """
     n_ctx = _padded(n_ctx or header.n_ctx_train or 4096)
     per_element = _BYTES_OF[kv_type]
     kept = layers(header)
-    kv = sum(_layer_bytes(layer, n_ctx, per_element, n_parallel, n_ubatch, whole_windows) for layer in kept)
-    growing = sum(layer.k_elements + layer.v_elements for layer in kept if not layer.window or whole_windows)
+    kv = sum(
+        _layer_bytes(layer, n_ctx, per_element, n_parallel, n_ubatch, whole_windows) for layer in kept
+    )
+    growing = sum(
+        layer.k_elements + layer.v_elements for layer in kept if not layer.window or whole_windows
+    )
     return Estimate(
         n_ctx=n_ctx,
         n_parallel=n_parallel,
@@ -102,14 +112,21 @@ def estimate(
         weights_bytes=weights_bytes or header.weights_bytes,
         kv_bytes=kv,
         kv_per_1000_bytes=int(1000 * growing * per_element),
-        compute_bytes=_compute_bytes(header, n_ctx, n_ubatch, n_outputs or n_ubatch, n_parallel, whole_windows=whole_windows),
+        compute_bytes=_compute_bytes(
+            header, n_ctx, n_ubatch, n_outputs or n_ubatch, n_parallel, whole_windows=whole_windows
+        ),
     )
 
 
 def engine_estimate(
-    header: GgufHeader, n_cells: int = 0, kv_type: str = "f16", n_parallel: int = 4, weights_bytes: int = 0
+    header: GgufHeader,
+    n_cells: int = 0,
+    kv_type: str = "f16",
+    n_parallel: int = 4,
+    weights_bytes: int = 0,
 ) -> Estimate:
-    """`estimate` with the context that `runtime.load` makes for `n_parallel` sequences over `n_cells` cells together.
+    """`estimate` with the context that `runtime.load` makes for `n_parallel` sequences over `n_cells`
+    cells together.
 
     A test compares the two on both real models.
     """
@@ -122,7 +139,9 @@ def engine_estimate(
         n_cells,
         kv_type,
         n_parallel=n_seq_max,
-        n_ubatch=choose_ubatch(n_batch, n_seq_max, header.number("general.file_type", -1), kv_type).value,
+        n_ubatch=choose_ubatch(
+            n_batch, n_seq_max, header.number("general.file_type", -1), kv_type
+        ).value,
         n_outputs=max(n_seq_max, min(n_batch, _OUTPUTS_PER_SEQUENCE * n_parallel)),
         weights_bytes=weights_bytes,
         whole_windows=True,
@@ -130,7 +149,9 @@ def engine_estimate(
 
 
 def layers(header: GgufHeader) -> list[Layer]:
-    """Every layer that keeps something. Empty for a model without attention keys: then there is no cache to count."""
+    """Every layer that keeps something. Empty for a model without attention keys: then there is no
+    cache to count.
+    """
     n_layer = header.n_layer
     heads = _per_layer(header, "attention.head_count", n_layer, 0)
     kv_heads = _per_layer(header, "attention.head_count_kv", n_layer, None) or heads or [0] * n_layer
@@ -155,7 +176,9 @@ def layers(header: GgufHeader) -> list[Layer]:
 
 
 def _per_layer(header: GgufHeader, key: str, n_layer: int, default: int | None) -> list[int]:
-    """A value that is one number for all layers, or an array with one each. [] when absent and `default` is None."""
+    """A value that is one number for all layers, or an array with one each. [] when absent and
+    `default` is None.
+    """
     value = header.metadata.get(header.own(key), default)
     if isinstance(value, tuple):
         numbers = [n if isinstance(n, int) and n >= 0 else 0 for n in value]
@@ -167,7 +190,9 @@ def _per_layer(header: GgufHeader, key: str, n_layer: int, default: int | None) 
 
 def _windows(header: GgufHeader, n_layer: int) -> list[int]:
     architecture = header.architecture
-    window = header.number(header.own("attention.sliding_window"), _WINDOW_DEFAULTS.get(architecture, 0))
+    window = header.number(
+        header.own("attention.sliding_window"), _WINDOW_DEFAULTS.get(architecture, 0)
+    )
     pattern = header.metadata.get(header.own("attention.sliding_window_pattern"))
     if window and isinstance(pattern, tuple):
         return [window if i < len(pattern) and pattern[i] else 0 for i in range(n_layer)]
@@ -182,22 +207,41 @@ def _windows(header: GgufHeader, n_layer: int) -> list[int]:
 
 def _state_elements(header: GgufHeader) -> int:
     """32-bit floats of a recurrent layer's state, for one sequence (Mamba's keys)."""
-    inner, n_state = header.number(header.own("ssm.inner_size")), header.number(header.own("ssm.state_size"))
-    kernel, groups = header.number(header.own("ssm.conv_kernel")), header.number(header.own("ssm.group_count"))
+    inner, n_state = (
+        header.number(header.own("ssm.inner_size")),
+        header.number(header.own("ssm.state_size")),
+    )
+    kernel, groups = (
+        header.number(header.own("ssm.conv_kernel")),
+        header.number(header.own("ssm.group_count")),
+    )
     return max(0, kernel - 1) * (inner + 2 * groups * n_state) + n_state * inner
 
 
-def _layer_bytes(layer: Layer, n_ctx: int, per_element: float, n_parallel: int, n_ubatch: int, whole_windows: bool) -> int:
+def _layer_bytes(
+    layer: Layer, n_ctx: int, per_element: float, n_parallel: int, n_ubatch: int, whole_windows: bool
+) -> int:
     cells = n_ctx
     if layer.window and not whole_windows:
         cells = min(n_ctx, _padded(layer.window * n_parallel + n_ubatch))
-    return int(cells * (layer.k_elements + layer.v_elements) * per_element) + 4 * layer.state_elements * n_parallel
+    return (
+        int(cells * (layer.k_elements + layer.v_elements) * per_element)
+        + 4 * layer.state_elements * n_parallel
+    )
 
 
 def _compute_bytes(
-    header: GgufHeader, n_ctx: int, n_ubatch: int, n_outputs: int, n_parallel: int, *, whole_windows: bool
+    header: GgufHeader,
+    n_ctx: int,
+    n_ubatch: int,
+    n_outputs: int,
+    n_parallel: int,
+    *,
+    whole_windows: bool,
 ) -> int:
-    """llama.cpp's compute and output buffers: the larger of the logits' end of the graph and a layer's middle."""
+    """llama.cpp's compute and output buffers: the larger of the logits' end of the graph and a layer's
+    middle.
+    """
     n_vocab, n_embd = header.n_vocab, header.n_embd
     logits = 4 * (n_outputs * n_vocab + 2 * n_embd * n_ubatch)
     middle = 4 * n_ubatch * (3 * _feed_forward(header) + 3 * n_embd + _query_elements(header))
@@ -210,7 +254,9 @@ def _compute_bytes(
 def _feed_forward(header: GgufHeader) -> int:
     """The widest feed-forward row a token goes through: a dense one, or those of the experts used."""
     dense = max(_per_layer(header, "feed_forward_length", max(1, header.n_layer), 0), default=0)
-    used = header.number(header.own("expert_used_count")) * header.number(header.own("expert_feed_forward_length"))
+    used = header.number(header.own("expert_used_count")) * header.number(
+        header.own("expert_feed_forward_length")
+    )
     return max(dense, used)
 
 
@@ -225,14 +271,20 @@ def _padded(cells: int) -> int:
 
 
 def machine_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> MachineMemory:
-    """What the kernel says is available, or less where a control group limits us. Zero where nobody says (no Linux)."""
+    """What the kernel says is available, or less where a control group limits us. Zero where nobody
+    says (no Linux).
+    """
     info = _meminfo(proc / "meminfo")
     total, available = info.get("MemTotal", 0), info.get("MemAvailable", 0)
-    found = MachineMemory(total_bytes=total, available_bytes=available, reason="MemAvailable of /proc/meminfo")
+    found = MachineMemory(
+        total_bytes=total, available_bytes=available, reason="MemAvailable of /proc/meminfo"
+    )
     for limit, used, place in _limits(proc / "self/cgroup", cgroups):
         left = max(0, limit - used)
         if limit < total and left < found.available_bytes:
-            found = MachineMemory(total_bytes=limit, available_bytes=left, reason=f"the limit in {place}")
+            found = MachineMemory(
+                total_bytes=limit, available_bytes=left, reason=f"the limit in {place}"
+            )
     return found
 
 
@@ -242,7 +294,11 @@ def _meminfo(path: Path) -> dict[str, int]:
     except OSError:
         return {}
     pairs = (line.split() for line in lines)
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs if len(words) > 1 and words[1].isdecimal()}
+    return {
+        words[0].rstrip(":"): int(words[1]) * 1024
+        for words in pairs
+        if len(words) > 1 and words[1].isdecimal()
+    }
 
 
 def _limits(own: Path, cgroups: Path) -> list[tuple[int, int, Path]]:
@@ -258,18 +314,30 @@ def _limits(own: Path, cgroups: Path) -> list[tuple[int, int, Path]]:
             found += _limits_of(cgroups, place, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             found += _limits_of(
-                cgroups / "memory", place, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+                cgroups / "memory",
+                place,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
             )
     return found
 
 
-def _limits_of(root: Path, place: str, limit_file: str, used_file: str, cache_key: str) -> list[tuple[int, int, Path]]:
+def _limits_of(
+    root: Path, place: str, limit_file: str, used_file: str, cache_key: str
+) -> list[tuple[int, int, Path]]:
     found = []
     folder = root / place.lstrip("/")
     while folder == root or root in folder.parents:
         limit, used = _number(folder / limit_file), _number(folder / used_file)
         if limit is not None:
-            found.append((limit, max(0, (used or 0) - _stat(folder / "memory.stat", cache_key)), folder / limit_file))
+            found.append(
+                (
+                    limit,
+                    max(0, (used or 0) - _stat(folder / "memory.stat", cache_key)),
+                    folder / limit_file,
+                )
+            )
         folder = folder.parent
     return found
 

@@ -1,7 +1,8 @@
 """models.toml: the shipped catalogue and the user's own, typed, with unknown keys refused by name.
 
-The user's file (`models.toml` in the configuration directory) adds models, and overrides keys of a shipped one by name.
-Whoever gives `sources` gives new bytes, so the shipped `sha256` and `size-bytes` of that model are dropped with the old ones.
+The user's file (`models.toml` in the configuration directory) adds models, and overrides keys of a
+shipped one by name. Whoever gives `sources` gives new bytes, so the shipped `sha256` and `size-bytes`
+of that model are dropped with the old ones.
 """
 
 from __future__ import annotations
@@ -54,20 +55,27 @@ class SamplingDefaults(_Table, frozen=True, kw_only=True):
 
 
 class Model(_Table, frozen=True, kw_only=True):
-    """One model. `sources` are tried in order; a source that is a list is concatenated from its parts."""
+    """One model. `sources` are tried in order; a source that is a list is concatenated from its
+    parts.
+    """
 
     title: Annotated[str, _about("What a person calls it.", min_length=1)]
-    sources: Annotated[tuple[str | tuple[str, ...], ...], _about("Where its files come from, tried in order.", min_length=1)]
+    sources: Annotated[
+        tuple[str | tuple[str, ...], ...],
+        _about("Where its files come from, tried in order.", min_length=1),
+    ]
     name: Annotated[str, _about("Set from the table's own name.")] = ""
     family: Annotated[str, _about("The family it belongs to.")] = ""
     parameters: Annotated[str, _about('Parameters as its makers count them: "135M", "7B".')] = ""
     licence: Annotated[str, _about("SPDX name, or the licence's own.")] = ""
     context_length: Annotated[int, _about("Tokens it was trained for.", ge=0, le=1 << 24)] = 0
-    purpose: Annotated[Literal["chat", "base", "code", "reasoning", "embedding", "reranker"], _about("What it is for.")] = (
-        "chat"
-    )
+    purpose: Annotated[
+        Literal["chat", "base", "code", "reasoning", "embedding", "reranker"], _about("What it is for.")
+    ] = "chat"
     quantization: Annotated[str, _about("Quantization of the file the sources hold.")] = ""
-    quantize: Annotated[str, _about("Quantize to this after pulling; empty keeps the file as it is.")] = ""
+    quantize: Annotated[
+        str, _about("Quantize to this after pulling; empty keeps the file as it is.")
+    ] = ""
     file_name: Annotated[str, _about("Name of the file; empty takes the source's.")] = ""
     size_bytes: Annotated[int, _about("Exact size, where it is known.", ge=0)] = 0
     sha256: Annotated[str, _about("SHA-256 of the file, where it is known.")] = ""
@@ -77,8 +85,12 @@ class Model(_Table, frozen=True, kw_only=True):
     sampling: SamplingDefaults = SamplingDefaults()
 
     def parsed_sources(self) -> list[tuple[places.Source, ...]]:
-        """Every source as its parts, in order; all but concatenated ones have one part. Raises UsageError."""
-        return [tuple(map(places.parse, (one,) if isinstance(one, str) else one)) for one in self.sources]
+        """Every source as its parts, in order; all but concatenated ones have one part. Raises
+        UsageError.
+        """
+        return [
+            tuple(map(places.parse, (one,) if isinstance(one, str) else one)) for one in self.sources
+        ]
 
     @property
     def final_quantization(self) -> str:
@@ -104,7 +116,10 @@ class Catalog(msgspec.Struct, frozen=True):
 
 def nearest(name: str, known: Any) -> str | None:
     """A hint with the names of `known` nearest to `name`, or None when none is near."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5) or [k for k in known if name in k][:3]
+    near = (
+        difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+        or [k for k in known if name in k][:3]
+    )
     return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
 
 
@@ -129,7 +144,9 @@ def load_catalog(shipped: Path | None = None, user: Path | None = None) -> Catal
     for name, table in _read(user).items() if user.exists() else ():
         tables[name] = _overlaid(tables.get(name, {}), table)
         origin[name] = user
-    return Catalog({name: _model(name, table, f'{origin[name]}: model "{name}"') for name, table in tables.items()})
+    return Catalog(
+        {name: _model(name, table, f'{origin[name]}: model "{name}"') for name, table in tables.items()}
+    )
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -153,7 +170,11 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _overlaid(shipped: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    base = {k: v for k, v in shipped.items() if "sources" not in own or k not in ("sha256", "size-bytes", "file-name")}
+    base = {
+        k: v
+        for k, v in shipped.items()
+        if "sources" not in own or k not in ("sha256", "size-bytes", "file-name")
+    }
     return base | own
 
 
@@ -173,7 +194,11 @@ def _model(name: str, table: dict[str, Any], where: str) -> Model:
 
 def _check(model: Model) -> None:
     """What the types cannot say. Raises UsageError."""
-    if any(isinstance(part, places.Url) and part.url.startswith("http:") for parts in model.parsed_sources() for part in parts):
+    if any(
+        isinstance(part, places.Url) and part.url.startswith("http:")
+        for parts in model.parsed_sources()
+        for part in parts
+    ):
         raise UsageError('key "sources": http: is not encrypted; give the https: address')
     if model.sha256:
         names.digest(model.sha256)
@@ -186,5 +211,6 @@ def _check(model: Model) -> None:
         if value and file_type(value) is None:
             near = difflib.get_close_matches(value.upper(), FILE_TYPES.values(), n=1)
             raise UsageError(
-                f'key "{key}": {value!r} is no type of llama.cpp' + (f'; did you mean "{near[0]}"?' if near else "")
+                f'key "{key}": {value!r} is no type of llama.cpp'
+                + (f'; did you mean "{near[0]}"?' if near else "")
             )

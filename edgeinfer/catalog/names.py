@@ -1,8 +1,8 @@
 """Names, digests and file names from outside become paths here, and nowhere else.
 
-A model's reference is `NAME` or `NAME:QUANT`. Its folder's name is the name itself, or `name+quant`: `+` is in no name, so
-two references never share a folder. What is not plainly harmless is refused; only names of files that a person already has
-are made harmless instead, because they are hers.
+A model's reference is `NAME` or `NAME:QUANT`. Its folder's name is the name itself, or `name+quant`:
+`+` is in no name, so two references never share a folder. What is not plainly harmless is refused; only
+names of files that a person already has are made harmless instead, because they are hers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def model_name(text: str) -> str:
     """
     if not _NAME.fullmatch(text) or ".." in text:
         raise UsageError(
-            f"{text!r} is no model name", hint="names have lower-case letters, digits, '.', '_' and '-', up to 96 of them"
+            f"{text!r} is no model name",
+            hint="names have lower-case letters, digits, '.', '_' and '-', up to 96 of them",
         )
     return text
 
@@ -54,7 +55,9 @@ def reference(text: str) -> Reference:
     """
     name, colon, quant = text.partition(":")
     if colon and file_type(quant) is None:
-        raise UsageError(f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them")
+        raise UsageError(
+            f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them"
+        )
     return Reference(model_name(name.lower()), quant.upper())
 
 
@@ -96,4 +99,6 @@ def tamed_file_name(text: str) -> str:
 
 def is_path(text: str) -> bool:
     """Whether a person who typed this means a file: it ends in .gguf, or begins like a path."""
-    return text.startswith(("/", "./", "../", "~")) or (text.lower().endswith(".gguf") and ":" not in text)
+    return text.startswith(("/", "./", "../", "~")) or (
+        text.lower().endswith(".gguf") and ":" not in text
+    )

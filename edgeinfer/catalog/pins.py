@@ -1,6 +1,8 @@
-"""Pins: the SHA-256 every file had when it was first pulled from a source. From then on it may not change.
+"""Pins: the SHA-256 every file had when it was first pulled from a source. From then on it may not
+change.
 
-They lie beside the model's folder (`NAME.lock.json`) and outlive `edgeinfer rm`, unless `--forget` is given.
+They lie beside the model's folder (`NAME.lock.json`) and outlive `edgeinfer rm`, unless `--forget` is
+given.
 """
 
 from __future__ import annotations
@@ -50,12 +52,16 @@ def read(ref: Reference) -> LockFile:
     except FileNotFoundError:
         return LockFile()
     except (OSError, msgspec.MsgspecError) as error:
-        raise CatalogError(f"{place(ref)} cannot be read: {error}", hint=f"`edgeinfer rm {ref} --forget`") from error
+        raise CatalogError(
+            f"{place(ref)} cannot be read: {error}", hint=f"`edgeinfer rm {ref} --forget`"
+        ) from error
 
 
 def known(ref: Reference, source: str, file_name: str) -> str:
     """The pinned SHA-256, or "" on the first pull."""
-    return next((pin.sha256 for pin in read(ref).pins if (pin.source, pin.file_name) == (source, file_name)), "")
+    return next(
+        (pin.sha256 for pin in read(ref).pins if (pin.source, pin.file_name) == (source, file_name)), ""
+    )
 
 
 def remember(ref: Reference, source: str, fetched: Iterable[Fetched]) -> None:
@@ -75,7 +81,9 @@ def remember(ref: Reference, source: str, fetched: Iterable[Fetched]) -> None:
         if one.pinned and (source, one.file_name) not in have
     )
     if new:
-        write_whole(place(ref), msgspec.json.format(msgspec.json.encode(LockFile(pins=old + new)), indent=2))
+        write_whole(
+            place(ref), msgspec.json.format(msgspec.json.encode(LockFile(pins=old + new)), indent=2)
+        )
 
 
 def forget(ref: Reference) -> None:

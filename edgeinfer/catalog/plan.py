@@ -1,4 +1,6 @@
-"""What a person's word means to `pull`: which model it will be, where its files may come from, and what they must be."""
+"""What a person's word means to `pull`: which model it will be, where its files may come from, and what
+they must be.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from edgeinfer.errors import UnknownModelError, UsageError
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`candidates` are tried in order; each is one source, or the parts of one file. "" and 0 mean unknown or unwanted."""
+    """`candidates` are tried in order; each is one source, or the parts of one file. "" and 0 mean
+    unknown or unwanted.
+    """
 
     ref: Reference
     candidates: tuple[tuple[sources.Source, ...], ...]
@@ -32,7 +36,10 @@ def plan(text: str, catalog: Catalog, name: str | None = None) -> Plan:
     wanted = names.reference(name) if name else None
     if names.is_path(text):
         path = Path(text).expanduser().absolute()
-        return Plan(ref=wanted or _named_after(path.stem, catalog), candidates=((sources.LocalFile(str(path)),),))
+        return Plan(
+            ref=wanted or _named_after(path.stem, catalog),
+            candidates=((sources.LocalFile(str(path)),),),
+        )
     if sources.looks_like_source(text):
         source = sources.parse(text)
         return Plan(ref=wanted or _named_after(_stem(source), catalog), candidates=((source,),))
@@ -58,10 +65,16 @@ def _of_entry(entry: Model, ref: Reference, wanted: Reference | None) -> Plan:
 
 def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...], ...]:
     """The same repositories in another quantization; only Hugging Face sources can be asked for one."""
-    repos = [part for parts in entry.parsed_sources() for part in parts if isinstance(part, sources.HubFile | sources.HubQuant)]
+    repos = [
+        part
+        for parts in entry.parsed_sources()
+        for part in parts
+        if isinstance(part, sources.HubFile | sources.HubQuant)
+    ]
     if not repos:
         raise UsageError(
-            f"the sources of {ref.name} have no other quantization than {entry.quantization or 'their own'}",
+            f"the sources of {ref.name} have no other quantization than "
+            f"{entry.quantization or 'their own'}",
             hint=f"make it here: `edgeinfer pull {ref.name}`, then `edgeinfer quantize {ref.name} {ref.quant}`",
         )
     return tuple((sources.HubQuant(repo.repo, ref.quant, repo.revision),) for repo in repos)
@@ -80,10 +93,18 @@ def _stem(source: sources.Source) -> str:
 
 
 def _named_after(stem: str, catalog: Catalog) -> Reference:
-    """A name made from a file's or a repository's, when that gives a good and free one. Raises UsageError."""
+    """A name made from a file's or a repository's, when that gives a good and free one. Raises
+    UsageError.
+    """
     plain = re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower()
-    made = re.sub(r"[-._]{2,}", "-", re.sub(r"[^a-z0-9._-]+", "-", plain)).strip("-._")[:96].strip("-._")
+    made = (
+        re.sub(r"[-._]{2,}", "-", re.sub(r"[^a-z0-9._-]+", "-", plain)).strip("-._")[:96].strip("-._")
+    )
     if not made or made in catalog.models:
-        taken = f"the catalogue has a model called {made!r}" if made else f"no name can be made from {stem!r}"
+        taken = (
+            f"the catalogue has a model called {made!r}"
+            if made
+            else f"no name can be made from {stem!r}"
+        )
         raise UsageError(taken, hint="give it a name: `--name NAME`")
     return Reference(names.model_name(made))

@@ -13,7 +13,9 @@ import msgspec
 
 from edgeinfer.errors import InterruptedByUser
 
-Stage = Literal["resolving", "checking", "downloading", "copying", "verifying", "quantizing", "scoring", "done"]
+Stage = Literal[
+    "resolving", "checking", "downloading", "copying", "verifying", "quantizing", "scoring", "done"
+]
 
 #: Reports are at least this far apart, except the first and last of a stage.
 _INTERVAL_S = 0.1
@@ -22,9 +24,9 @@ _WINDOW_S = 5.0
 
 
 class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pull is. Bytes count within `file`, the `index`-th (from 0) of `n_files`; `total_bytes` is None while nobody
-    knows it. `rate_bytes_per_s` and `left_s` follow the last seconds; None at the beginning. While quantizing,
-    `done_bytes` counts tensors; while scoring, tokens.
+    """Where a pull is. Bytes count within `file`, the `index`-th (from 0) of `n_files`; `total_bytes`
+    is None while nobody knows it. `rate_bytes_per_s` and `left_s` follow the last seconds; None at the
+    beginning. While quantizing, `done_bytes` counts tensors; while scoring, tokens.
     """
 
     stage: Stage
@@ -43,7 +45,9 @@ OnProgress = Callable[[PullProgress], None]
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to believe in a server. `attempts` without a new byte end it; waits double from `pause_s` up to 30 s."""
+    """How long to believe in a server. `attempts` without a new byte end it; waits double from
+    `pause_s` up to 30 s.
+    """
 
     attempts: int = 6
     pause_s: float = 1.0
@@ -52,7 +56,9 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job:
-    """One pull's ears and mouth: reports progress, and raises InterruptedByUser at the next step once `cancel` is set."""
+    """One pull's ears and mouth: reports progress, and raises InterruptedByUser at the next step once
+    `cancel` is set.
+    """
 
     def __init__(
         self,
@@ -69,11 +75,20 @@ class Job:
         self._reported_at = 0.0
 
     def begin(
-        self, stage: Stage, file: str = "", *, done: int = 0, total: int | None = None, index: int = 0, n_files: int = 1
+        self,
+        stage: Stage,
+        file: str = "",
+        *,
+        done: int = 0,
+        total: int | None = None,
+        index: int = 0,
+        n_files: int = 1,
     ) -> None:
         """A new stage, reported at once."""
         self.check()
-        self._now = PullProgress(stage=stage, file=file, done_bytes=done, total_bytes=total, index=index, n_files=n_files)
+        self._now = PullProgress(
+            stage=stage, file=file, done_bytes=done, total_bytes=total, index=index, n_files=n_files
+        )
         self._marks.clear()
         self._marks.append((time.monotonic(), done))
         self._report()
@@ -103,11 +118,15 @@ class Job:
     def check(self) -> None:
         """Raise InterruptedByUser when somebody asked to stop."""
         if self._cancel.is_set():
-            raise InterruptedByUser("stopped; what was fetched is kept", hint="type the same command again to go on")
+            raise InterruptedByUser(
+                "stopped; what was fetched is kept", hint="type the same command again to go on"
+            )
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call `wake` from another thread when somebody asks to stop during the block, which may be waiting for a server."""
+        """Call `wake` from another thread when somebody asks to stop during the block, which may be
+        waiting for a server.
+        """
         if not self._cancellable:
             yield
             return

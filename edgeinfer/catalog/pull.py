@@ -1,7 +1,9 @@
-"""`pull`: from a word to verified files under a model's name, or a clear error with what was fetched kept.
+"""`pull`: from a word to verified files under a model's name, or a clear error with what was fetched
+kept.
 
-The order is what keeps a wrong file out: lock, fetch to a partial file, hash, compare with every digest known (catalogue, hub,
-pin), check the header, quantize if wanted, rename, and only then write the record that makes the folder a model.
+The order is what keeps a wrong file out: lock, fetch to a partial file, hash, compare with every digest
+known (catalogue, hub, pin), check the header, quantize if wanted, rename, and only then write the
+record that makes the folder a model.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, Invalid
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` renames; `in_place` points at a local file instead of copying it; `again` fetches even what is here.
+    """`name` renames; `in_place` points at a local file instead of copying it; `again` fetches even
+    what is here.
 
     `offline` None asks the configuration and the environment; `patience` is with web servers.
     """
@@ -51,8 +54,9 @@ def pull(
 ) -> PulledModel:
     """Make the model that `text` names be here, and return its record; quick when it already is.
 
-    Raises UsageError, UnknownModelError, ModelBusyError, OfflineError before any connection, DownloadError and its kin when
-    every source failed, ChecksumError, InvalidGgufError, QuantizeError, DiskFullError, InterruptedByUser.
+    Raises UsageError, UnknownModelError, ModelBusyError, OfflineError before any connection,
+    DownloadError and its kin when every source failed, ChecksumError, InvalidGgufError, QuantizeError,
+    DiskFullError, InterruptedByUser.
     """
     options = options or PullOptions()
     job = Job(progress, cancel, options.patience)
@@ -78,11 +82,15 @@ def _plain_words() -> Iterator[None]:
         yield
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        raise CatalogError(f"{place}{error.strerror or error}", hint="check who may write to the data directory") from error
+        raise CatalogError(
+            f"{place}{error.strerror or error}", hint="check who may write to the data directory"
+        ) from error
 
 
 def _already_here(todo: Plan, job: Job) -> PulledModel | None:
-    """The record when every file still is what it says; files that were touched are hashed again. None: fetch them."""
+    """The record when every file still is what it says; files that were touched are hashed again. None:
+    fetch them.
+    """
     record = store.read_record(store.folder_of(todo.ref))
     if record is None:
         return None
@@ -105,8 +113,12 @@ def _already_here(todo: Plan, job: Job) -> PulledModel | None:
     return record
 
 
-def _first_that_works(todo: Plan, work: Path, job: Job, options: PullOptions) -> tuple[list[Fetched], str]:
-    """The files from the first candidate that gives good ones. Raises the only error, or the last with the others' words."""
+def _first_that_works(
+    todo: Plan, work: Path, job: Job, options: PullOptions
+) -> tuple[list[Fetched], str]:
+    """The files from the first candidate that gives good ones. Raises the only error, or the last with
+    the others' words.
+    """
     failures: list[CatalogError] = []
     for parts in todo.candidates:
         source = " + ".join(map(str, parts))
@@ -139,12 +151,17 @@ def _refuse_network(parts: tuple[sources.Source, ...], source: str, options: Pul
 
 
 def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None:
-    """Hash, compare with every digest known, check the header. A file with the wrong bytes is set aside as `.bad`."""
+    """Hash, compare with every digest known, check the header. A file with the wrong bytes is set aside
+    as `.bad`.
+    """
     size = one.path.stat().st_size
     job.begin("verifying", one.file_name, total=size, index=one.index, n_files=one.n_files)
     whole = todo if one.n_files == 1 else None  # the catalogue's figures are of a single file
     if whole and whole.size_bytes and size != whole.size_bytes:
-        raise ChecksumError(f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}; {_set_aside(one, work)}")
+        raise ChecksumError(
+            f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}; "
+            f"{_set_aside(one, work)}"
+        )
     found = sha256_of(one.path, job)
     promises = (
         (one.sha256, "its source"),
@@ -154,7 +171,9 @@ def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None
     for expected, who in promises:
         if expected and found != expected:
             kept = _set_aside(one, work)
-            raise ChecksumError(f"{one.file_name} of {source} has SHA-256 {found}, not {expected} as {who} says; {kept}")
+            raise ChecksumError(
+                f"{one.file_name} of {source} has SHA-256 {found}, not {expected} as {who} says; {kept}"
+            )
     one.found_sha256 = found
     try:
         _refuse_other_part(gguf.check(one.path), one)
@@ -168,7 +187,8 @@ def _refuse_other_part(header: gguf.GgufHeader, one: Fetched) -> None:
     index, count = header.split
     if count > 1 and (index, count) != (one.index, one.n_files):
         raise InvalidGgufError(
-            f"{one.file_name} is part {index + 1} of {count} by its header, {one.index + 1} of {one.n_files} by its name"
+            f"{one.file_name} is part {index + 1} of {count} by its header, {one.index + 1} of "
+            f"{one.n_files} by its name"
         )
 
 
@@ -189,7 +209,9 @@ def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: J
     original = header.quantization
     pins.remember(todo.ref, source, fetched)
     if todo.quantize and original != todo.quantize:
-        from edgeinfer.catalog.quantize import quantize_fetched  # only for models the catalogue wants quantized
+        from edgeinfer.catalog.quantize import (
+            quantize_fetched,
+        )  # only for models the catalogue wants quantized
 
         fetched = [quantize_fetched(fetched, todo.quantize, work, job)]
         header = gguf.check(fetched[0].path)

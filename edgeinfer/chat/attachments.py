@@ -1,4 +1,6 @@
-"""Text files that ride with a turn: finding `@path` in what was typed, reading them, and showing them to the model."""
+"""Text files that ride with a turn: finding `@path` in what was typed, reading them, and showing them
+to the model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))')
 
 
 def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
-    """The files that `text` names with `@`, in order, once each. A mention that is no file (`@home`) is left as text."""
+    """The files that `text` names with `@`, in order, once each. A mention that is no file (`@home`) is
+    left as text.
+    """
     found: dict[Path, None] = {}
     for match in MENTION.finditer(text):
         path = (cwd or Path.cwd()) / Path(match[1] or match[2]).expanduser()
@@ -28,7 +32,9 @@ def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def read(path: Path) -> Attachment:
-    """The file as an attachment, uncounted. Raises UsageError when it is too large, not text, or cannot be read."""
+    """The file as an attachment, uncounted. Raises UsageError when it is too large, not text, or cannot
+    be read.
+    """
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UsageError(f"{path} is larger than {MAX_BYTES >> 20} MiB", hint="attach a part of it")
@@ -44,7 +50,9 @@ def from_bytes(name: str, data: bytes) -> Attachment:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text", hint="convert it first: `iconv -t utf-8`") from error
+        raise UsageError(
+            f"{name} is not UTF-8 text", hint="convert it first: `iconv -t utf-8`"
+        ) from error
     if "\0" in text:
         raise UsageError(f"{name} is a binary file", hint="only text can be attached")
     return Attachment(name=name, text=text)
@@ -57,16 +65,22 @@ def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
 
 
 def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
-    """Completions of a path typed after `@`: names beside it that begin so, folders with a slash, hidden ones when asked."""
+    """Completions of a path typed after `@`: names beside it that begin so, folders with a slash,
+    hidden ones when asked.
+    """
     folder, _, start = typed.rpartition("/")
-    base = (cwd or Path.cwd()) / Path(f"{folder}/" if folder or typed.startswith("/") else ".").expanduser()
+    base = (cwd or Path.cwd()) / Path(
+        f"{folder}/" if folder or typed.startswith("/") else "."
+    ).expanduser()
     try:
         entries = sorted(os.scandir(base), key=lambda e: (not _is_dir(e), e.name))
     except OSError:
         return []
     prefix = typed[: len(typed) - len(start)]
     names = [e.name + ("/" if _is_dir(e) else "") for e in entries if e.name.startswith(start)]
-    return [prefix + name for name in names if start.startswith(".") or not name.startswith(".")][:limit]
+    return [prefix + name for name in names if start.startswith(".") or not name.startswith(".")][
+        :limit
+    ]
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -20,7 +20,9 @@ class Code(msgspec.Struct, frozen=True):
 
 @cache
 def parser() -> MarkdownIt:
-    """GitHub's Markdown without HTML: what models write. Safe to share, it keeps no state between parses."""
+    """GitHub's Markdown without HTML: what models write. Safe to share, it keeps no state between
+    parses.
+    """
     from markdown_it import MarkdownIt  # 30 ms, and `run` needs none of it
 
     return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])

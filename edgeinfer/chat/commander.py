@@ -1,4 +1,6 @@
-"""What each `/` command does to the session, for any front. A front shows things; it decides nothing here."""
+"""What each `/` command does to the session, for any front. A front shows things; it decides nothing
+here.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Front(Protocol):
 
 
 class Commander:
-    """Runs parsed commands. `config` is what the user saved; what is saved here is seen from the next command on."""
+    """Runs parsed commands. `config` is what the user saved; what is saved here is seen from the next
+    command on.
+    """
 
     def __init__(self, session: ChatSession, front: Front, config: ChatConfig) -> None:
         self.session = session
@@ -75,7 +79,9 @@ class Commander:
         self._deleted: int | None = None
 
     def run(self, line: str) -> None:
-        """Run one command line. Raises EdgeInferError with the words to show; nothing has changed then."""
+        """Run one command line. Raises EdgeInferError with the words to show; nothing has changed
+        then.
+        """
         typed = slash.parse(line)
         handler = getattr(self, f"_{typed.name.replace('-', '_')}")
         handler(typed.argument)
@@ -88,7 +94,14 @@ class Commander:
             self.session.set(system_prompt=text)
         shown = self.session.conversation.system_prompt
         saved = f"\nSaved: {', '.join(self.prompts)}" if self.prompts else ""
-        self.front.say((f"System prompt: {shown}" if shown else "No system prompt of yours; the model's own, if any.") + saved)
+        self.front.say(
+            (
+                f"System prompt: {shown}"
+                if shown
+                else "No system prompt of yours; the model's own, if any."
+            )
+            + saved
+        )
 
     def _save_system(self, argument: str) -> None:
         text = self.session.conversation.system_prompt
@@ -105,7 +118,10 @@ class Commander:
         name, _, text = argument.replace("=", " ").partition(" ")
         if not name:
             lines = [f"{k.replace('_', '-'):<18} {o.summary}" for k, o in presets.OPTIONS.items()]
-            self.front.say(f"Sampling: {presets.describe(self.session.conversation.sampling)}\n\n" + "\n".join(lines))
+            self.front.say(
+                f"Sampling: {presets.describe(self.session.conversation.sampling)}\n\n"
+                + "\n".join(lines)
+            )
             return
         key = presets.option(name)
         if text.strip():
@@ -115,20 +131,29 @@ class Commander:
 
     def _preset(self, argument: str) -> None:
         if argument and argument not in self.presets:
-            raise UsageError(f"there is no preset {argument!r}", hint=f"there are: {', '.join(self.presets)}")
+            raise UsageError(
+                f"there is no preset {argument!r}", hint=f"there are: {', '.join(self.presets)}"
+            )
         if argument:
             self.session.set(sampling=dict(self.presets[argument]))
         chosen = presets.matching(self.session.conversation.sampling, self.presets)
-        lines = [f"{'●' if n == chosen else ' '} {n:<12} {presets.describe(v)}" for n, v in self.presets.items()]
+        lines = [
+            f"{'●' if n == chosen else ' '} {n:<12} {presets.describe(v)}"
+            for n, v in self.presets.items()
+        ]
         self.front.say("\n".join(lines))
 
     def _ctx(self, argument: str) -> None:
         engine = self.session.engine
         if not argument:
-            self.front.say(f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet.")
+            self.front.say(
+                f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet."
+            )
             return
         if not argument.isdecimal() or not 0 <= int(argument) <= 1 << 24:
-            raise UsageError("a context is a number of tokens, e.g. /ctx 4096", hint="0 fits it to memory")
+            raise UsageError(
+                "a context is a number of tokens, e.g. /ctx 4096", hint="0 fits it to memory"
+            )
         self.front.use_model(self.session.conversation.model, int(argument))
 
     def _model(self, argument: str) -> None:
@@ -144,7 +169,9 @@ class Commander:
 
     def _copy(self, argument: str) -> None:
         if argument == "all":
-            self.front.copy(export.to_markdown(self.session.conversation, self.session.path), "the conversation")
+            self.front.copy(
+                export.to_markdown(self.session.conversation, self.session.path), "the conversation"
+            )
             return
         answer = self._last_answer()
         if not argument:
@@ -243,7 +270,11 @@ class Commander:
                 if self.session.page(turn.id, step):
                     self.front.changed()
                 else:
-                    self.front.say("That is the last alternative." if step > 0 else "That is the first alternative.")
+                    self.front.say(
+                        "That is the last alternative."
+                        if step > 0
+                        else "That is the first alternative."
+                    )
                 return
         raise UsageError("there are no alternatives", hint="make one: `/regen`")
 
@@ -299,12 +330,15 @@ class Commander:
 
 def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:
     """Conversations as lines: number, turns, title, snippet."""
-    found = library.search(session.store, words, limit) if words else library.listing(session.store, limit)
+    found = (
+        library.search(session.store, words, limit) if words else library.listing(session.store, limit)
+    )
     if not found:
         return "No conversation holds these words." if words else "No conversations yet."
     clean = str.maketrans("", "", library.MARK + library.UNMARK)
     lines = [
-        f"{s.id:>5}  {s.turns:>3} turns  {s.title}" + (f"\n       {s.snippet.translate(clean)}" if s.snippet else "")
+        f"{s.id:>5}  {s.turns:>3} turns  {s.title}"
+        + (f"\n       {s.snippet.translate(clean)}" if s.snippet else "")
         for s in found
     ]
     return "\n".join(lines) + "\nOpen one: /open NUMBER"
@@ -318,7 +352,10 @@ def stats_text(session: ChatSession, started: str) -> str:
     rows = [("model", session.conversation.model), ("started", started)]
     if engine is not None:
         used = stats.context_tokens if stats else 0
-        rows += [("context", f"{used:,} of {engine.info.n_ctx:,} tokens"), ("loaded in", f"{engine.info.load_ms:,.0f} ms")]
+        rows += [
+            ("context", f"{used:,} of {engine.info.n_ctx:,} tokens"),
+            ("loaded in", f"{engine.info.load_ms:,.0f} ms"),
+        ]
     if stats:
         rows += [
             ("prompt", f"{stats.prompt_tokens:,} tokens, {stats.cached_tokens:,} cached"),
@@ -327,6 +364,9 @@ def stats_text(session: ChatSession, started: str) -> str:
         ]
     rows.append(("sampling", presets.describe(session.conversation.sampling)))
     if engine is not None:
-        rows += [(name.replace("_", " "), f"{chosen.value} ({chosen.reason})") for name, chosen in engine.info.choices.items()]
+        rows += [
+            (name.replace("_", " "), f"{chosen.value} ({chosen.reason})")
+            for name, chosen in engine.info.choices.items()
+        ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {words}" for name, words in rows)

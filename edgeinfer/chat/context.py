@@ -1,4 +1,6 @@
-"""When a conversation outgrows the context: how many of its oldest turns to leave out, and the request that summarises them."""
+"""When a conversation outgrows the context: how many of its oldest turns to leave out, and the request
+that summarises them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 KEEP_SHARE = 0.5
 
 _SUMMARISE = (
-    "Summarise the conversation below in at most 150 words. Keep names, numbers, decisions and open questions. "
+    "Summarise the conversation below in at most 150 words. Keep names, numbers, decisions and open "
+    "questions. "
     "Write only the summary."
 )
 _SUMMARY_TOKENS = 300
@@ -28,9 +31,11 @@ def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:
-    """The question from which turns are still sent after a cut: the earliest that leaves room to answer.
+    """The question from which turns are still sent after a cut: the earliest that leaves room to
+    answer.
 
-    Raises UsageError when there is nothing to leave out, ContextLengthError when even the last question is too long.
+    Raises UsageError when there is nothing to leave out, ContextLengthError when even the last question
+    is too long.
     """
     path = session.path
     _, kept = tree.sent(path)
@@ -52,12 +57,18 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
 
 
 def summary_request(session: ChatSession, engine: Engine, kept: Turn) -> GenerateRequest:
-    """Ask for a summary of all that comes before `kept`, an earlier summary included; cut from the front until it fits."""
+    """Ask for a summary of all that comes before `kept`, an earlier summary included; cut from the
+    front until it fits.
+    """
     path = session.path
     summary, sent = tree.sent(path)
     before = sent[: [t.id for t in sent].index(kept.id)]
     lines = [f"Summary of what was before: {summary}"] if summary else []
-    lines += [f"{t.role}: {with_attachments(t.content, t.attachments)}" for t in before if t.content or t.attachments]
+    lines += [
+        f"{t.role}: {with_attachments(t.content, t.attachments)}"
+        for t in before
+        if t.content or t.attachments
+    ]
     room = engine.info.n_ctx - _SUMMARY_TOKENS - 100
     tokens = engine.tokenize("\n\n".join(lines))
     text = engine.detokenize(tokens[-max(room, 64) :]).decode("utf-8", "ignore")

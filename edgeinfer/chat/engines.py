@@ -1,4 +1,6 @@
-"""The model that answers, and changing it: the first comes from the process itself, others may live in warm workers."""
+"""The model that answers, and changing it: the first comes from the process itself, others may live in
+warm workers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from edgeinfer.runtime.options import LoadOptions
 
 
 class Engines:
-    """At most one engine besides the one this process was resumed with. Blocking: call it from a thread of its own."""
+    """At most one engine besides the one this process was resumed with. Blocking: call it from a thread
+    of its own.
+    """
 
     def __init__(self, host: Host, options: LoadOptions) -> None:
         self.host = host
@@ -23,9 +27,11 @@ class Engines:
         self._home_key: tuple[str, int] | None = None
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
-        """The engine of `model`, loaded or resumed if need be; the one before is closed once this one is there.
+        """The engine of `model`, loaded or resumed if need be; the one before is closed once this one
+        is there.
 
-        `n_ctx` None keeps the launch's. Raises what `Host.engine` raises; then the engine before goes on.
+        `n_ctx` None keeps the launch's. Raises what `Host.engine` raises; then the engine before goes
+        on.
         """
         with self._loading:  # who asks for another meanwhile gets theirs after this one
             return self._get(model, n_ctx, progress)
@@ -47,7 +53,9 @@ class Engines:
         return new
 
     def _part(self, engine: Engine) -> None:
-        """A resumed engine costs no private memory and is there again at once: it is kept. Others are closed."""
+        """A resumed engine costs no private memory and is there again at once: it is kept. Others are
+        closed.
+        """
         if engine is self._home:
             if self.host.start.how == "resumed":
                 return

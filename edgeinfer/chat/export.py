@@ -20,15 +20,23 @@ SCHEMA = "edgeinfer-conversation/1"
 
 def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
     """The branch on show, reasoning folded."""
-    parts = [f"# {conversation.title or 'Conversation'}", f"*{conversation.model}, {_day(conversation.created_ms)}*"]
+    parts = [
+        f"# {conversation.title or 'Conversation'}",
+        f"*{conversation.model}, {_day(conversation.created_ms)}*",
+    ]
     if conversation.system_prompt:
         parts += ["## System", conversation.system_prompt]
     for turn in turns:
         parts.append("## You" if turn.role == "user" else f"## {turn.model or 'Model'}")
         if turn.reasoning:
-            parts.append(f"<details><summary>Reasoning</summary>\n\n{turn.reasoning.strip()}\n\n</details>")
+            parts.append(
+                f"<details><summary>Reasoning</summary>\n\n{turn.reasoning.strip()}\n\n</details>"
+            )
         parts.append(turn.content.strip())
-        parts += [f"{_fence(a.text)}{_info(a.name)}\n{a.text.rstrip()}\n{_fence(a.text)}" for a in turn.attachments]
+        parts += [
+            f"{_fence(a.text)}{_info(a.name)}\n{a.text.rstrip()}\n{_fence(a.text)}"
+            for a in turn.attachments
+        ]
         if turn.role == "assistant" and turn.status != "complete":
             parts.append(f"*({turn.error or turn.status})*")
     return "\n\n".join(p for p in parts if p) + "\n"
@@ -45,7 +53,9 @@ def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Write an export beside nothing else: a new file, 0600, whole or not at all. Raises StoreError; never overwrites."""
+    """Write an export beside nothing else: a new file, 0600, whole or not at all. Raises StoreError;
+    never overwrites.
+    """
     target = path.expanduser()
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -54,13 +64,17 @@ def write(path: Path, text: str) -> Path:
     except FileExistsError as error:
         raise StoreError(f"{target} is there already", hint="give another name") from error
     except OSError as error:
-        raise StoreError(f"{target}: {error.strerror}", hint="give a path that can be written") from error
+        raise StoreError(
+            f"{target}: {error.strerror}", hint="give a path that can be written"
+        ) from error
     return target
 
 
 def file_name(conversation: Conversation, suffix: str) -> str:
     """A file name from the title: `name-three-colours.md`."""
-    slug = re.sub(r"[^\w]+", "-", conversation.title.lower(), flags=re.UNICODE).strip("-")[:48].rstrip("-")
+    slug = (
+        re.sub(r"[^\w]+", "-", conversation.title.lower(), flags=re.UNICODE).strip("-")[:48].rstrip("-")
+    )
     return f"{slug or 'conversation'}{suffix}"
 
 

@@ -29,10 +29,11 @@ def listing(store: Store, limit: int = 500) -> list[Summary]:
 
 
 def search(store: Store, words: str, limit: int = 60) -> list[Summary]:
-    """Conversations with all the words in a turn or the title, the last word as a prefix; titles first, then the newest.
+    """Conversations with all the words in a turn or the title, the last word as a prefix; titles first,
+    then the newest.
 
-    One snippet each, from the newest turn that has them. Of a word in very many turns the newest `HITS` are looked at: ranking
-    all of them would take a quarter of a second in 20,000 turns.
+    One snippet each, from the newest turn that has them. Of a word in very many turns the newest `HITS`
+    are looked at: ranking all of them would take a quarter of a second in 20,000 turns.
     """
     query = match_query(words)
     if not query:
@@ -50,15 +51,23 @@ def search(store: Store, words: str, limit: int = 60) -> list[Summary]:
             WHERE c.deleted_ms IS NULL ORDER BY named DESC, c.updated_ms DESC, c.id DESC LIMIT :limit
         )
         SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, coalesce(t.content, '')
-        FROM shown c LEFT JOIN turn t ON t.id = c.turn_id ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC"""
+        FROM shown c LEFT JOIN turn t ON t.id = c.turn_id ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
+        """
     with speaking(store.name):
         rows = store.db.execute(sql, {"query": query, "limit": limit}).fetchall()
     wanted = _WORD.findall(words)
-    return [Summary(id=r[0], title=r[1], model=r[2], turns=r[3], updated_ms=r[4], snippet=snippet(r[5], wanted)) for r in rows]
+    return [
+        Summary(
+            id=r[0], title=r[1], model=r[2], turns=r[3], updated_ms=r[4], snippet=snippet(r[5], wanted)
+        )
+        for r in rows
+    ]
 
 
 def match_query(words: str) -> str:
-    """What a person typed as an FTS5 expression: every word, the last as a prefix. "" when there is no word in it."""
+    """What a person typed as an FTS5 expression: every word, the last as a prefix. "" when there is no
+    word in it.
+    """
     found = _WORD.findall(words)
     return " ".join(f'"{w}"' for w in found) + "*" if found else ""
 
@@ -81,7 +90,9 @@ def typed(store: Store, limit: int = 200) -> list[str]:
 
 
 def snippet(text: str, words: Sequence[str], around: int = 40) -> str:
-    """The place in `text` where the first of `words` begins a word, with some text around and the words marked."""
+    """The place in `text` where the first of `words` begins a word, with some text around and the words
+    marked.
+    """
     plain = text if text.isascii() else "".join(unicodedata.normalize("NFD", c)[0] for c in text)
     bare = ("".join(unicodedata.normalize("NFD", c)[0] for c in w) for w in words)
     pattern = re.compile("|".join(rf"\b{re.escape(w)}\w*" for w in bare), re.IGNORECASE)

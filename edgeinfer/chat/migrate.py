@@ -17,7 +17,9 @@ _NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
 
 
 def available(folder: Path = FOLDER) -> list[Path]:
-    """The migrations, in order. Raises StoreError when the numbers have a gap: one was left out of the build."""
+    """The migrations, in order. Raises StoreError when the numbers have a gap: one was left out of the
+    build.
+    """
     found = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
     if not found or list(found) != list(range(1, len(found) + 1)):
         raise StoreError(f"the migrations in {folder} are incomplete", hint="install edgeinfer again")
@@ -25,9 +27,11 @@ def available(folder: Path = FOLDER) -> list[Path]:
 
 
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
-    """Bring `db` (in autocommit mode) to the newest schema and return its number. `name` is for the words of an error.
+    """Bring `db` (in autocommit mode) to the newest schema and return its number. `name` is for the
+    words of an error.
 
-    Raises StoreError when it was made by a newer edgeinfer, sqlite3.Error when a statement fails (nothing is changed then).
+    Raises StoreError when it was made by a newer edgeinfer, sqlite3.Error when a statement fails
+    (nothing is changed then).
     """
     scripts = available() if scripts is None else scripts
     if (reached := _version(db)) == len(scripts):
@@ -37,7 +41,8 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
         reached = _version(db)  # another process may have migrated it while this one waited
         if reached > len(scripts):
             raise StoreError(
-                f"{name} was made by a newer edgeinfer (schema {reached}, this one knows {len(scripts)})",
+                f"{name} was made by a newer edgeinfer (schema {reached}, this one knows "
+                f"{len(scripts)})",
                 hint="use that version, or move the file aside",
             )
         for script in scripts[reached:]:

@@ -37,7 +37,8 @@ OPTIONS: dict[str, Option] = {
     "max_tokens": Option(int, 1, 1 << 24, "longest answer"),
 }
 
-#: Presets everyone has; the user's own (`[chat.presets]`) come beside and over them. `model` is the model's own sampling.
+#: Presets everyone has; the user's own (`[chat.presets]`) come beside and over them. `model` is the
+#: model's own sampling.
 PRESETS: dict[str, dict[str, Value]] = {
     "model": {},
     "greedy": {"temperature": 0.0},
@@ -48,7 +49,9 @@ PRESETS: dict[str, dict[str, Value]] = {
 
 
 def option(name: str) -> str:
-    """The field an option's name means: `top-p`, `temp` and `TOP_P` are understood. Raises UsageError."""
+    """The field an option's name means: `top-p`, `temp` and `TOP_P` are understood. Raises
+    UsageError.
+    """
     key = name.lower().replace("-", "_")
     key = {"temp": "temperature"}.get(key, key)
     if key not in OPTIONS:
@@ -71,7 +74,8 @@ def value(name: str, text: str) -> Value:
     if not wanted.low <= number <= wanted.high:
         label = name.replace("_", "-")
         raise UsageError(
-            f"{label} is a number from {wanted.low:g} to {wanted.high:g}", hint=f"or `default`: /set {label} default"
+            f"{label} is a number from {wanted.low:g} to {wanted.high:g}",
+            hint=f"or `default`: /set {label} default",
         )
     return number
 
@@ -83,13 +87,20 @@ def changed(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, V
 
 
 def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:
-    """The model's sampling with what the user set; `max_tokens` belongs to the request and is left out."""
-    return msgspec.structs.replace(base, **{k: v for k, v in sampling.items() if k in Sampling.__struct_fields__})
+    """The model's sampling with what the user set; `max_tokens` belongs to the request and is
+    left out.
+    """
+    return msgspec.structs.replace(
+        base, **{k: v for k, v in sampling.items() if k in Sampling.__struct_fields__}
+    )
 
 
 def describe(sampling: Mapping[str, Value]) -> str:
     """`temperature 0.3, top-p 0.9`; "the model's own" when nothing is set."""
-    return ", ".join(f"{k.replace('_', '-')} {v:g}" for k, v in sampling.items() if v is not None) or "the model's own"
+    return (
+        ", ".join(f"{k.replace('_', '-')} {v:g}" for k, v in sampling.items() if v is not None)
+        or "the model's own"
+    )
 
 
 def matching(sampling: Mapping[str, Value], presets: Mapping[str, Mapping[str, Value]]) -> str:

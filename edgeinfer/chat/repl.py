@@ -1,4 +1,5 @@
-"""The plain chat: one line in, words out, no cursor movement and no colour. For screen readers, dumb terminals and pipes.
+"""The plain chat: one line in, words out, no cursor movement and no colour. For screen readers, dumb
+terminals and pipes.
 
 It understands the same commands as the app.
 """
@@ -43,7 +44,8 @@ class Repl:
     def run(self) -> None:
         """Read and answer until the end."""
         self.say(
-            f"edgeinfer, plain chat. {started(self.launch.host.start).capitalize()}. /help lists the commands, /quit leaves."
+            f"edgeinfer, plain chat. {started(self.launch.host.start).capitalize()}. /help lists the "
+            f"commands, /quit leaves."
         )
         try:
             self._begin()
@@ -107,7 +109,10 @@ class Repl:
             self._trouble(error)
 
     def _ask(self, text: str) -> None:
-        found = [self._counted(a) for a in [*self._attachments, *map(attachments.read, attachments.mentioned(text))]]
+        found = [
+            self._counted(a)
+            for a in [*self._attachments, *map(attachments.read, attachments.mentioned(text))]
+        ]
         editing, self._editing = self._editing, None
         if editing is None:
             self.session.ask(text, found)
@@ -125,7 +130,11 @@ class Repl:
 
     def _counted(self, attachment: Attachment) -> Attachment:
         engine = self.session.engine
-        return msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text))) if engine else attachment
+        return (
+            msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text)))
+            if engine
+            else attachment
+        )
 
     def _trouble(self, error: EdgeInferError) -> None:
         self.say(f"Error: {error.message}")
@@ -148,7 +157,13 @@ class Repl:
         for turn in self.session.path:
             self.say(f"{'You' if turn.role == 'user' else 'Answer'}: {turn.content}")
         head = self.session.head
-        if head is not None and head.role == "assistant" and head.status == "failed" and not head.content and _was_cut(self):
+        if (
+            head is not None
+            and head.role == "assistant"
+            and head.status == "failed"
+            and not head.content
+            and _was_cut(self)
+        ):
             self.answering(self.session.regenerate())
 
     def answering(self, answer: Answer) -> None:
@@ -171,7 +186,11 @@ class Repl:
         self._write("\n")
         done = answer.done or answer.abandon()
         if done.status in ("stopped", "length"):
-            self.say("(stopped; /continue goes on)" if done.status == "stopped" else "(cut: no room left; /continue goes on)")
+            self.say(
+                "(stopped; /continue goes on)"
+                if done.status == "stopped"
+                else "(cut: no room left; /continue goes on)"
+            )
         if answer.store_error is not None:
             self._trouble(answer.store_error)
 
@@ -274,13 +293,17 @@ class Repl:
         self.say("Set, for the full app.")
 
     def edit_outside(self) -> None:
-        raise UsageError("the plain chat has no editor", hint="end a line with a backslash to go on in the next")
+        raise UsageError(
+            "the plain chat has no editor", hint="end a line with a backslash to go on in the next"
+        )
 
     def summarise(self, kept: Turn) -> None:
         if self.session.engine is None:
             return
         self.say("Summarising…")
-        generation = self.session.engine.submit(context.summary_request(self.session, self.session.engine, kept))
+        generation = self.session.engine.submit(
+            context.summary_request(self.session, self.session.engine, kept)
+        )
         text = "".join(event.text for event in generation if isinstance(event, TextDelta)).strip()
         self.session.cut(kept.id, text or "")
         self.say(f"Summary: {text}")

@@ -1,7 +1,8 @@
-"""The chat without a screen: turns, branches, and generation into the store. The Textual app and the plain REPL drive it.
+"""The chat without a screen: turns, branches, and generation into the store. The Textual app and the
+plain REPL drive it.
 
-Order of things: a user's turn is stored, then the engine is asked, then the answer's turn is stored and grows. What fails is
-kept with its reason.
+Order of things: a user's turn is stored, then the engine is asked, then the answer's turn is stored and
+grows. What fails is kept with its reason.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ _TITLE_CELLS = 60
 
 
 class ChatSession:
-    """One open conversation. `engine` may come later than the first turn; `answer` is the generation that runs, if any."""
+    """One open conversation. `engine` may come later than the first turn; `answer` is the generation
+    that runs, if any.
+    """
 
-    def __init__(self, open_store: Callable[[], Store], model: str = "", engine: Engine | None = None) -> None:
+    def __init__(
+        self, open_store: Callable[[], Store], model: str = "", engine: Engine | None = None
+    ) -> None:
         self._open_store = open_store
         self.engine = engine
         self.answer: Answer | None = None
@@ -68,10 +73,14 @@ class ChatSession:
             raise UsageError(f"this conversation has no turn {turn_id}", hint="") from None
 
     def new(self) -> None:
-        """Begin another conversation with the same model, system prompt and sampling; stored with its first turn."""
+        """Begin another conversation with the same model, system prompt and sampling; stored with its
+        first turn.
+        """
         old = self.conversation
         self._leave()
-        self.conversation = Conversation(model=old.model, system_prompt=old.system_prompt, sampling=old.sampling)
+        self.conversation = Conversation(
+            model=old.model, system_prompt=old.system_prompt, sampling=old.sampling
+        )
         self._turns = {}
 
     def open(self, conversation_id: int) -> None:
@@ -89,7 +98,9 @@ class ChatSession:
         return found is not None
 
     def set(self, **fields: Any) -> None:
-        """Change the conversation's title, model, system_prompt, sampling or draft; stored when the conversation is."""
+        """Change the conversation's title, model, system_prompt, sampling or draft; stored when the
+        conversation is.
+        """
         self.conversation = msgspec.structs.replace(self.conversation, **fields)
         if self.conversation.id:
             self.store.update(self.conversation.id, **fields)
@@ -97,28 +108,40 @@ class ChatSession:
     # turns
 
     def ask(self, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store a user's turn at the end of the branch. One that follows a failed, empty answer takes that question's place.
+        """Store a user's turn at the end of the branch. One that follows a failed, empty answer takes
+        that question's place.
 
-        Raises UsageError when there is nothing in it, StoreError when it cannot be stored (then nothing has changed).
+        Raises UsageError when there is nothing in it, StoreError when it cannot be stored (then nothing
+        has changed).
         """
         head = self.head
-        if head is not None and head.role == "assistant" and head.status == "failed" and not head.content:
+        if (
+            head is not None
+            and head.role == "assistant"
+            and head.status == "failed"
+            and not head.content
+        ):
             head = self._turns.get(head.parent_id or 0)
         if head is not None and head.role == "user":
             return self._add_user(text, attachments, head.parent_id)
         return self._add_user(text, attachments, head.id if head else None)
 
     def edit(self, turn_id: int, text: str) -> Turn:
-        """Store `text` as an alternative of a user's turn and move to it: a fork. What followed stays in its branch."""
+        """Store `text` as an alternative of a user's turn and move to it: a fork. What followed stays
+        in its branch.
+        """
         turn = self.turn(turn_id)
         if turn.role != "user":
-            raise UsageError("only a question can be edited", hint="regenerate an answer instead: `/regen`")
+            raise UsageError(
+                "only a question can be edited", hint="regenerate an answer instead: `/regen`"
+            )
         return self._add_user(text, turn.attachments, turn.parent_id)
 
     def begin_answer(self) -> Answer:
         """Answer the user's turn at the end of the branch.
 
-        Raises what `Engine.submit` raises; then a failed turn with the reason is stored, and nothing is being written.
+        Raises what `Engine.submit` raises; then a failed turn with the reason is stored, and nothing is
+        being written.
         """
         head = self.head
         if head is None or head.role != "user":
@@ -134,14 +157,18 @@ class ChatSession:
         return self._begin(question.id)
 
     def continue_cut(self) -> Answer:
-        """Go on with an answer that was stopped, cut by length, interrupted or failed midway; it stays one turn."""
+        """Go on with an answer that was stopped, cut by length, interrupted or failed midway; it stays
+        one turn.
+        """
         head = self.head
         if head is None or head.role != "assistant" or head.status not in CUT or not head.content:
             raise UsageError("the last answer was not cut", hint="")
         engine = self._idle_engine()
         generation = engine.submit(self._request(self.path, continue_final=True))
         self.store.reopen(head.id)
-        return self._run(engine, msgspec.structs.replace(head, status="streaming", error=""), generation)
+        return self._run(
+            engine, msgspec.structs.replace(head, status="streaming", error=""), generation
+        )
 
     def _begin(self, question_id: int) -> Answer:
         engine = self._idle_engine()
@@ -155,7 +182,9 @@ class ChatSession:
         try:
             generation = engine.submit(self._request(tree.path(self._turns, question_id)))
         except EdgeInferError as error:
-            self._take(self.store.add(msgspec.structs.replace(blank, status="failed", error=error.message)))
+            self._take(
+                self.store.add(msgspec.structs.replace(blank, status="failed", error=error.message))
+            )
             raise
         try:
             stored = self._take(self.store.add(blank))
@@ -177,7 +206,9 @@ class ChatSession:
         if self.busy:
             raise UsageError("an answer is being written", hint="stop it first: Esc")
         if self.engine is None:
-            raise EngineClosedError("the model is not loaded", hint="wait for it, or pick another: `/model`")
+            raise EngineClosedError(
+                "the model is not loaded", hint="wait for it, or pick another: `/model`"
+            )
         return self.engine
 
     def _add_user(self, text: str, attachments: Sequence[Attachment], parent_id: int | None) -> Turn:
@@ -187,7 +218,9 @@ class ChatSession:
             raise UsageError("an answer is being written", hint="stop it first: Esc")
         if not self.conversation.id:
             title = self.conversation.title or title_of(text or attachments[0].name)
-            self.conversation = self.store.create(msgspec.structs.replace(self.conversation, title=title, draft=""))
+            self.conversation = self.store.create(
+                msgspec.structs.replace(self.conversation, title=title, draft="")
+            )
         turn = Turn(
             conversation_id=self.conversation.id,
             parent_id=parent_id,
@@ -214,7 +247,9 @@ class ChatSession:
         return found.index(turn_id) + 1, len(found)
 
     def page(self, turn_id: int, step: int) -> bool:
-        """Show the alternative `step` places on, with the branch last seen under it; False when there is none."""
+        """Show the alternative `step` places on, with the branch last seen under it; False when there
+        is none.
+        """
         found = [t.id for t in tree.siblings(self._turns, turn_id)]
         index = found.index(turn_id) + step
         if not 0 <= index < len(found):
@@ -233,7 +268,9 @@ class ChatSession:
             raise UsageError("there is nothing to fork yet", hint="")
         self._leave()
         title = f"{self.conversation.title} (fork)"
-        self.conversation = self.store.create(msgspec.structs.replace(self.conversation, title=title, head_id=None, draft=""))
+        self.conversation = self.store.create(
+            msgspec.structs.replace(self.conversation, title=title, head_id=None, draft="")
+        )
         self._turns = {}
         parent: int | None = None
         for turn in turns:
@@ -252,15 +289,23 @@ class ChatSession:
     # what the engine is asked
 
     def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
-        """The messages of a branch as the engine gets them: system prompt, the summary of what was cut, the turns."""
+        """The messages of a branch as the engine gets them: system prompt, the summary of what was cut,
+        the turns.
+        """
         summary, kept = tree.sent(list(turns))
-        system = self.conversation.system_prompt or (self.engine.info.system_prompt if self.engine else "")
+        system = self.conversation.system_prompt or (
+            self.engine.info.system_prompt if self.engine else ""
+        )
         if summary:
-            system = "\n\n".join(p for p in (system, f"Summary of the conversation so far:\n{summary}") if p)
+            system = "\n\n".join(
+                p for p in (system, f"Summary of the conversation so far:\n{summary}") if p
+            )
         found = [Message(role="system", content=system)] if system else []
         for turn in kept:
             if turn.role == "user":
-                found.append(Message(role="user", content=with_attachments(turn.content, turn.attachments)))
+                found.append(
+                    Message(role="user", content=with_attachments(turn.content, turn.attachments))
+                )
             elif turn.content:
                 found.append(Message(role="assistant", content=turn.content))
         return tuple(found)
@@ -285,4 +330,8 @@ def title_of(text: str) -> str:
     line = " ".join(text.strip().splitlines()[0].split()) if text.strip() else ""
     if len(line) <= _TITLE_CELLS:
         return line
-    return line[:_TITLE_CELLS].rpartition(" ")[0].rstrip(",.;:") + "…" if " " in line[:_TITLE_CELLS] else line[:_TITLE_CELLS]
+    return (
+        line[:_TITLE_CELLS].rpartition(" ")[0].rstrip(",.;:") + "…"
+        if " " in line[:_TITLE_CELLS]
+        else line[:_TITLE_CELLS]
+    )

@@ -12,7 +12,9 @@ from edgeinfer.errors import ConfigError
 
 
 def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
-    """Set one key, e.g. `("chat", "theme")`, in config.toml; None removes it. Raises ConfigError, and then changes nothing."""
+    """Set one key, e.g. `("chat", "theme")`, in config.toml; None removes it. Raises ConfigError, and
+    then changes nothing.
+    """
     import tomlkit  # 30 ms, and only a changed setting needs it
 
     file = path or config_path()
@@ -27,7 +29,9 @@ def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
             table[keys[-1]] = value
         _replace(file, tomlkit.dumps(document))
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}", hint="the setting holds until you leave") from error
+        raise ConfigError(
+            f"{file}: {error.strerror}", hint="the setting holds until you leave"
+        ) from error
     except tomlkit.exceptions.TOMLKitError as error:
         raise ConfigError(f"{file}: {error}") from error
 

@@ -1,4 +1,6 @@
-"""The models a person can pick from: the catalogue and what is pulled, with what each needs and whether it fits here."""
+"""The models a person can pick from: the catalogue and what is pulled, with what each needs and whether
+it fits here.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,24 @@ from edgeinfer.errors import EdgeInferError
 #: Context that the memory of a model that is not here is judged with.
 _N_CTX = 4096
 
-#: Bits per weight of the types the catalogue uses, where only the parameters are known; others are taken as 5.
-_BITS = {"Q4_0": 4.6, "Q4_1": 5.1, "Q4_K_M": 4.9, "Q5_K_M": 5.7, "Q6_K": 6.6, "Q8_0": 8.5, "F16": 16.0, "BF16": 16.0}
+#: Bits per weight of the types the catalogue uses, where only the parameters are known; others are
+#: taken as 5.
+_BITS = {
+    "Q4_0": 4.6,
+    "Q4_1": 5.1,
+    "Q4_K_M": 4.9,
+    "Q5_K_M": 5.7,
+    "Q6_K": 6.6,
+    "Q8_0": 8.5,
+    "F16": 16.0,
+    "BF16": 16.0,
+}
 
 
 class Shelved(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in the picker. Bytes are 0 where nobody knows; `guessed` says that they are a guess from its parameters."""
+    """A model in the picker. Bytes are 0 where nobody knows; `guessed` says that they are a guess from
+    its parameters.
+    """
 
     name: str
     title: str
@@ -38,11 +52,17 @@ class Shelved(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fits(self) -> bool | None:
         """Whether it fits into the memory that is free now; None when unknown."""
-        return self.needs_bytes <= self.available_bytes if self.needs_bytes and self.available_bytes else None
+        return (
+            self.needs_bytes <= self.available_bytes
+            if self.needs_bytes and self.available_bytes
+            else None
+        )
 
 
 def shelf(warm: Collection[str] = ()) -> list[Shelved]:
-    """Every model: pulled ones first, then the catalogue in its order. Reads headers: not for the first paint."""
+    """Every model: pulled ones first, then the catalogue in its order. Reads headers: not for the first
+    paint.
+    """
     available = machine_memory().available_bytes
     catalog = load_catalog()
     here = {p.name: p for p in list_pulled()}
@@ -55,7 +75,9 @@ def _pulled(pulled: PulledModel, model: Model | None, available: int, warm: bool
     needs = 0
     try:
         header = gguf.read_header(pulled.paths[0])
-        needs = engine_estimate(header, min(_N_CTX, pulled.n_ctx_train or _N_CTX), weights_bytes=pulled.size_bytes).total_bytes
+        needs = engine_estimate(
+            header, min(_N_CTX, pulled.n_ctx_train or _N_CTX), weights_bytes=pulled.size_bytes
+        ).total_bytes
     except (EdgeInferError, OSError):
         pass  # `edgeinfer show` says what is wrong with it
     return Shelved(

@@ -1,4 +1,6 @@
-"""The `/` commands: one table that parsing, completion, help and documentation all read. It runs none of them."""
+"""The `/` commands: one table that parsing, completion, help and documentation all read. It runs none
+of them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import msgspec
 from edgeinfer.errors import UsageError
 
 #: What an argument is, so that it can be completed.
-Kind = Literal["none", "text", "number", "model", "path", "prompt", "preset", "theme", "setting", "copy", "command"]
+Kind = Literal[
+    "none", "text", "number", "model", "path", "prompt", "preset", "theme", "setting", "copy", "command"
+]
 
 
 class Slash(msgspec.Struct, frozen=True):
@@ -33,21 +37,32 @@ class Typed(msgspec.Struct, frozen=True):
 COMMANDS: tuple[Slash, ...] = (
     Slash("help", "[COMMAND]", "what can be typed and pressed", "command", ("?",)),
     Slash("model", "[NAME]", "switch to another model, or pick one", "model", ("models",)),
-    Slash("system", "[TEXT|NAME]", "show or set the system prompt; a saved one by its name; `none` for none", "prompt"),
+    Slash(
+        "system",
+        "[TEXT|NAME]",
+        "show or set the system prompt; a saved one by its name; `none` for none",
+        "prompt",
+    ),
     Slash("save-system", "NAME", "keep the system prompt under a name", "text"),
     Slash("temp", "[NUMBER]", "temperature: 0 is greedy, higher is freer", "number", ("temperature",)),
-    Slash("set", "[OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; alone shows all", "setting"),
+    Slash(
+        "set", "[OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; alone shows all", "setting"
+    ),
     Slash("preset", "[NAME]", "several sampling options at once", "preset"),
     Slash("ctx", "[TOKENS]", "context length; the model is loaded again", "number"),
     Slash("file", "PATH", "attach a text file to the next question", "path", ("attach",)),
     Slash("new", "", "begin a new conversation", aliases=("clear",)),
-    Slash("sessions", "[WORDS]", "list or search conversations, open one", "text", ("search", "history")),
+    Slash(
+        "sessions", "[WORDS]", "list or search conversations, open one", "text", ("search", "history")
+    ),
     Slash("open", "NUMBER", "open a conversation by its number", "number"),
     Slash("save", "[TITLE]", "name this conversation (it is always stored)", "text", ("rename",)),
     Slash("delete", "", "delete this conversation; `/undo` brings it back"),
     Slash("undo", "", "bring back what was deleted last"),
     Slash("export", "[PATH.md|PATH.json]", "write this conversation to a file", "path"),
-    Slash("regen", "", "answer once more; the answers so far are kept", aliases=("regenerate", "retry")),
+    Slash(
+        "regen", "", "answer once more; the answers so far are kept", aliases=("regenerate", "retry")
+    ),
     Slash("next", "", "show the next alternative"),
     Slash("prev", "", "show the alternative before"),
     Slash("continue", "", "go on with an answer that was cut"),
@@ -68,28 +83,39 @@ BY_NAME: dict[str, Slash] = {name: c for c in COMMANDS for name in (c.name, *c.a
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is meant as a command: `/word`, on one line. `//` and paths (`/usr/bin`) are text."""
+    """Whether a line is meant as a command: `/word`, on one line. `//` and paths (`/usr/bin`) are
+    text.
+    """
     word = line[1:].split(None, 1)[0] if len(line) > 1 and not line[1].isspace() else ""
     return line.startswith("/") and bool(word) and "/" not in word and "\n" not in line
 
 
 def parse(line: str) -> Typed:
-    """A line that `is_command`. Raises UsageError naming the nearest command, or the argument that is missing or too much."""
+    """A line that `is_command`. Raises UsageError naming the nearest command, or the argument that is
+    missing or too much.
+    """
     word, _, argument = line[1:].strip().partition(" ")
     argument = argument.strip()
     command = BY_NAME.get(word.lower())
     if command is None:
         near = difflib.get_close_matches(word.lower(), BY_NAME, n=1, cutoff=0.5)
-        raise UsageError(f"there is no command /{word}", hint=f"did you mean /{near[0]}?" if near else "/help lists them")
+        raise UsageError(
+            f"there is no command /{word}",
+            hint=f"did you mean /{near[0]}?" if near else "/help lists them",
+        )
     if argument and not command.argument:
         raise UsageError(f"/{command.name} takes nothing after it", hint=f"type /{command.name}")
     if not argument and command.argument and not command.argument.startswith("["):
-        raise UsageError(f"/{command.name} needs {command.argument}", hint=f"/{command.name} {command.argument}")
+        raise UsageError(
+            f"/{command.name} needs {command.argument}", hint=f"/{command.name} {command.argument}"
+        )
     return Typed(command.name, argument)
 
 
 def complete_name(line: str) -> list[Slash]:
-    """The commands that a begun line may become, best first: by name, then by alias, then anywhere in the name."""
+    """The commands that a begun line may become, best first: by name, then by alias, then anywhere in
+    the name.
+    """
     word = line[1:].lower()
     first = [c for c in COMMANDS if c.name.startswith(word)]
     second = [c for c in COMMANDS if any(a.startswith(word) for a in c.aliases)]

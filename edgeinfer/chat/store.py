@@ -1,8 +1,9 @@
 """The conversations of a user in one SQLite file. Every write is committed before its method returns.
 
-An answer that is being written goes to a journal piece by piece, so what was shown survives `kill -9`; its end folds the
-journal into the turn. Whoever reads a turn whose process died sees content and journal joined, as "interrupted".
-One thread; several processes may hold the file open (write-ahead log).
+An answer that is being written goes to a journal piece by piece, so what was shown survives `kill -9`;
+its end folds the journal into the turn. Whoever reads a turn whose process died sees content and
+journal joined, as "interrupted". One thread; several processes may hold the file open (write-ahead
+log).
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ def speaking(name: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        hint = "free some room on the disk" if "full" in str(error) else f"move {name} aside: a new one is made"
+        hint = (
+            "free some room on the disk"
+            if "full" in str(error)
+            else f"move {name} aside: a new one is made"
+        )
         if "locked" in str(error):
             hint = "another edgeinfer is writing: try again"
         raise StoreError(f"the conversations in {name} cannot be used: {error}", hint=hint) from error
@@ -67,20 +72,28 @@ class Store:
 
     @classmethod
     def open(cls, path: Path | None = None, clock: Callable[[], int] = now_ms) -> Store:
-        """Open the file, made 0600 when it is not there, and bring it to the newest schema. Raises StoreError."""
+        """Open the file, made 0600 when it is not there, and bring it to the newest schema. Raises
+        StoreError.
+        """
         file = path or store_path()
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise StoreError(f"{file}: {error.strerror}", hint="check the directory, or set XDG_DATA_HOME") from error
+            raise StoreError(
+                f"{file}: {error.strerror}", hint="check the directory, or set XDG_DATA_HOME"
+            ) from error
         with speaking(str(file)):
             db = sqlite3.connect(file, isolation_level=None, timeout=5.0)
             try:
                 db.execute("PRAGMA journal_mode = WAL")
-                db.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing; a power cut the last moments
+                db.execute(
+                    "PRAGMA synchronous = NORMAL"
+                )  # a killed process loses nothing; a power cut the last moments
                 db.execute("PRAGMA foreign_keys = ON")
-                db.execute("PRAGMA secure_delete = ON")  # a deleted conversation is gone from the file too
+                db.execute(
+                    "PRAGMA secure_delete = ON"
+                )  # a deleted conversation is gone from the file too
                 migrate(db, str(file))
             except BaseException:
                 db.close()
@@ -102,7 +115,8 @@ class Store:
         """Store a new conversation and return it with its id and times."""
         now = self.clock()
         row_id = self._write(
-            "INSERT INTO conversation (title, model, system_prompt, sampling, draft, created_ms, updated_ms)"
+            "INSERT INTO conversation (title, model, system_prompt, sampling, draft, created_ms, "
+            "updated_ms)"
             " VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
                 conversation.title,
@@ -133,7 +147,9 @@ class Store:
                 (conversation_id,),
             ).fetchone()
         if row is None:
-            raise StoreError(f"there is no conversation {conversation_id}", hint="list them: `/sessions`")
+            raise StoreError(
+                f"there is no conversation {conversation_id}", hint="list them: `/sessions`"
+            )
         return Conversation(
             id=row[0],
             title=row[1],
@@ -148,12 +164,16 @@ class Store:
 
     def delete(self, conversation_id: int) -> None:
         """Hide it; `undelete` brings it back until it is purged, a day later."""
-        self._write("UPDATE conversation SET deleted_ms = ? WHERE id = ?", (self.clock(), conversation_id))
+        self._write(
+            "UPDATE conversation SET deleted_ms = ? WHERE id = ?", (self.clock(), conversation_id)
+        )
 
     def undelete(self, conversation_id: int) -> None:
         """Bring a deleted conversation back. Raises StoreError when it has been purged."""
         with speaking(self.name):
-            found = self._db.execute("UPDATE conversation SET deleted_ms = NULL WHERE id = ?", (conversation_id,)).rowcount
+            found = self._db.execute(
+                "UPDATE conversation SET deleted_ms = NULL WHERE id = ?", (conversation_id,)
+            ).rowcount
         if not found:
             raise StoreError(f"conversation {conversation_id} has been purged", hint="")
 
@@ -178,16 +198,20 @@ class Store:
         )
         with self._transaction():
             row_id = self._db.execute(
-                f"INSERT INTO turn ({_TURN.removeprefix('id, ')}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO turn ({_TURN.removeprefix('id, ')}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, "
+                f"?, ?, ?)",
                 values,
             ).lastrowid
             self._db.execute(
-                "UPDATE conversation SET head_id = ?, updated_ms = ? WHERE id = ?", (row_id, now, turn.conversation_id)
+                "UPDATE conversation SET head_id = ?, updated_ms = ? WHERE id = ?",
+                (row_id, now, turn.conversation_id),
             )
         return msgspec.structs.replace(turn, id=row_id or 0, created_ms=now)
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
-        """All turns of a conversation by id, all branches. One that was being written is joined with its journal."""
+        """All turns of a conversation by id, all branches. One that was being written is joined with
+        its journal.
+        """
         with speaking(self.name):
             rows = self._db.execute(
                 f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id",
@@ -197,38 +221,63 @@ class Store:
             for turn in [t for t in found.values() if t.status == "streaming"]:
                 content, reasoning = self._journal(turn.id)
                 found[turn.id] = msgspec.structs.replace(
-                    turn, content=turn.content + content, reasoning=turn.reasoning + reasoning, status="interrupted"
+                    turn,
+                    content=turn.content + content,
+                    reasoning=turn.reasoning + reasoning,
+                    status="interrupted",
                 )
         return found
 
     def reopen(self, turn_id: int) -> None:
-        """Go on writing a turn that had ended, or was interrupted: what its journal holds is folded in first."""
+        """Go on writing a turn that had ended, or was interrupted: what its journal holds is folded in
+        first.
+        """
         with self._transaction():
             self._fold(turn_id, "streaming")
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
-        """Add a piece of an answer that is being written. About 0.05 ms; nothing is shown before it returns."""
+        """Add a piece of an answer that is being written. About 0.05 ms; nothing is shown before it
+        returns.
+        """
         self._write(
             "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
             (turn_id, content, reasoning, self.clock()),
         )
 
     def finish(self, turn: Turn) -> None:
-        """Write a turn's end: whole content, status, stats. Its journal is dropped in the same transaction."""
+        """Write a turn's end: whole content, status, stats. Its journal is dropped in the same
+        transaction.
+        """
         with self._transaction():
             self._db.execute(
-                "UPDATE turn SET content = ?, reasoning = ?, status = ?, error = ?, model = ?, stats = ? WHERE id = ?",
-                (turn.content, turn.reasoning, turn.status, turn.error, turn.model, _json(turn.stats), turn.id),
+                "UPDATE turn SET content = ?, reasoning = ?, status = ?, error = ?, model = ?, stats = "
+                "? WHERE id = ?",
+                (
+                    turn.content,
+                    turn.reasoning,
+                    turn.status,
+                    turn.error,
+                    turn.model,
+                    _json(turn.stats),
+                    turn.id,
+                ),
             )
             self._db.execute("DELETE FROM journal WHERE turn_id = ?", (turn.id,))
-            self._db.execute("UPDATE conversation SET updated_ms = ? WHERE id = ?", (self.clock(), turn.conversation_id))
+            self._db.execute(
+                "UPDATE conversation SET updated_ms = ? WHERE id = ?",
+                (self.clock(), turn.conversation_id),
+            )
 
     def cut(self, turn_id: int, summary: str | None) -> None:
-        """What precedes this turn is no longer sent; `summary` stands for it. None takes the cut back."""
+        """What precedes this turn is no longer sent; `summary` stands for it. None takes the cut
+        back.
+        """
         self._write("UPDATE turn SET cut_summary = ? WHERE id = ?", (summary, turn_id))
 
     def settle(self) -> int:
-        """Fold answers that dead processes left behind, purge what was deleted a day ago; return how many were folded."""
+        """Fold answers that dead processes left behind, purge what was deleted a day ago; return how
+        many were folded.
+        """
         now = self.clock()
         with self._transaction():
             self._db.execute("DELETE FROM conversation WHERE deleted_ms < ?", (now - UNDO_MS,))
@@ -246,13 +295,16 @@ class Store:
         # the status first: leaving "streaming" indexes the text, and that must be the whole text
         self._db.execute("UPDATE turn SET status = 'streaming' WHERE id = ?", (turn_id,))
         self._db.execute(
-            "UPDATE turn SET content = content || ?, reasoning = reasoning || ?, status = ? WHERE id = ?",
+            "UPDATE turn SET content = content || ?, reasoning = reasoning || ?, status = ? WHERE id = "
+            "?",
             (content, reasoning, status, turn_id),
         )
         self._db.execute("DELETE FROM journal WHERE turn_id = ?", (turn_id,))
 
     def _journal(self, turn_id: int) -> tuple[str, str]:
-        rows = self._db.execute("SELECT content, reasoning FROM journal WHERE turn_id = ? ORDER BY id", (turn_id,)).fetchall()
+        rows = self._db.execute(
+            "SELECT content, reasoning FROM journal WHERE turn_id = ? ORDER BY id", (turn_id,)
+        ).fetchall()
         return "".join(r[0] for r in rows), "".join(r[1] for r in rows)
 
     @contextmanager

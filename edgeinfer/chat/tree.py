@@ -1,4 +1,6 @@
-"""The tree of a conversation's turns: paths, siblings, and the leaf a branch ends in. Pure functions over values."""
+"""The tree of a conversation's turns: paths, siblings, and the leaf a branch ends in. Pure functions
+over values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def path(turns: Turns, head_id: int | None) -> list[Turn]:
 def siblings(turns: Turns, turn_id: int) -> list[Turn]:
     """The alternatives of a turn, itself among them, oldest first."""
     turn = turns[turn_id]
-    return sorted((t for t in turns.values() if t.parent_id == turn.parent_id and t.role == turn.role), key=lambda t: t.id)
+    return sorted(
+        (t for t in turns.values() if t.parent_id == turn.parent_id and t.role == turn.role),
+        key=lambda t: t.id,
+    )
 
 
 def leaf(turns: Turns, turn_id: int) -> int:
@@ -39,7 +44,9 @@ def leaf(turns: Turns, turn_id: int) -> int:
 
 
 def sent(turns_of_path: list[Turn]) -> tuple[str, list[Turn]]:
-    """What is still sent to the engine: the summary of what was cut off ("" when nothing was), and the turns after the cut."""
+    """What is still sent to the engine: the summary of what was cut off ("" when nothing was), and the
+    turns after the cut.
+    """
     for index in range(len(turns_of_path) - 1, -1, -1):
         summary = turns_of_path[index].cut_summary
         if summary is not None:

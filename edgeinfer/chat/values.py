@@ -1,7 +1,8 @@
 """Conversations as plain values. They know no database, no terminal and no engine.
 
-A conversation is a tree of turns: editing an earlier turn or regenerating an answer adds a sibling, and nothing is ever
-overwritten. `Conversation.head_id` names the last turn of the branch on show; `tree.path` walks it.
+A conversation is a tree of turns: editing an earlier turn or regenerating an answer adds a sibling, and
+nothing is ever overwritten. `Conversation.head_id` names the last turn of the branch on show;
+`tree.path` walks it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import msgspec
 
 Role = Literal["user", "assistant"]
 
-#: How a turn ended. "streaming" in the store means its process died or is still at it; a reader shows "interrupted".
+#: How a turn ended. "streaming" in the store means its process died or is still at it; a reader shows
+#: "interrupted".
 Status = Literal["complete", "stopped", "length", "failed", "streaming", "interrupted"]
 
 #: Statuses of an answer that can be continued where it was cut.
@@ -45,7 +47,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. `cut_summary` is None unless the turns before this one are no longer sent; then it stands for them."""
+    """One turn. `cut_summary` is None unless the turns before this one are no longer sent; then it
+    stands for them.
+    """
 
     id: int = 0
     conversation_id: int = 0
@@ -63,7 +67,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation. `sampling` holds only what the user set; the model's own defaults fill the rest."""
+    """One conversation. `sampling` holds only what the user set; the model's own defaults fill the
+    rest.
+    """
 
     id: int = 0
     title: str = ""

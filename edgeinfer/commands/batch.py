@@ -1,8 +1,10 @@
-"""`edgeinfer batch IN OUT`: OpenAI's batch format, offline, through the endpoint's own routes; resumable after anything.
+"""`edgeinfer batch IN OUT`: OpenAI's batch format, offline, through the endpoint's own routes;
+resumable after anything.
 
-OUT is the record of what is done: an answer is one line, appended in one write. A run begins by reading OUT, cutting off a
-torn last line, and skipping the `custom_id`s it finds; so after a kill nothing is lost and nothing is done twice. Lines come
-in the order of completion, as OpenAI's do. OUT is locked, so that two runs cannot both append.
+OUT is the record of what is done: an answer is one line, appended in one write. A run begins by reading
+OUT, cutting off a torn last line, and skipping the `custom_id`s it finds; so after a kill nothing is
+lost and nothing is done twice. Lines come in the order of completion, as OpenAI's do. OUT is locked, so
+that two runs cannot both append.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.commands.serve import Loader, pulled_models
-from edgeinfer.errors import DiskFullError, EdgeInferError, InterruptedByUser, ModelBusyError, UsageError
+from edgeinfer.errors import (
+    DiskFullError,
+    EdgeInferError,
+    InterruptedByUser,
+    ModelBusyError,
+    UsageError,
+)
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.server import offline
@@ -59,7 +67,9 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
-    """`done` lines of this run, of which `failed` have a status of 400 or more; `skipped` were there already."""
+    """`done` lines of this run, of which `failed` have a status of 400 or more; `skipped` were there
+    already.
+    """
 
     kind: ClassVar[str] = "batch"
 
@@ -84,7 +94,8 @@ class BatchResult(Result, frozen=True, kw_only=True):
 def batch(options: argparse.Namespace, host: Host) -> BatchResult:
     """Answer what OUT does not have yet.
 
-    Raises UsageError naming the line that is wrong, before anything is computed; ModelBusyError when another run has OUT.
+    Raises UsageError naming the line that is wrong, before anything is computed; ModelBusyError when
+    another run has OUT.
     """
     lines = read_input(Path(options.input))
     with _opened(Path(options.output)) as output:
@@ -107,7 +118,10 @@ def read_input(path: Path) -> list[BatchLine]:
                     lines.append(_checked(decoder, raw, f"{path}:{number}"))
                     first = seen.setdefault(lines[-1].custom_id, number)
                     if first != number:
-                        raise UsageError(f"{path}:{number}: custom_id {lines[-1].custom_id!r} is also on line {first}")
+                        raise UsageError(
+                            f"{path}:{number}: custom_id {lines[-1].custom_id!r} is also on line "
+                            f"{first}"
+                        )
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     return lines
@@ -117,7 +131,9 @@ def _checked(decoder: msgspec.json.Decoder[BatchLine], raw: bytes, where: str) -
     try:
         line = decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{where}: {error}", hint="a line is {custom_id, method, url, body}") from error
+        raise UsageError(
+            f"{where}: {error}", hint="a line is {custom_id, method, url, body}"
+        ) from error
     if line.body.get("stream"):
         raise UsageError(f"{where}: a batch does not stream", hint='leave "stream" out')
     return line
@@ -135,7 +151,8 @@ def read_output(output: int) -> set[str]:
                 finished.add(msgspec.json.decode(raw, type=_Done).custom_id)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise UsageError(
-                    f"the output file holds a line that is no answer: {error}", hint="name another output file"
+                    f"the output file holds a line that is no answer: {error}",
+                    hint="name another output file",
                 ) from error
             whole += len(raw)
     os.ftruncate(output, whole)
@@ -211,7 +228,12 @@ async def _width(models: Models, name: str) -> int:
 
 
 async def _work(
-    endpoint: Endpoint, todo: Iterator[BatchLine], output: int, tally: _Tally, width: int, moved: Callable[[], None]
+    endpoint: Endpoint,
+    todo: Iterator[BatchLine],
+    output: int,
+    tally: _Tally,
+    width: int,
+    moved: Callable[[], None],
 ) -> None:
     app = build_app(endpoint)
 
@@ -247,7 +269,11 @@ def _append(output: int, line: BatchLine, reply: offline.Reply) -> None:
     answer = {
         "id": f"batch_{reply.request_id}",
         "custom_id": line.custom_id,
-        "response": {"status_code": reply.status, "request_id": reply.request_id, "body": msgspec.Raw(reply.body)},
+        "response": {
+            "status_code": reply.status,
+            "request_id": reply.request_id,
+            "body": msgspec.Raw(reply.body),
+        },
         "error": None,
     }
     rest = memoryview(msgspec.json.encode(answer) + b"\n")
@@ -282,7 +308,12 @@ def _progress(options: argparse.Namespace, tally: _Tally) -> Iterator[Callable[[
     from rich.console import Console  # 60 ms, only where there is a terminal
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=tally.todo, rate="")
 

@@ -31,16 +31,23 @@ class BundleResult(Result, frozen=True, kw_only=True):
 
 
 def bundle(options: argparse.Namespace, default_model: str) -> BundleResult:
-    """Raises EdgeInferError outside the shipped file, ModelNotPulledError, DiskFullError, ChecksumError."""
+    """Raises EdgeInferError outside the shipped file, ModelNotPulledError, DiskFullError,
+    ChecksumError.
+    """
     program = Path(options.binary) if options.binary else shipped.program_file()
     if program is None:
-        raise EdgeInferError("a bundle is made from the shipped file, and this is not one", hint="name one: `--binary FILE`")
+        raise EdgeInferError(
+            "a bundle is made from the shipped file, and this is not one",
+            hint="name one: `--binary FILE`",
+        )
     name = options.model or default_model
     store.model_files(name)  # says what is wrong with it, if anything is
     catalog = load_catalog()
     record = store.find_pulled(name, catalog)
     if record is None:
-        raise UsageError(f"{name} is a file, not a pulled model", hint=f"pull it first: `edgeinfer pull {name}`")
+        raise UsageError(
+            f"{name} is a file, not a pulled model", hint=f"pull it first: `edgeinfer pull {name}`"
+        )
     out = Path(options.output)
     if out.exists() and out.samefile(program):
         raise UsageError(f"{out} is the program itself", hint="give another name: `-o FILE`")

@@ -26,7 +26,8 @@ class ChatResult(Result, frozen=True, kw_only=True):
 
 
 def chat(options: argparse.Namespace, host: Host) -> ChatResult:
-    """Run the chat on this process's terminal; a line REPL when `--plain` is given or there is no terminal to draw on.
+    """Run the chat on this process's terminal; a line REPL when `--plain` is given or there is no
+    terminal to draw on.
 
     Raises EdgeInferError when the app broke; the conversation is stored then too.
     """
@@ -54,7 +55,9 @@ def chat(options: argparse.Namespace, host: Host) -> ChatResult:
             f"the chat broke: {type(app.crash).__name__}: {app.crash}",
             hint="`edgeinfer chat --continue` brings everything back; EDGEINFER_DEBUG=1 shows where it broke",
         )
-    return ChatResult(model=app.chat.session.conversation.model, conversation=app.chat.session.conversation.id)
+    return ChatResult(
+        model=app.chat.session.conversation.model, conversation=app.chat.session.conversation.id
+    )
 
 
 def _plain(launch: Launch) -> ChatResult:
@@ -78,12 +81,16 @@ def _launch(options: argparse.Namespace, host: Host) -> Launch:
         options=requesting.load_options(options, config.load),
         config=config.chat,
         continue_last=options.continue_last,
-        conversation=Conversation(system_prompt=prompts.get(options.system, options.system or ""), sampling=sampling),
+        conversation=Conversation(
+            system_prompt=prompts.get(options.system, options.system or ""), sampling=sampling
+        ),
     )
 
 
 def _piped(*, plain: bool) -> Attachment | None:
-    """What is piped in, as an attachment. With `--plain` and no terminal at all, stdin is what the user types instead."""
+    """What is piped in, as an attachment. With `--plain` and no terminal at all, stdin is what the user
+    types instead.
+    """
     if sys.stdin is None or sys.stdin.isatty():
         return None
     if (plain or os.environ.get("TERM") == "dumb") or not any(_terminal(fd) for fd in (1, 2)):

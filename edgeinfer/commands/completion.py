@@ -1,4 +1,6 @@
-"""`edgeinfer completion`: what a shell needs to complete our command lines, made from the parser itself."""
+"""`edgeinfer completion`: what a shell needs to complete our command lines, made from the parser
+itself.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 
 
 class Option(msgspec.Struct, frozen=True):
-    """One option of a verb. `values` are its choices; `takes` says what follows: "", "word", "file" or "model"."""
+    """One option of a verb. `values` are its choices; `takes` says what follows: "", "word", "file" or
+    "model".
+    """
 
     flags: tuple[str, ...]
     help: str
@@ -37,7 +41,9 @@ class Option(msgspec.Struct, frozen=True):
 
 
 class Verb(msgspec.Struct, frozen=True):
-    """One verb. `operand` says what its positionals are: "", "word", "file" or "model"; `words` are their choices."""
+    """One verb. `operand` says what its positionals are: "", "word", "file" or "model"; `words` are
+    their choices.
+    """
 
     name: str
     help: str
@@ -103,7 +109,8 @@ def _takes(action: argparse.Action) -> str:
     return "file" if metavar.endswith(("FILE", "DIR", "PATH")) else "word"
 
 
-# --- bash -------------------------------------------------------------------------------------------------------------
+# --- bash
+# --------------------------------------------------------------------------------
 
 
 def _bash(found: list[Verb]) -> str:
@@ -150,14 +157,16 @@ def _bash_case(verb: Verb) -> str:
     lines.append("        esac")
     if verb.words:
         lines.append(
-            f'        case $current in -*) ;; *) COMPREPLY=($(compgen -W "{" ".join(verb.words)}" -- "$current")) ;; esac'
+            f'        case $current in -*) ;; *) COMPREPLY=($(compgen -W "{" ".join(verb.words)}" -- '
+            f'"$current")) ;; esac'
         )
         lines.append('        [ "$COMP_CWORD" -eq 2 ] && [ ${#COMPREPLY[@]} -gt 0 ] && return')
     lines.append(f"        takes={verb.operand} ;;")
     return "\n".join(lines) + "\n"
 
 
-# --- zsh --------------------------------------------------------------------------------------------------------------
+# --- zsh
+# --------------------------------------------------------------------------------
 
 
 def _zsh(found: list[Verb]) -> str:
@@ -194,8 +203,14 @@ def _zsh_case(verb: Verb) -> str:
     specs = [_quoted(spec) for option in verb.options for spec in _zsh_option(option)]
     if verb.words:
         specs.append(_quoted(f"1: :({' '.join(verb.words)})"))
-    specs.append(_quoted(f"*: :{ {'model': '_edgeinfer_models', 'file': '_files'}.get(verb.operand, '') }"))
-    return f"    {verb.name})\n        _arguments \\\n" + " \\\n".join(f"            {spec}" for spec in specs) + " ;;\n"
+    specs.append(
+        _quoted(f"*: :{ {'model': '_edgeinfer_models', 'file': '_files'}.get(verb.operand, '') }")
+    )
+    return (
+        f"    {verb.name})\n        _arguments \\\n"
+        + " \\\n".join(f"            {spec}" for spec in specs)
+        + " ;;\n"
+    )
 
 
 def _zsh_option(option: Option) -> Iterator[str]:
@@ -213,21 +228,28 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
 
 
-# --- fish -------------------------------------------------------------------------------------------------------------
+# --- fish
+# --------------------------------------------------------------------------------
 
 
 def _fish(found: list[Verb]) -> str:
     lines = [
-        "# edgeinfer completion for fish: edgeinfer completion fish > ~/.config/fish/completions/edgeinfer.fish",
+        "# edgeinfer completion for fish: edgeinfer completion fish > "
+        "~/.config/fish/completions/edgeinfer.fish",
         "complete -c edgeinfer -f",
     ]
     for verb in found:
-        lines.append(f"complete -c edgeinfer -n __fish_use_subcommand -a {verb.name} -d {_fish_quoted(verb.help)}")
+        lines.append(
+            f"complete -c edgeinfer -n __fish_use_subcommand -a {verb.name} -d "
+            f"{_fish_quoted(verb.help)}"
+        )
         inside = f"-n '__fish_seen_subcommand_from {verb.name}'"
         if verb.words:
             lines.append(f"complete -c edgeinfer {inside} -a {_fish_quoted(' '.join(verb.words))}")
         if verb.operand == "model":
-            lines.append(f"complete -c edgeinfer {inside} -a '(edgeinfer completion models 2>/dev/null)'")
+            lines.append(
+                f"complete -c edgeinfer {inside} -a '(edgeinfer completion models 2>/dev/null)'"
+            )
             lines.append(f"complete -c edgeinfer {inside} -a '(__fish_complete_suffix .gguf)'")
         elif verb.operand == "file":
             lines.append(f"complete -c edgeinfer {inside} -F")

@@ -1,6 +1,7 @@
 """`edgeinfer doctor`: what works on this machine, and what to type for what doesn't.
 
-Each check is a function that returns a `Check` and raises nothing of ours; `CHECKS` is the order a person reads them in.
+Each check is a function that returns a `Check` and raises nothing of ours; `CHECKS` is the order a
+person reads them in.
 """
 
 from __future__ import annotations
@@ -22,7 +23,19 @@ from edgeinfer.result import Result
 
 Status = Literal["ok", "warn", "fail"]
 #: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
-CPU_FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "bmi2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8")
+CPU_FEATURES = (
+    "sse4_2",
+    "avx",
+    "f16c",
+    "fma",
+    "avx2",
+    "bmi2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_int8",
+)
 GIB = 1 << 30
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -74,14 +87,20 @@ def _guarded(check: Callable[[], Check]) -> Check:
 
 def _python() -> Check:
     """Python: the interpreter and the system."""
-    return Check("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}")
+    return Check(
+        "python",
+        "ok",
+        f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}",
+    )
 
 
 def _cpu() -> Check:
     """CPU: threads we may use and instruction sets."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+        flags = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+        ).split()
     except (OSError, StopIteration):
         return Check("cpu", "ok", f"{allowed} threads")
     found = [feature for feature in CPU_FEATURES if feature in flags]
@@ -108,7 +127,11 @@ def _llama() -> Check:
 
     build = build_info()
     variant = f"{build.cpu_variant} variant: " if build.cpu_variant else ""
-    return Check("llama.cpp", "ok", f"{build.llama_version} ({build.ggml_commit}); {variant}{' '.join(build.flags)}")
+    return Check(
+        "llama.cpp",
+        "ok",
+        f"{build.llama_version} ({build.ggml_commit}); {variant}{' '.join(build.flags)}",
+    )
 
 
 def _gpu() -> Check:
@@ -119,7 +142,9 @@ def _gpu() -> Check:
     if build.supports_gpu:
         return Check("gpu", "ok", f"offload available: {', '.join(build.devices)}")
     fix = "not needed; for CUDA, set up again with EDGEINFER_CUDA=1"
-    return Check("gpu", "ok", "this build runs on the CPU alone", fix if shutil.which("nvidia-smi") else "")
+    return Check(
+        "gpu", "ok", "this build runs on the CPU alone", fix if shutil.which("nvidia-smi") else ""
+    )
 
 
 def _snapshots() -> Check:
@@ -136,16 +161,29 @@ def _snapshots() -> Check:
 
 def _directories() -> Check:
     """Directories: ours exist or can be made, and have room."""
-    places = {"config": paths.config_dir(), "data": paths.data_dir(), "cache": paths.cache_dir(), "run": paths.runtime_dir()}
+    places = {
+        "config": paths.config_dir(),
+        "data": paths.data_dir(),
+        "cache": paths.cache_dir(),
+        "run": paths.runtime_dir(),
+    }
     for path in places.values():
         above = next(p for p in (path, *path.parents) if p.exists())
         if not os.access(above, os.W_OK | os.X_OK):
-            return Check("directories", "fail", f"{path} cannot be written", "set EDGEINFER_HOME to a folder of yours")
+            return Check(
+                "directories",
+                "fail",
+                f"{path} cannot be written",
+                "set EDGEINFER_HOME to a folder of yours",
+            )
     data = places["data"]
     free = shutil.disk_usage(next(p for p in (data, *data.parents) if p.exists())).free
     text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
     return Check(
-        "directories", "ok" if free > 2 * GIB else "warn", text, "" if free > 2 * GIB else "free some room: edgeinfer rm"
+        "directories",
+        "ok" if free > 2 * GIB else "warn",
+        text,
+        "" if free > 2 * GIB else "free some room: edgeinfer rm",
     )
 
 
@@ -154,7 +192,9 @@ def _configuration() -> Check:
     config = load_config()
     path = config_path()
     network = "offline" if offline(config) else "network allowed"
-    return Check("configuration", "ok", f"{path if path.is_file() else 'defaults (no file)'}; {network}")
+    return Check(
+        "configuration", "ok", f"{path if path.is_file() else 'defaults (no file)'}; {network}"
+    )
 
 
 def _catalogue() -> Check:
@@ -167,7 +207,9 @@ def _catalogue() -> Check:
     try:
         model_files(config.default_model)
     except EdgeInferError as error:
-        return Check("catalogue", "fail", f"{text}: {error.message}", f"edgeinfer pull {config.default_model}")
+        return Check(
+            "catalogue", "fail", f"{text}: {error.message}", f"edgeinfer pull {config.default_model}"
+        )
     return Check("catalogue", "ok", text)
 
 

@@ -1,4 +1,6 @@
-"""`edgeinfer licenses`: what this program is made of, under which licences, and where their sources are."""
+"""`edgeinfer licenses`: what this program is made of, under which licences, and where their sources
+are.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from edgeinfer.shipping import shipped
 
 
 class Component(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing somebody else made. `texts` are absolute paths of its licences; `kind` is `pypi`, `deb` or `generic`."""
+    """One thing somebody else made. `texts` are absolute paths of its licences; `kind` is `pypi`, `deb`
+    or `generic`.
+    """
 
     name: str
     version: str
@@ -28,7 +32,9 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LicensesResult(Result, frozen=True, kw_only=True):
-    """Every component. `offer` is the offer of CRIU's source, when CRIU is inside; `text` the licences asked for by name."""
+    """Every component. `offer` is the offer of CRIU's source, when CRIU is inside; `text` the licences
+    asked for by name.
+    """
 
     kind: ClassVar[str] = "licenses"
 
@@ -45,7 +51,9 @@ class LicensesResult(Result, frozen=True, kw_only=True):
         lines += [f"{c.name + ' ' + c.version:{width}}  {c.licence}" for c in self.components]
         lines += ["", "the whole text of one: edgeinfer licenses NAME"]
         if self.offer:
-            lines += [f"CRIU is a separate program under GPL-2.0; the offer of its source: {self.offer}"]
+            lines += [
+                f"CRIU is a separate program under GPL-2.0; the offer of its source: {self.offer}"
+            ]
         return "\n".join(lines)
 
 
@@ -64,7 +72,9 @@ def licenses(options: argparse.Namespace) -> LicensesResult:
 
 def _shipped(app: Path) -> tuple[Component, ...]:
     found = msgspec.json.decode((app / "share/licences.json").read_bytes(), type=tuple[Component, ...])
-    return tuple(msgspec.structs.replace(c, texts=tuple(str(app / text) for text in c.texts)) for c in found)
+    return tuple(
+        msgspec.structs.replace(c, texts=tuple(str(app / text) for text in c.texts)) for c in found
+    )
 
 
 def _installed() -> tuple[Component, ...]:
@@ -96,8 +106,16 @@ def _component(dist: importlib.metadata.Distribution) -> Component:
     meta = dist.metadata
     fields = [line for name in ("License-Expression", "License") for line in meta.get_all(name) or []]
     licence = next((text.split("\n")[0][:60] for text in fields if text), "")
-    classifiers = [c.rpartition("::")[2].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License")]
-    texts = [str(dist.locate_file(f)) for f in dist.files or [] if "licen" in f.name.lower() and ".dist-info" in str(f)]
+    classifiers = [
+        c.rpartition("::")[2].strip()
+        for c in meta.get_all("Classifier") or []
+        if c.startswith("License")
+    ]
+    texts = [
+        str(dist.locate_file(f))
+        for f in dist.files or []
+        if "licen" in f.name.lower() and ".dist-info" in str(f)
+    ]
     return Component(
         name=meta["Name"],
         version=dist.version,

@@ -17,7 +17,9 @@ from edgeinfer.units import bytes_words
 
 
 class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. `size_bytes` is 0 when the model is not here and its size is not known. `snapshots` counts warmed ones."""
+    """One line. `size_bytes` is 0 when the model is not here and its size is not known. `snapshots`
+    counts warmed ones.
+    """
 
     name: str
     title: str
@@ -66,7 +68,11 @@ def list_models(options: argparse.Namespace) -> ListResult:
     counts = _snapshot_counts()
     here = [_pulled(model, catalog, counts) for model in list_pulled()]
     names = {model.name for model in here}
-    rest = [] if options.pulled else [_available(m) for m in catalog.models.values() if m.name not in names]
+    rest = (
+        []
+        if options.pulled
+        else [_available(m) for m in catalog.models.values() if m.name not in names]
+    )
     wanted = [word.lower() for word in options.words]
     return ListResult(models=tuple(m for m in (*here, *rest) if _matches(m, wanted)))
 

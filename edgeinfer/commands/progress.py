@@ -31,7 +31,9 @@ _COUNTS = {"quantizing": "tensors", "scoring": "tokens"}
 
 @contextmanager
 def progress_on(stream: TextIO | None = None, *, quiet: bool = False) -> Iterator[OnProgress]:
-    """A reporter for the block: rich's bar when `stream` (stderr) is a terminal, plain lines otherwise."""
+    """A reporter for the block: rich's bar when `stream` (stderr) is a terminal, plain lines
+    otherwise.
+    """
     out = stream or sys.stderr
     if quiet:
         yield lambda _: None
@@ -84,7 +86,11 @@ def _bar(out: TextIO) -> Iterator[OnProgress]:
     from rich.console import Console  # 60–90 ms, only on a terminal
     from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.fields[verb]} {task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"))
+    columns = (
+        TextColumn("{task.fields[verb]} {task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+    )
     with Progress(*columns, console=Console(file=out), transient=True) as bars:
         yield _Bars(bars).report
 

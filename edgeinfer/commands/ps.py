@@ -22,10 +22,17 @@ class PsResult(Result, frozen=True, kw_only=True):
         rows = [("PID", "AGE", "PRIVATE", "SHARED", "COMMAND")]
         for r in self.running:
             words = " ".join((r.verb, *r.arguments))
-            age, private, shared = duration_words(r.age_s), bytes_words(r.private_bytes), bytes_words(r.shared_bytes)
+            age, private, shared = (
+                duration_words(r.age_s),
+                bytes_words(r.private_bytes),
+                bytes_words(r.shared_bytes),
+            )
             rows.append((str(r.pid), age, private, shared, words[:80]))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in rows)
+        return "\n".join(
+            "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]])
+            for row in rows
+        )
 
 
 def ps() -> PsResult:

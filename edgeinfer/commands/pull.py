@@ -48,15 +48,20 @@ class PullResult(Result, frozen=True, kw_only=True):
         state = "was already here" if self.was_here else "is here"
         licence = f"; licence {self.licence}" if self.licence else ""
         return (
-            f"{self.name} {state}: {bytes_words(self.size_bytes)}, {self.quantization}, sha256 {self.sha256[:12]}…{licence}\n"
+            f"{self.name} {state}: {bytes_words(self.size_bytes)}, {self.quantization}, sha256 "
+            f"{self.sha256[:12]}…{licence}\n"
             f"try it: {_TRIES.get(self.purpose, _TRIES['chat']).format(self.name)}"
         )
 
 
 def pull(options: argparse.Namespace, host: Host) -> PullResult:
-    """Raises what `catalog.pull.pull` raises; Ctrl-C becomes InterruptedByUser with what was fetched kept."""
+    """Raises what `catalog.pull.pull` raises; Ctrl-C becomes InterruptedByUser with what was fetched
+    kept.
+    """
     began = time.monotonic()
-    wish = PullOptions(name=options.name, in_place=options.in_place, again=options.again, offline=offline(host.config))
+    wish = PullOptions(
+        name=options.name, in_place=options.in_place, again=options.again, offline=offline(host.config)
+    )
     fetched = False
 
     def heard(now: PullProgress) -> None:
@@ -69,7 +74,8 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
             record = catalog_pull.pull(options.model or host.config.default_model, heard, options=wish)
         except KeyboardInterrupt as error:
             raise InterruptedByUser(
-                "stopped; what was fetched is kept", hint="type the same command again: it goes on where it stopped"
+                "stopped; what was fetched is kept",
+                hint="type the same command again: it goes on where it stopped",
             ) from error
     entry = load_catalog().get(record.base)
     return PullResult(

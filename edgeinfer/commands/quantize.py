@@ -15,7 +15,9 @@ from edgeinfer.units import bytes_words
 
 
 class QuantizeResult(Result, frozen=True, kw_only=True):
-    """Before and after. Perplexities are on the text we ship, over `n_scored_tokens`; None when not measured."""
+    """Before and after. Perplexities are on the text we ship, over `n_scored_tokens`; None when not
+    measured.
+    """
 
     kind: ClassVar[str] = "quantize"
 
@@ -36,7 +38,12 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         rows = [
             ("", "TYPE", "SIZE", "PERPLEXITY"),
-            (self.source, self.source_type, bytes_words(self.source_bytes), _figure(self.source_perplexity)),
+            (
+                self.source,
+                self.source_type,
+                bytes_words(self.source_bytes),
+                _figure(self.source_perplexity),
+            ),
             (self.name, self.type, bytes_words(self.size_bytes), _figure(self.perplexity)),
         ]
         text = table(rows, right=frozenset({2, 3}))

@@ -29,12 +29,16 @@ class RmResult(Result, frozen=True, kw_only=True):
 
 def _line(one: Removed) -> str:
     if one.left_in_place:
-        return f"{one.name} is removed; {', '.join(one.left_in_place)} was used in place and is left alone"
+        return (
+            f"{one.name} is removed; {', '.join(one.left_in_place)} was used in place and is left alone"
+        )
     return f"{one.name} is removed: {bytes_words(one.freed_bytes)} freed"
 
 
 def rm(options: argparse.Namespace) -> RmResult:
-    """Raises UnknownModelError, ModelNotPulledError, ModelBusyError; models before the failing one are gone then."""
+    """Raises UnknownModelError, ModelNotPulledError, ModelBusyError; models before the failing one are
+    gone then.
+    """
     removed, snapshots = [], []
     for text in options.models:
         one = remove(text, forget=options.forget)

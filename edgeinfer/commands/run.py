@@ -37,18 +37,23 @@ class RunResult(Result, frozen=True, kw_only=True):
 
 
 def run(options: argparse.Namespace, host: Host, stream_to: TextIO | None, talk: TextIO) -> RunResult:
-    """Resolve model and prompt and generate, streaming the text to `stream_to` when there is one, timings to `talk`.
+    """Resolve model and prompt and generate, streaming the text to `stream_to` when there is one,
+    timings to `talk`.
 
     Raises UsageError when there is no prompt, and whatever resolving, loading and generating raise.
     """
     model, prompt = model_and_prompt(options.model_or_prompt, options.prompt, host)
     prompt = _with_stdin(prompt)
     if not prompt.strip():
-        raise UsageError("no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in')
+        raise UsageError(
+            "no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in'
+        )
     engine = host.engine(model, requesting.load_options(options, host.config.load))
     request = GenerateRequest(
         prompt=prompt if options.raw else None,
-        messages=() if options.raw else _turns(engine.info.system_prompt if options.system is None else options.system, prompt),
+        messages=()
+        if options.raw
+        else _turns(engine.info.system_prompt if options.system is None else options.system, prompt),
         sampling=requesting.sampling(options, engine.info.sampling),
         max_tokens=options.max_tokens,
     )
@@ -60,11 +65,15 @@ def run(options: argparse.Namespace, host: Host, stream_to: TextIO | None, talk:
 
 
 def _turns(system: str, prompt: str) -> tuple[Message, ...]:
-    return (*([Message(role="system", content=system)] if system else []), Message(role="user", content=prompt))
+    return (
+        *([Message(role="system", content=system)] if system else []),
+        Message(role="user", content=prompt),
+    )
 
 
 def model_and_prompt(first: str | None, second: str | None, host: Host) -> tuple[str, str]:
-    """`run MODEL PROMPT`, `run PROMPT`, `run MODEL` (the prompt is piped) or `run`: what is the model, what the prompt.
+    """`run MODEL PROMPT`, `run PROMPT`, `run MODEL` (the prompt is piped) or `run`: what is the model,
+    what the prompt.
 
     A first word that names no model is the prompt, unless a second follows.
     """
@@ -137,5 +146,6 @@ def timings_line(result: RunResult) -> str:
     how = f"{result.start.how}{f' in {total:.0f} ms' if total else ''}"
     return (
         f"{result.model}: {how}; prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached); "
-        f"first token {timings.ttft_ms:.0f} ms; {usage.completion_tokens} tokens at {rate:.1f}/s; {result.finish_reason}"
+        f"first token {timings.ttft_ms:.0f} ms; {usage.completion_tokens} tokens at {rate:.1f}/s; "
+        f"{result.finish_reason}"
     )

@@ -1,4 +1,6 @@
-"""`edgeinfer self-check`: whether the unpacked application, and the shipped file itself, are what was built."""
+"""`edgeinfer self-check`: whether the unpacked application, and the shipped file itself, are what was
+built.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,30 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         what = f"{self.files_checked} files, {bytes_words(self.bytes_checked)} in {self.app}"
         if not self.findings:
-            return f"{what}: all as built" + (f"\n{self.file}: its payload is as built" if self.file else "")
-        return "\n".join([f"{what}:", *self.findings, "", f"remove {self.app} and start again: it is unpacked anew"])
+            return f"{what}: all as built" + (
+                f"\n{self.file}: its payload is as built" if self.file else ""
+            )
+        return "\n".join(
+            [f"{what}:", *self.findings, "", f"remove {self.app} and start again: it is unpacked anew"]
+        )
 
 
 def self_check() -> SelfCheckResult:
-    """Raises EdgeInferError outside the shipped file: an installation is checked by its package manager."""
+    """Raises EdgeInferError outside the shipped file: an installation is checked by its package
+    manager.
+    """
     app = shipped.app_dir()
     if app is None:
-        raise EdgeInferError("this is not the shipped file", hint="check an installation with `pip check`")
+        raise EdgeInferError(
+            "this is not the shipped file", hint="check an installation with `pip check`"
+        )
     raw = (app / unpack.INDEX).read_bytes() if (app / unpack.INDEX).is_file() else b""
     index = payload.parse_index(raw)
     if index is None or index.name != app.name:
         findings: list[str] = [f"{app / unpack.INDEX}: not the index of {app.name}"]
-        return SelfCheckResult(app=str(app), file="", files_checked=0, bytes_checked=0, findings=tuple(findings))
+        return SelfCheckResult(
+            app=str(app), file="", files_checked=0, bytes_checked=0, findings=tuple(findings)
+        )
     findings = [*_check_files(app, index), *_strangers(app, index)]
     file = shipped.program_file()
     findings += _check_payload(file, index) if file else []
@@ -79,7 +91,11 @@ def _check_files(app: Path, index: Index) -> Iterator[str]:
 
 
 def _strangers(app: Path, index: Index) -> Iterator[str]:
-    known = {entry.path for entry in index.files} | {path for path, _ in index.links} | {unpack.INDEX, unpack.SOURCE}
+    known = (
+        {entry.path for entry in index.files}
+        | {path for path, _ in index.links}
+        | {unpack.INDEX, unpack.SOURCE}
+    )
     for folder, _, names in os.walk(app):
         for name in names:
             path = os.path.relpath(os.path.join(folder, name), app)
@@ -88,7 +104,9 @@ def _strangers(app: Path, index: Index) -> Iterator[str]:
 
 
 def _check_payload(file: Path, index: Index) -> Iterator[str]:
-    """The payload in the shipped file, block by block; nothing when the file carries another version by now."""
+    """The payload in the shipped file, block by block; nothing when the file carries another version by
+    now.
+    """
     try:
         parts = payload.open_shipped(file)
         if parts.app != index.name:

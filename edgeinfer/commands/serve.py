@@ -34,7 +34,9 @@ T = TypeVar("T")
 
 
 class ServeResult(Result, frozen=True, kw_only=True):
-    """How serving ended: by a signal or by idleness; `cut_short` when the drain's limit ended requests."""
+    """How serving ended: by a signal or by idleness; `cut_short` when the drain's limit ended
+    requests.
+    """
 
     kind: ClassVar[str] = "serve"
 
@@ -45,7 +47,8 @@ class ServeResult(Result, frozen=True, kw_only=True):
 def serve(options: argparse.Namespace, host: Host) -> ServeResult:
     """Serve until a signal or idleness.
 
-    Raises ServeError when the address cannot be bound or a key file is not safe, and what naming the model raises.
+    Raises ServeError when the address cannot be bound or a key file is not safe, and what naming the
+    model raises.
     """
     name = _name(options, host)
     listeners = list(host.listeners) or sockets.activated() or _bind(options, host)
@@ -55,33 +58,55 @@ def serve(options: argparse.Namespace, host: Host) -> ServeResult:
 
 
 def _name(options: argparse.Namespace, host: Host) -> str:
-    """The default model's name. What this process was resumed with needs no catalogue, which takes 8 ms to read."""
+    """The default model's name. What this process was resumed with needs no catalogue, which takes 8 ms
+    to read.
+    """
     wanted: str = options.model or host.config.default_model
     return wanted if wanted == getattr(host, "held_model", "") else host.files(wanted).name
 
 
-async def _serve(options: argparse.Namespace, host: Host, name: str, listeners: list[socket.socket], gate: Gate) -> Ended:
+async def _serve(
+    options: argparse.Namespace, host: Host, name: str, listeners: list[socket.socket], gate: Gate
+) -> Ended:
     load_options = requesting.load_options(options, host.config.load)
     models: Models
     endpoint: Endpoint
 
     def loaded(model: str, how: Loaded, seconds: float) -> None:
         endpoint.metrics.model_loaded(model, how.how, seconds, how.stages_ms)
-        endpoint.log.info("model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3))
+        endpoint.log.info(
+            "model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3)
+        )
 
-    sources = Sources(load=Loader(options.model, name, host, load_options), pulled=pulled_models, loaded_hook=loaded)
-    models = Models(sources, default=name, keep_alive_s=_pick(options.keep_alive, host.config.serve.keep_alive_s))
-    payloads = PayloadLog(Path(options.payload_log), redact=options.redact) if options.payload_log else None
+    sources = Sources(
+        load=Loader(options.model, name, host, load_options), pulled=pulled_models, loaded_hook=loaded
+    )
+    models = Models(
+        sources, default=name, keep_alive_s=_pick(options.keep_alive, host.config.serve.keep_alive_s)
+    )
+    payloads = (
+        PayloadLog(Path(options.payload_log), redact=options.redact) if options.payload_log else None
+    )
     log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
     endpoint = Endpoint(
-        models, gate, limits(options, host.config.serve.max_queue), log, tracer_from_environment(), payloads, host.start
+        models,
+        gate,
+        limits(options, host.config.serve.max_queue),
+        log,
+        tracer_from_environment(),
+        payloads,
+        host.start,
     )
-    run_options = RunOptions(idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key)
+    run_options = RunOptions(
+        idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
+    )
     return await run(endpoint, listeners, run_options, host.keep_copies(last_words.words()))
 
 
 class Loader:
-    """Brings models into memory: the default one into this process the first time, every other into a worker of its own."""
+    """Brings models into memory: the default one into this process the first time, every other into a
+    worker of its own.
+    """
 
     def __init__(self, typed: str | None, name: str, host: Host, options: LoadOptions) -> None:
         self._typed = typed or host.config.default_model
@@ -92,11 +117,18 @@ class Loader:
 
     def __call__(self, name: str, progress: LoadProgress) -> Loaded:
         """Runs in a thread. Raises what loading raises."""
-        worker: Callable[[str, LoadOptions, LoadProgress], Engine] | None = getattr(self._host, "worker", None)
+        worker: Callable[[str, LoadOptions, LoadProgress], Engine] | None = getattr(
+            self._host, "worker", None
+        )
         if name == self._name and self._own:
             self._own = False
             engine = self._host.engine(self._typed, self._options, progress)
-            return Loaded(engine=engine, where="process", how=self._host.start.how, stages_ms=self._host.start.stages_ms)
+            return Loaded(
+                engine=engine,
+                where="process",
+                how=self._host.start.how,
+                stages_ms=self._host.start.stages_ms,
+            )
         target = self._typed if name == self._name else name
         if worker is None:
             return Loaded(engine=self._host.engine(target, self._options, progress))
@@ -112,9 +144,14 @@ class Loader:
 
 def pulled_models() -> Sequence[Pulled]:
     """Every pulled model, as the endpoint lists them."""
-    from edgeinfer.catalog.store import list_pulled  # the catalogue is not needed until a second model is named
+    from edgeinfer.catalog.store import (
+        list_pulled,
+    )  # the catalogue is not needed until a second model is named
 
-    return [Pulled(name=m.name, size_bytes=m.size_bytes, sha256=m.sha256, created=_unix(m.pulled_at)) for m in list_pulled()]
+    return [
+        Pulled(name=m.name, size_bytes=m.size_bytes, sha256=m.sha256, created=_unix(m.pulled_at))
+        for m in list_pulled()
+    ]
 
 
 def _unix(stamp: str) -> int:
@@ -125,11 +162,15 @@ def _unix(stamp: str) -> int:
 
 
 def _bind(options: argparse.Namespace, host: Host) -> list[socket.socket]:
-    return sockets.bind(_pick(options.host, host.config.serve.host), _pick(options.port, host.config.serve.port))
+    return sockets.bind(
+        _pick(options.host, host.config.serve.host), _pick(options.port, host.config.serve.port)
+    )
 
 
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
-    """Who may ask. A bind that others can reach gets a key, made and stored on first use. Raises ServeError."""
+    """Who may ask. A bind that others can reach gets a key, made and stored on first use. Raises
+    ServeError.
+    """
     given = keys.given_keys(options.api_key_file)
     if not given and not sockets.is_loopback(listeners):
         given, made = keys.stored_keys()
@@ -142,8 +183,16 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
         hosts.add(socket.gethostname().lower())
     origins = {*config.allowed_origins, *(options.allow_origin or ())}
     if "*" in origins:
-        raise ServeError("'*' is no origin: name the web pages that may call", hint="--allow-origin https://example.org")
-    return Gate(keys=given, hosts=frozenset(hosts), origins=frozenset(origins), any_address=not sockets.is_loopback(listeners))
+        raise ServeError(
+            "'*' is no origin: name the web pages that may call",
+            hint="--allow-origin https://example.org",
+        )
+    return Gate(
+        keys=given,
+        hosts=frozenset(hosts),
+        origins=frozenset(origins),
+        any_address=not sockets.is_loopback(listeners),
+    )
 
 
 def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> Limits:
@@ -156,7 +205,9 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
     base = Limits()
     return msgspec.structs.replace(
         base,
-        max_body_bytes=base.max_body_bytes if options.max_body_mib is None else options.max_body_mib << 20,
+        max_body_bytes=base.max_body_bytes
+        if options.max_body_mib is None
+        else options.max_body_mib << 20,
         max_queue=_pick(options.max_queue, max_queue),
         max_requests=_pick(options.max_requests, base.max_requests),
         max_per_key=_pick(options.max_per_key, base.max_per_key),

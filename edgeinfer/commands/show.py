@@ -1,4 +1,6 @@
-"""`edgeinfer show`: everything known of a model, and the memory it needs against what this machine has."""
+"""`edgeinfer show`: everything known of a model, and the memory it needs against what this
+machine has.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from edgeinfer.commands.list import parameters_words
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.runtime.choices import choose_cells, choose_context, choose_parallel, choose_threads, read_machine
+from edgeinfer.runtime.choices import (
+    choose_cells,
+    choose_context,
+    choose_parallel,
+    choose_threads,
+    read_machine,
+)
 from edgeinfer.units import bytes_words
 
 
@@ -56,7 +64,9 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
-    """`header`, `files` and `memory` are empty for a model that is not here. `notes` say what is wrong, if anything."""
+    """`header`, `files` and `memory` are empty for a model that is not here. `notes` say what is wrong,
+    if anything.
+    """
 
     kind: ClassVar[str] = "show"
 
@@ -85,7 +95,12 @@ class ShowResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         if self.template_only:
             return self.chat_template
-        rows = [*_about(self), *_header_rows(self.header), *_file_rows(self), *_memory_rows(self.memory)]
+        rows = [
+            *_about(self),
+            *_header_rows(self.header),
+            *_file_rows(self),
+            *_memory_rows(self.memory),
+        ]
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
         lines += [f"note: {note}" for note in self.notes]
@@ -98,7 +113,12 @@ Rows = list[tuple[str, str]]
 
 
 def _about(shown: ShowResult) -> Rows:
-    rows = [("name", shown.name), ("title", shown.title), ("for", shown.purpose), ("licence", shown.licence or "unknown")]
+    rows = [
+        ("name", shown.name),
+        ("title", shown.title),
+        ("for", shown.purpose),
+        ("licence", shown.licence or "unknown"),
+    ]
     rows += [("source", _short(source)) for source in shown.sources]
     if shown.pulled_from:
         rows.append(("pulled", f"{shown.pulled_at} from {_short(shown.pulled_from)}"))
@@ -109,10 +129,17 @@ def _about(shown: ShowResult) -> Rows:
     if shown.stop:
         rows.append(("stop strings", " ".join(map(repr, shown.stop))))
     if shown.sampling:
-        rows.append(("sampling", ", ".join(f"{key} {value:g}" for key, value in shown.sampling.items())))
+        rows.append(
+            ("sampling", ", ".join(f"{key} {value:g}" for key, value in shown.sampling.items()))
+        )
     if shown.header is None:
-        rows += [("parameters", shown.parameters or "unknown"), ("quantization", shown.quantization or "unknown")]
-        rows.append(("trained context", f"{shown.context_length} tokens" if shown.context_length else "unknown"))
+        rows += [
+            ("parameters", shown.parameters or "unknown"),
+            ("quantization", shown.quantization or "unknown"),
+        ]
+        rows.append(
+            ("trained context", f"{shown.context_length} tokens" if shown.context_length else "unknown")
+        )
     return rows
 
 
@@ -152,11 +179,22 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
     verdict = "it fits" if memory.fits else "it does not fit"
     return [
         ("memory, weights", bytes_words(need.weights_bytes)),
-        ("memory, KV cache", f"{bytes_words(need.kv_per_1000_bytes)} for 1,000 tokens ({need.kv_type})"),
+        (
+            "memory, KV cache",
+            f"{bytes_words(need.kv_per_1000_bytes)} for 1,000 tokens ({need.kv_type})",
+        ),
         ("context", f"{memory.n_ctx} tokens: {memory.n_ctx_reason}"),
-        ("memory, context", f"{bytes_words(need.kv_bytes)} for {need.n_ctx} cells, {memory.n_parallel} sequences at once"),
+        (
+            "memory, context",
+            f"{bytes_words(need.kv_bytes)} for {need.n_ctx} cells, {memory.n_parallel} sequences at "
+            f"once",
+        ),
         ("memory, compute", bytes_words(need.compute_bytes)),
-        ("memory, together", f"{bytes_words(need.total_bytes)} of {bytes_words(machine.available_bytes)} available: {verdict}"),
+        (
+            "memory, together",
+            f"{bytes_words(need.total_bytes)} of {bytes_words(machine.available_bytes)} available: "
+            f"{verdict}",
+        ),
     ]
 
 
@@ -178,7 +216,12 @@ def show(options: argparse.Namespace, host: Host) -> ShowResult:
 
 
 def _shown(
-    name: str, pulled: PulledModel | None, entry: Model | None, parts: list[Path], options: argparse.Namespace, host: Host
+    name: str,
+    pulled: PulledModel | None,
+    entry: Model | None,
+    parts: list[Path],
+    options: argparse.Namespace,
+    host: Host,
 ) -> ShowResult:
     headers = [gguf.check(part) for part in parts]
     first = headers[0] if headers else None
@@ -248,7 +291,9 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
 
 
 def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host) -> MemoryShown:
-    """The estimate for the context the engine would make: its own rules, on the header instead of a loaded model."""
+    """The estimate for the context the engine would make: its own rules, on the header instead of a
+    loaded model.
+    """
     load, header, machine = host.config.load, headers[0], machine_memory()
     kv_type = options.kv_type or load.kv_type
     weights = sum(one.weights_bytes for one in headers)
@@ -256,7 +301,9 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
     rough = estimate(header, wanted, kv_type, n_outputs=64, whole_windows=True)
     per_token = max(1, rough.kv_per_1000_bytes // 1000)
     free = max(0, machine.available_bytes - weights - weights // 4 - rough.compute_bytes)
-    parallel = choose_parallel(load.parallel, choose_threads(load.threads, read_machine()).value, per_token, free).value
+    parallel = choose_parallel(
+        load.parallel, choose_threads(load.threads, read_machine()).value, per_token, free
+    ).value
     try:
         chosen = choose_context(wanted, header.n_ctx_train or 4096, per_token, free)
         n_ctx, reason = int(chosen.value), chosen.reason
@@ -265,4 +312,6 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
     cells = choose_cells(n_ctx, parallel, per_token, free).value
     need = engine_estimate(header, cells, kv_type, parallel, weights)
     fits = need.total_bytes <= machine.available_bytes
-    return MemoryShown(estimate=need, n_parallel=parallel, n_ctx=n_ctx, n_ctx_reason=reason, machine=machine, fits=fits)
+    return MemoryShown(
+        estimate=need, n_parallel=parallel, n_ctx=n_ctx, n_ctx_reason=reason, machine=machine, fits=fits
+    )

@@ -34,10 +34,24 @@ class SnapshotsResult(Result, frozen=True, kw_only=True):
         for s in self.snapshots:
             used = duration_words(max(0.0, time.time() - s.last_used_s)) + " ago"
             apparent = bytes_words(s.details.memory_bytes + s.details.images_bytes)
-            rows.append((s.details.name, bytes_words(s.disk_bytes), apparent, s.details.actual.get("n_ctx", ""), used, s.state))
+            rows.append(
+                (
+                    s.details.name,
+                    bytes_words(s.disk_bytes),
+                    apparent,
+                    s.details.actual.get("n_ctx", ""),
+                    used,
+                    s.state,
+                )
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
-        return "\n".join([*lines, f"{bytes_words(self.disk_bytes)} of at most {bytes_words(self.limit_bytes)}"])
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]])
+            for row in rows
+        ]
+        return "\n".join(
+            [*lines, f"{bytes_words(self.disk_bytes)} of at most {bytes_words(self.limit_bytes)}"]
+        )
 
 
 class SnapshotResult(Result, frozen=True, kw_only=True):
@@ -52,7 +66,9 @@ class SnapshotResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         plain = msgspec.to_builtins(self.snapshot)
         plain.pop("digests")
-        lines = [f"{name}: {_words(value)}" for name, value in plain.items() if value not in ({}, "", [])]
+        lines = [
+            f"{name}: {_words(value)}" for name, value in plain.items() if value not in ({}, "", [])
+        ]
         return "\n".join([f"state: {self.state}", f"on disk: {bytes_words(self.disk_bytes)}", *lines])
 
 
@@ -113,7 +129,9 @@ def _list(host: Host) -> SnapshotsResult:
 def _show(name: str) -> SnapshotResult:
     folder = records.find(name)
     return SnapshotResult(
-        snapshot=records.read_details(folder), state=records.state_of(folder)[1], disk_bytes=records.disk_bytes(folder)
+        snapshot=records.read_details(folder),
+        state=records.state_of(folder)[1],
+        disk_bytes=records.disk_bytes(folder),
     )
 
 
@@ -122,13 +140,18 @@ def _verify(name: str) -> VerifyResult:
     wrong = verify.wrong_files(folder)
     if wrong:
         raise SnapshotCorruptError(
-            f"{', '.join(wrong)} of {folder.name} is not what was built", hint=f"build it again: `edgeinfer warm {name}`"
+            f"{', '.join(wrong)} of {folder.name} is not what was built",
+            hint=f"build it again: `edgeinfer warm {name}`",
         )
     repeated = verify.repeated_randomness(folder)
     if repeated:
-        raise SnapshotCorruptError(f"two processes resumed from {folder.name} draw the same from {', '.join(repeated)}")
+        raise SnapshotCorruptError(
+            f"two processes resumed from {folder.name} draw the same from {', '.join(repeated)}"
+        )
     manifest = format.read_manifest(str(folder))
-    return VerifyResult(name=manifest.name, files=len(manifest.images), read_bytes=sum(manifest.images.values()))
+    return VerifyResult(
+        name=manifest.name, files=len(manifest.images), read_bytes=sum(manifest.images.values())
+    )
 
 
 def _folder(name: str) -> Path:
@@ -139,7 +162,9 @@ def _remove(folders: list[Path]) -> RemovedResult:
     freed = sum(records.disk_bytes(folder) for folder in folders)
     for folder in folders:
         prune.remove(folder)
-    return RemovedResult(removed=tuple(f.name.rpartition(format.SEPARATOR)[0] for f in folders), freed_bytes=freed)
+    return RemovedResult(
+        removed=tuple(f.name.rpartition(format.SEPARATOR)[0] for f in folders), freed_bytes=freed
+    )
 
 
 def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
@@ -148,6 +173,10 @@ def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
         raise SnapshotMissingError("there are no snapshots", hint="")
     if options.all:
         return _remove(prune.by_last_use(root))
-    sizes = {f.name.rpartition(format.SEPARATOR)[0]: records.disk_bytes(f) for f in prune.by_last_use(root)}
+    sizes = {
+        f.name.rpartition(format.SEPARATOR)[0]: records.disk_bytes(f) for f in prune.by_last_use(root)
+    }
     removed = [*prune.stale(root), *prune.to_limit(root, host.config.snapshots)]
-    return RemovedResult(removed=tuple(removed), freed_bytes=sum(sizes.get(name, 0) for name in removed))
+    return RemovedResult(
+        removed=tuple(removed), freed_bytes=sum(sizes.get(name, 0) for name in removed)
+    )

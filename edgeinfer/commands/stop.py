@@ -35,7 +35,10 @@ def stop(options: argparse.Namespace) -> StopResult:
     """Raises UsageError when nothing was named, or what was named does not run."""
     running = processes()
     if not options.which and not options.all:
-        raise UsageError("name what to stop", hint="`edgeinfer ps` shows what runs; `edgeinfer stop --all` ends all of it")
+        raise UsageError(
+            "name what to stop",
+            hint="`edgeinfer ps` shows what runs; `edgeinfer stop --all` ends all of it",
+        )
     chosen = running if options.all else [r for name in options.which for r in _named(name, running)]
     stopped: list[int] = []
     killed: list[int] = []

@@ -1,4 +1,6 @@
-"""`edgeinfer uninstall`: lists everything edgeinfer put on this machine for this user, asks, removes it."""
+"""`edgeinfer uninstall`: lists everything edgeinfer put on this machine for this user, asks, removes
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Ask = Callable[[str], bool]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to remove: a folder or the shipped file. `mine` says that a user made it and may want to keep it."""
+    """Something to remove: a folder or the shipped file. `mine` says that a user made it and may want
+    to keep it.
+    """
 
     what: str
     path: str
@@ -46,7 +50,9 @@ class UninstallResult(Result, frozen=True, kw_only=True):
 
 
 def uninstall(options: argparse.Namespace, ask: Ask | None = None) -> UninstallResult:
-    """Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while something runs."""
+    """Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while
+    something runs.
+    """
     every = parts()
     kept = tuple(part for part in every if options.keep_data and part.mine)
     doomed = tuple(part for part in every if part not in kept)
@@ -72,7 +78,11 @@ def parts() -> list[Part]:
         *((f"{p.name}, a file of yours", p, True) for p in _data_files()),
         ("unpacked application", unpack.app_root(), False),
     ]
-    found = [Part(what=what, path=str(p), size_bytes=_size(p), mine=mine) for what, p, mine in wanted if os.path.lexists(p)]
+    found = [
+        Part(what=what, path=str(p), size_bytes=_size(p), mine=mine)
+        for what, p, mine in wanted
+        if os.path.lexists(p)
+    ]
     program = shipped.program_file()
     if program and os.access(program.parent, os.W_OK):
         found.append(Part(what="the program", path=str(program), size_bytes=program.stat().st_size))
@@ -87,10 +97,16 @@ def _data_files() -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    """Bytes on disk under `path`; sparse files count what they occupy. The cache counts without its snapshots."""
+    """Bytes on disk under `path`; sparse files count what they occupy. The cache counts without its
+    snapshots.
+    """
     if path == paths.cache_dir():
         return sum(_size(p) for p in path.iterdir() if p != paths.snapshots_dir())
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+    files = (
+        [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        if path.is_dir()
+        else [path]
+    )
     return sum(os.lstat(f).st_blocks * 512 for f in files if os.path.lexists(f))
 
 
@@ -112,7 +128,9 @@ def _listing(doomed: tuple[Part, ...], kept: tuple[Part, ...]) -> str:
 
 def _ask(listing: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("nobody is there to ask", hint="`edgeinfer uninstall --yes` removes without asking")
+        raise UsageError(
+            "nobody is there to ask", hint="`edgeinfer uninstall --yes` removes without asking"
+        )
     sys.stderr.write(f"{listing}\n\nRemove it? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
@@ -131,5 +149,6 @@ def _remove(path: Path) -> None:
         return
     except OSError as error:
         raise EdgeInferError(
-            f"cannot remove {path}: {error.strerror}", hint="remove it by hand, then type the command again"
+            f"cannot remove {path}: {error.strerror}",
+            hint="remove it by hand, then type the command again",
         ) from error

@@ -10,7 +10,9 @@ from edgeinfer.result import Result
 
 
 class VersionResult(Result, frozen=True, kw_only=True):
-    """Versions as text. `llama_cpp_flags` are the instruction sets and options llama.cpp itself reports."""
+    """Versions as text. `llama_cpp_flags` are the instruction sets and options llama.cpp itself
+    reports.
+    """
 
     kind: ClassVar[str] = "version"
 
@@ -24,8 +26,10 @@ class VersionResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         return (
-            f"edgeinfer {self.edgeinfer}\npython {self.python}\nllama-cpp-python {self.llama_cpp_python}\n"
-            f"llama.cpp {self.llama_cpp}, commit {self.llama_cpp_commit}, {self.cpu_variant or 'one'} variant\n"
+            f"edgeinfer {self.edgeinfer}\npython {self.python}\nllama-cpp-python "
+            f"{self.llama_cpp_python}\n"
+            f"llama.cpp {self.llama_cpp}, commit {self.llama_cpp_commit}, {self.cpu_variant or 'one'} "
+            f"variant\n"
             f"flags {' '.join(self.llama_cpp_flags)}"
         )
 

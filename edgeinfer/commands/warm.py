@@ -35,9 +35,11 @@ class WarmResult(Result, frozen=True, kw_only=True):
         stages = ", ".join(f"{name} {ms / 1000:.1f} s" for name, ms in d.stages_ms.items() if ms >= 50)
         prefilled = f"; {d.system_tokens} tokens of system prompt computed" if d.system_tokens else ""
         return (
-            f"{d.name} is warm: {bytes_words(d.disk_bytes)} on disk, {bytes_words(d.memory_bytes)} of memory{prefilled}\n"
+            f"{d.name} is warm: {bytes_words(d.disk_bytes)} on disk, {bytes_words(d.memory_bytes)} of "
+            f"memory{prefilled}\n"
             f"{stages}; {self.wall_s:.1f} s in all\n"
-            f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, {d.tier} tier; "
+            f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, "
+            f"{d.tier} tier; "
             f"weights {self.repack_reason}"
         )
 
@@ -48,9 +50,15 @@ def warm(options: argparse.Namespace, host: Host) -> WarmResult:
     model = canonical(options.model or host.config.default_model, host)
     files = _with_lora(host.files(model), options.lora)
     config = host.config.snapshots
-    wanted, reason = snapshots_warm.repack_choice(requesting.load_options(options, host.config.load), files, config)
+    wanted, reason = snapshots_warm.repack_choice(
+        requesting.load_options(options, host.config.load), files, config
+    )
     order = snapshots_warm.Order(
-        model=model, files=files, options=wanted, system=_system(options.system, files), given_name=options.name
+        model=model,
+        files=files,
+        options=wanted,
+        system=_system(options.system, files),
+        given_name=options.name,
     )
     try:
         details = snapshots_warm.build(order, config, _Talk(sys.stderr, quiet=options.quiet).say)
@@ -60,7 +68,9 @@ def warm(options: argparse.Namespace, host: Host) -> WarmResult:
 
 
 def canonical(model: str, host: Host) -> str:
-    """The name a model is known by here: its full name when it was pulled, its absolute path when it is a file."""
+    """The name a model is known by here: its full name when it was pulled, its absolute path when it is
+    a file.
+    """
     from edgeinfer.catalog import names
 
     return str(Path(model).expanduser().absolute()) if names.is_path(model) else host.files(model).name

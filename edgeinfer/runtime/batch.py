@@ -1,4 +1,6 @@
-"""One batch for llama_decode, its arrays kept and reused. A native assertion ends the process: everything is checked here."""
+"""One batch for llama_decode, its arrays kept and reused. A native assertion ends the process:
+everything is checked here.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ _I32 = ctypes.POINTER(ctypes.c_int32)
 
 
 class Batch:
-    """Up to `capacity` tokens of any sequences, at most `max_outputs` of them with logits. One thread."""
+    """Up to `capacity` tokens of any sequences, at most `max_outputs` of them with logits. One
+    thread.
+    """
 
-    def __init__(self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int) -> None:
+    def __init__(
+        self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int
+    ) -> None:
         self.capacity, self.max_outputs = capacity, max_outputs
         self._n_vocab, self._n_seq_max, self._n_cells = n_vocab, n_seq_max, n_cells
         self._token = np.zeros(capacity, np.int32)
@@ -27,7 +33,9 @@ class Batch:
         self._output = np.zeros(capacity, np.int8)
         self._one = np.ones(capacity, np.int32)
         base = self._seq.ctypes.data
-        self._seq_pointers = (_I32 * (capacity + 1))(*(ctypes.cast(base + 4 * i, _I32) for i in range(capacity)), _I32())
+        self._seq_pointers = (_I32 * (capacity + 1))(
+            *(ctypes.cast(base + 4 * i, _I32) for i in range(capacity)), _I32()
+        )
         self._native = L.llama_batch(
             n_tokens=0,
             token=self._token.ctypes.data_as(_I32),
@@ -50,14 +58,17 @@ class Batch:
         return self.capacity - self.n_tokens
 
     def add(self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int) -> int:
-        """Append `tokens` of `seq_id` from position `pos`; the last `outputs` of them get logits. The first one's row.
+        """Append `tokens` of `seq_id` from position `pos`; the last `outputs` of them get logits. The
+        first one's row.
 
         Raises DecodeError for anything llama.cpp would assert on or refuse.
         """
         start, end = self.n_tokens, self.n_tokens + len(tokens)
         self._check(tokens, pos, seq_id, outputs)
         self._token[start:end] = tokens
-        self._pos[start:end] = range(pos, pos + len(tokens)) if len(tokens) < 8 else np.arange(pos, pos + len(tokens))
+        self._pos[start:end] = (
+            range(pos, pos + len(tokens)) if len(tokens) < 8 else np.arange(pos, pos + len(tokens))
+        )
         self._seq[start:end] = seq_id
         self._output[start : end - outputs] = 0
         self._output[end - outputs : end] = 1
@@ -73,7 +84,9 @@ class Batch:
         if not 0 <= seq_id < self._n_seq_max:
             raise DecodeError(f"no such sequence: {seq_id}")
         if pos < 0 or pos + len(tokens) > self._n_cells:
-            raise DecodeError(f"position {pos + len(tokens)} is beyond the context of {self._n_cells} tokens")
+            raise DecodeError(
+                f"position {pos + len(tokens)} is beyond the context of {self._n_cells} tokens"
+            )
         if not 0 <= outputs <= len(tokens) or self.n_outputs + outputs > self.max_outputs:
             raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
 
@@ -84,7 +97,9 @@ class Batch:
 
 
 class Logits:
-    """The logits of the last batch, as arrays that are views of llama.cpp's own memory: valid until the next decode."""
+    """The logits of the last batch, as arrays that are views of llama.cpp's own memory: valid until the
+    next decode.
+    """
 
     def __init__(self, context: Any, n_vocab: int) -> None:
         self._context, self._n_vocab = context, n_vocab

@@ -1,4 +1,6 @@
-"""What the small helper processes of the runtime share: one JSON object a line, and no life after their parent's."""
+"""What the small helper processes of the runtime share: one JSON object a line, and no life after their
+parent's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it is gone (Linux; elsewhere nothing happens)."""
+    """Ask the kernel to kill this process when the thread that started it is gone (Linux; elsewhere
+    nothing happens).
+    """
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

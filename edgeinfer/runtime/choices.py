@@ -20,11 +20,13 @@ _AUTO_MIN_TOKENS = 4096
 _AUTO_MAX_TOKENS = 32_768
 #: llama.cpp pads a context to this many cells.
 _CELL_STEP = 256
-#: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by row: Q4_1, Q5_1,
-#: Q3_K, and the small IQ and TQ types. They gain nothing from large micro-batches, and give a row the same bits in any batch.
+#: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
+#: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They gain nothing from large micro-batches, and
+#: give a row the same bits in any batch.
 _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
-#: llama.cpp's attention over an f16 cache takes its tiled kernel from 64 tokens on: the faster one in a deep cache, whose sums
-#: depend on where a sequence lies. A quantized cache has no such kernel, and is the slower the larger the micro-batch.
+#: llama.cpp's attention over an f16 cache takes its tiled kernel from 64 tokens on: the faster one in a
+#: deep cache, whose sums depend on where a sequence lies. A quantized cache has no such kernel, and is
+#: the slower the larger the micro-batch.
 _UNTILED = 60
 #: Repacked weights are multiplied by another kernel from four rows on.
 _REPACKED_ROWS = 3
@@ -34,7 +36,9 @@ _CELLS_PER_SEQUENCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The part of this machine that this process may use. `quota` is the control group's CPU limit in cores."""
+    """The part of this machine that this process may use. `quota` is the control group's CPU limit in
+    cores.
+    """
 
     physical_cores: int
     logical_cpus: int
@@ -44,7 +48,9 @@ class Machine:
 
 def read_machine() -> Machine:
     """Cores within our affinity, the control group's limits, and the memory that can be had."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cpus = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    )
     return Machine(_physical_cores(cpus), len(cpus), _cpu_quota(), _available_bytes())
 
 
@@ -62,7 +68,11 @@ def _physical_cores(cpus: set[int]) -> int:
 def _cgroup_value(name: str) -> str:
     """The tightest value of a control-group file from our own group upwards; "" when there is none."""
     try:
-        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))[3:]
+        own = next(
+            line
+            for line in Path("/proc/self/cgroup").read_text().splitlines()
+            if line.startswith("0::")
+        )[3:]
     except (OSError, StopIteration):
         return ""
     folder = Path("/sys/fs/cgroup" + own)
@@ -96,25 +106,37 @@ def _available_bytes() -> int:
 
 
 def choose_threads(asked: int, machine: Machine) -> Chosen:
-    """Decode threads. 0 takes the physical cores within our affinity, or the control group's share of them."""
+    """Decode threads. 0 takes the physical cores within our affinity, or the control group's share of
+    them.
+    """
     if asked:
         return Chosen(asked, "as asked")
     cores = machine.physical_cores
     if machine.quota is not None and machine.quota < cores:
-        return Chosen(max(1, math.floor(machine.quota)), f"the control group allows {machine.quota:g} of {cores} cores")
+        return Chosen(
+            max(1, math.floor(machine.quota)),
+            f"the control group allows {machine.quota:g} of {cores} cores",
+        )
     noun = "core" if cores == 1 else "cores"
-    return Chosen(cores, f"{cores} physical {noun} within our affinity ({machine.logical_cpus} logical)")
+    return Chosen(
+        cores, f"{cores} physical {noun} within our affinity ({machine.logical_cpus} logical)"
+    )
 
 
 def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Sequences decoded at once. 0 takes four a thread, 4 to 16, and fewer where their KV cache would not fit."""
+    """Sequences decoded at once. 0 takes four a thread, 4 to 16, and fewer where their KV cache would
+    not fit.
+    """
     if asked:
         return Chosen(asked, "as asked")
     by_cores = min(16, max(4, 4 * n_threads))
     per_sequence = max(1, kv_bytes_per_token) * _CELLS_PER_SEQUENCE
     by_memory = max(1, int(free_bytes / 2 // per_sequence))
     if by_memory < by_cores:
-        return Chosen(by_memory, f"{free_bytes // _MIB} MiB free hold {by_memory} sequences of {_CELLS_PER_SEQUENCE} tokens")
+        return Chosen(
+            by_memory,
+            f"{free_bytes // _MIB} MiB free hold {by_memory} sequences of {_CELLS_PER_SEQUENCE} tokens",
+        )
     return Chosen(by_cores, f"four for each of {n_threads} threads, 4 to 16")
 
 
@@ -133,7 +155,9 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
         return Chosen(asked, "as asked")
     fits = free_bytes // 2 // per_token
     if fits < _CELL_STEP:
-        raise OutOfMemoryError(f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free after the weights")
+        raise OutOfMemoryError(
+            f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free after the weights"
+        )
     thrifty = max(_AUTO_MIN_TOKENS, _AUTO_KV_BYTES // per_token)
     limits = (
         (n_ctx_train, f"the model was trained on {n_ctx_train} tokens"),
@@ -147,7 +171,8 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
 
 
 def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Cells of the KV cache that all sequences share: one request's context, or more when many run at once.
+    """Cells of the KV cache that all sequences share: one request's context, or more when many run at
+    once.
 
     llama.cpp clears them all when it makes a context: a gigabyte is 0.3 s to 2 s of every cold start.
     """
@@ -156,14 +181,20 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
     if wanted <= n_ctx or fits <= n_ctx:
         return Chosen(_padded(n_ctx), "one full context, shared by all sequences")
     if wanted > fits:
-        return Chosen(_padded(fits), f"what fits {_AUTO_KV_BYTES // _MIB} MiB of KV cache or half of the free memory")
+        return Chosen(
+            _padded(fits),
+            f"what fits {_AUTO_KV_BYTES // _MIB} MiB of KV cache or half of the free memory",
+        )
     return Chosen(_padded(wanted), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 
 def choose_ubatch(n_batch: int, n_seq_max: int, file_type: int, kv_type: str) -> Chosen:
     """Tokens llama.cpp computes at a time; a batch is cut into these. Measured in decision 020."""
     if file_type in _DOT_ONLY and kv_type != "f16" and n_seq_max <= _UNTILED < n_batch:
-        return Chosen(_UNTILED, "weights of this type are multiplied row by row, and a quantized cache likes few at a time")
+        return Chosen(
+            _UNTILED,
+            "weights of this type are multiplied row by row, and a quantized cache likes few at a time",
+        )
     return Chosen(n_batch, "the whole batch at a time")
 
 

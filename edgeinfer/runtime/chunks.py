@@ -1,15 +1,18 @@
-"""How much of the waiting prompts a step computes: enough to be efficient, not so much that running streams stall."""
+"""How much of the waiting prompts a step computes: enough to be efficient, not so much that running
+streams stall.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: While others decode, a chunk of prefill is held to about this long (seconds), and to at least so many tokens.
+#: While others decode, a chunk of prefill is held to about this long (seconds), and to at least so many
+#: tokens.
 _CHUNK_S = 0.1
 _CHUNK_MIN = 32
-#: From this many tokens on attention is computed in tiles; a chunk is stretched to one when that takes no longer (seconds): in
-#: a deep cache it takes hardly longer than half of one (decision 020).
+#: From this many tokens on attention is computed in tiles; a chunk is stretched to one when that takes
+#: no longer (seconds): in a deep cache it takes hardly longer than half of one (decision 020).
 _TILE = 64
 _TILE_S = 0.3
 
@@ -18,8 +21,8 @@ _TILE_S = 0.3
 class Exactness:
     """Up to what a step in company computes the very bits that one alone does (decision 022).
 
-    `rows`: tokens in the batch, beyond which llama.cpp's kernels round otherwise. `cells`: used cells, beyond which a lone
-    token's attention does; None for no such bound.
+    `rows`: tokens in the batch, beyond which llama.cpp's kernels round otherwise. `cells`: used cells,
+    beyond which a lone token's attention does; None for no such bound.
     """
 
     rows: int
@@ -34,9 +37,11 @@ class Chunks:
         self._s_per_token = 0.001
 
     def budget(self, room: int, n_decoding: int, pending: Sequence[int]) -> int:
-        """Tokens of prompts for a batch that has `room` left beside `n_decoding` tokens; `pending` are the prompts' lengths.
+        """Tokens of prompts for a batch that has `room` left beside `n_decoding` tokens; `pending` are
+        the prompts' lengths.
 
-        Short prompts stay together where each gives the bits that it gives alone; a long one gets what is there.
+        Short prompts stay together where each gives the bits that it gives alone; a long one gets what
+        is there.
         """
         budget = min(room, self._beside_decoding()) if n_decoding else room
         exact = self._exact_rows - n_decoding

@@ -1,7 +1,9 @@
-"""The seam between the decode loop and constrained output. `runtime/constraints.py` provides what is drawn here.
+"""The seam between the decode loop and constrained output. `runtime/constraints.py` provides what is
+drawn here.
 
-The loop owns the logits; a matcher only says which tokens may come next. One `CompiledConstraint` serves any number of
-requests (it is cached by its source); each request starts a `Matcher` of its own, used from the decode loop's thread alone.
+The loop owns the logits; a matcher only says which tokens may come next. One `CompiledConstraint`
+serves any number of requests (it is cached by its source); each request starts a `Matcher` of its own,
+used from the decode loop's thread alone.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 class Lark(msgspec.Struct, frozen=True, tag="lark"):
     """A constraint of our own making: a grammar in llguidance's dialect of Lark, from its rule `start`.
 
-    What the conversation side needs besides what a request may ask for: calls in a family's format, reasoning before JSON.
-    `grammars` are further ones by name, which `source` reaches as `@name`.
+    What the conversation side needs besides what a request may ask for: calls in a family's format,
+    reasoning before JSON. `grammars` are further ones by name, which `source` reaches as `@name`.
     """
 
     source: str
@@ -46,23 +48,29 @@ class VocabView(Protocol):
 
     def is_control(self, token: int) -> bool: ...
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]: ...
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]: ...
 
 
 class Matcher(Protocol):
     """One request's place in its constraint."""
 
     def mask_into(self, logits: Logits) -> None:
-        """Set every logit whose token may not come next to minus infinity, in place. `logits` has `n_vocab` entries.
+        """Set every logit whose token may not come next to minus infinity, in place. `logits` has
+        `n_vocab` entries.
 
-        At least one token stays possible; once the output may end, the end-of-generation tokens are among them.
+        At least one token stays possible; once the output may end, the end-of-generation tokens are
+        among them.
         """
 
     def accept(self, token: int) -> bool:
         """Take `token` as the next one; False when the constraint forbids it (nothing changes then)."""
 
     def forced(self) -> Sequence[int]:
-        """The tokens that must come next whatever the model says; empty when there is a choice. Changes nothing."""
+        """The tokens that must come next whatever the model says; empty when there is a choice. Changes
+        nothing.
+        """
 
     @property
     def is_done(self) -> bool:

@@ -1,8 +1,8 @@
 """Constrained output: which tokens may come next, from llguidance's token masks (docs/decisions/030).
 
-A constraint is compiled once and kept (`Constraints`); each request walks its own copy of the parser (`TokenMatcher`). The
-bytes that a token stands for here are those the engine shows for it, so what is masked is what is read. Control tokens
-match no text; grammars of ours name them by number.
+A constraint is compiled once and kept (`Constraints`); each request walks its own copy of the parser
+(`TokenMatcher`). The bytes that a token stands for here are those the engine shows for it, so what is
+masked is what is read. Control tokens match no text; grammars of ours name them by number.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 CACHE_SIZE = 128
 #: The longest constraint, characters of JSON.
 MAX_SOURCE = 512 * 1024
-#: JSON on one line, as `json.dumps` writes it: fewer choices (more tokens are forced), and no endless white space from a
-#: small model at a high temperature.
+#: JSON on one line, as `json.dumps` writes it: fewer choices (more tokens are forced), and no endless
+#: white space from a small model at a high temperature.
 JSON_STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -44,12 +44,15 @@ JSON_STYLE = {
 
 
 def _limits() -> Any:
-    """What one request's parser may grow to, so that an ambiguous grammar (`root ::= root root | "a"`) ends its own request.
+    """What one request's parser may grow to, so that an ambiguous grammar (`root ::= root root | "a"`)
+    ends its own request.
 
-    With 500 items in a row a step takes some 30 ms at most; the schemas and grammars measured stay under 100. A lexer state
-    takes 1 to 2 kB.
+    With 500 items in a row a step takes some 30 ms at most; the schemas and grammars measured stay
+    under 100. A lexer state takes 1 to 2 kB.
     """
-    return llguidance.LLParserLimits(max_items_in_row=500, max_lexer_states=50_000, verbose_errors=False)
+    return llguidance.LLParserLimits(
+        max_items_in_row=500, max_lexer_states=50_000, verbose_errors=False
+    )
 
 
 class TokenMatcher:
@@ -73,7 +76,9 @@ class TokenMatcher:
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
         # a parser in error allows the end, which would pass for a whole output
         if self._matcher.is_error() or forbidden.all():
-            raise UnsupportedConstraintError(f"nothing can follow: {_brief(self._matcher.get_error())}", param="constraint")
+            raise UnsupportedConstraintError(
+                f"nothing can follow: {_brief(self._matcher.get_error())}", param="constraint"
+            )
         np.copyto(logits, -np.inf, where=forbidden)
 
     def accept(self, token: int) -> bool:
@@ -115,7 +120,9 @@ class Constraints:
         self._tokenizer: Any = None
 
     def prepare(self, vocab: VocabView) -> None:
-        """Make what every constraint needs of the vocabulary: 0.15 s for 49,152 tokens, 1.2 s for 262,144; once."""
+        """Make what every constraint needs of the vocabulary: 0.15 s for 49,152 tokens, 1.2 s for
+        262,144; once.
+        """
         self._tokens(vocab)
 
     def compile(self, constraint: Constraint | Lark, vocab: VocabView) -> Compiled:
@@ -123,14 +130,18 @@ class Constraints:
         try:
             key = msgspec.json.encode(constraint)
         except (TypeError, ValueError, RecursionError) as error:
-            raise UnsupportedConstraintError(f"the constraint is not JSON: {error}", param="constraint") from error
+            raise UnsupportedConstraintError(
+                f"the constraint is not JSON: {error}", param="constraint"
+            ) from error
         with self._lock:
             found = self._cache.get(key) if vocab is self._vocab else None
             if found is not None:
                 self._cache.move_to_end(key)
                 return found
         if len(key) > MAX_SOURCE:
-            raise UnsupportedConstraintError(f"the constraint is longer than {MAX_SOURCE} bytes", param="constraint")
+            raise UnsupportedConstraintError(
+                f"the constraint is longer than {MAX_SOURCE} bytes", param="constraint"
+            )
         made = Compiled(self._build(constraint, self._tokens(vocab)), vocab.n_vocab)
         with self._lock:
             self._cache[key] = made
@@ -154,7 +165,9 @@ class Constraints:
         matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_limits())
         wrong = _complaint(matcher)
         if wrong:
-            raise UnsupportedConstraintError(f"the {_kind(constraint)} cannot be honoured: {wrong}", param=place)
+            raise UnsupportedConstraintError(
+                f"the {_kind(constraint)} cannot be honoured: {wrong}", param=place
+            )
         return matcher
 
 
@@ -166,12 +179,16 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
     normalised = normalise(schema)
 
     def complaint(part: dict[str, Any]) -> str:
-        wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(schema_grammar(part), tokenizer)
+        wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+            schema_grammar(part), tokenizer
+        )
         return _brief(messages[0]) if wrong and messages else ""
 
     if complaint(normalised):
         place, words = locate(normalised, complaint)
-        raise UnsupportedConstraintError(f"the schema cannot be honoured at {place}: {words}", param=place)
+        raise UnsupportedConstraintError(
+            f"the schema cannot be honoured at {place}: {words}", param=place
+        )
     return normalised
 
 
@@ -181,7 +198,9 @@ def schema_grammar(schema: dict[str, Any]) -> str:
 
 
 def inline_schema(schema: Any) -> str:
-    """A schema as it stands in a Lark grammar: `%json {…}`. Raises UnsupportedConstraintError as `normalise` does."""
+    """A schema as it stands in a Lark grammar: `%json {…}`. Raises UnsupportedConstraintError as
+    `normalise` does.
+    """
     return f"%json {json.dumps({**normalise(schema), 'x-guidance': JSON_STYLE})}"
 
 
@@ -189,7 +208,9 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
     """(grammar, the request's field that it comes from). Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
-        return json.dumps({"grammars": [{"name": "start", "lark_grammar": constraint.source}, *named]}), "constraint"
+        return json.dumps(
+            {"grammars": [{"name": "start", "lark_grammar": constraint.source}, *named]}
+        ), "constraint"
     if isinstance(constraint, JsonSchema):
         return f"start: {inline_schema(check_schema(constraint.schema))}", "#"
     if isinstance(constraint, Regex):
@@ -197,21 +218,27 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
         return str(grammar["grammars"][0]["lark_grammar"]), "pattern"
     if isinstance(constraint, Choice):
         if not constraint.options or not all(constraint.options):
-            raise UnsupportedConstraintError("a choice needs options, none of them empty", param="options")
+            raise UnsupportedConstraintError(
+                "a choice needs options, none of them empty", param="options"
+            )
         # one terminal: as alternatives of a rule, each option would be an item of the parser
         return "start: OPTION\nOPTION: " + " | ".join(map(quoted, constraint.options)), "options"
     return to_lark(constraint.gbnf), "gbnf"
 
 
 def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """(grammar, the further grammars it names), to be put into a larger one. Raises UnsupportedConstraintError."""
+    """(grammar, the further grammars it names), to be put into a larger one. Raises
+    UnsupportedConstraintError.
+    """
     if isinstance(constraint, Lark):
         return constraint.source, constraint.grammars
     return lark_of(constraint)[0], ()
 
 
 def whole(pattern: str) -> str:
-    """`^…$` taken off: the whole output has to match anyway, and the grammar engine knows no anchors."""
+    """`^…$` taken off: the whole output has to match anyway, and the grammar engine knows no
+    anchors.
+    """
     bare = pattern
     if "|" not in pattern:
         bare = bare.removeprefix("^")
@@ -226,7 +253,9 @@ def quoted(text: str) -> str:
 
 
 def _kind(constraint: Constraint | Lark) -> str:
-    return {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}.get(type(constraint), "constraint")
+    return {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}.get(
+        type(constraint), "constraint"
+    )
 
 
 def _complaint(matcher: Any) -> str:
@@ -255,7 +284,8 @@ def token_table(vocab: VocabView) -> Any:
 
 
 def _pieces(pointer: Any, n_vocab: int) -> Iterator[bytes]:
-    """Every token's bytes, as the engine shows them. Read here at once rather than by `Vocab.piece`, which would keep them.
+    """Every token's bytes, as the engine shows them. Read here at once rather than by `Vocab.piece`,
+    which would keep them.
 
     0xFF before the name of a token that stands for no text is llguidance's mark for it.
     """

@@ -1,12 +1,15 @@
-"""A loaded model's way of talking: from a request made with messages to a prompt, a constraint and a parser of the answer.
+"""A loaded model's way of talking: from a request made with messages to a prompt, a constraint and a
+parser of the answer.
 
-The one entry point of the engine is `load_conversations`. Below it `templates` writes prompts, `tool_formats` and `reasoning`
-read answers, and `constraints` says what an answer may be. What happens with tools:
+The one entry point of the engine is `load_conversations`. Below it `templates` writes prompts,
+`tool_formats` and `reasoning` read answers, and `constraints` says what an answer may be. What happens
+with tools:
 
 - none: the tools are not shown to the model, and its answer is text.
-- auto: the model is free, but once it has begun a call in its family's notation it has to finish it well, by the tool's
-  schema where that can be enforced. Families without a marker of their own, and tools whose schema is beyond the grammar,
-  are left free; then a call counts when it is whole and valid.
+- auto: the model is free, but once it has begun a call in its family's notation it has to finish it
+  well, by the tool's
+  schema where that can be enforced. Families without a marker of their own, and tools whose schema is
+  beyond the grammar, are left free; then a call counts when it is whole and valid.
 - required, named: the whole answer is calls, one for `named`.
 """
 
@@ -52,7 +55,9 @@ class _Talk:
 def load_conversations(facts: TemplateFacts) -> ModelConversations:
     """Called once a load. Raises ModelLoadError when the model's template does not parse."""
     try:
-        template, reason = choose(facts.template, facts.bos_text, facts.eos_text, has_chatml=_has_chatml(facts.vocab))
+        template, reason = choose(
+            facts.template, facts.bos_text, facts.eos_text, has_chatml=_has_chatml(facts.vocab)
+        )
         named = facts.named_templates.get("tool_use", "")
         with_tools = ChatTemplate.load(named, facts.bos_text, facts.eos_text) if named else template
     except ModelLoadError as error:
@@ -62,7 +67,9 @@ def load_conversations(facts: TemplateFacts) -> ModelConversations:
 
 
 def _has_chatml(vocab: VocabView) -> bool:
-    return all(len(vocab.tokenize(text, parse_special=True)) == 1 for text in ("<|im_start|>", "<|im_end|>"))
+    return all(
+        len(vocab.tokenize(text, parse_special=True)) == 1 for text in ("<|im_start|>", "<|im_end|>")
+    )
 
 
 def _talk(facts: TemplateFacts, template: ChatTemplate) -> _Talk:
@@ -107,7 +114,9 @@ class ModelConversations:
         talk = self._with_tools if tools else self._plain
         messages = _adapted(talk, request.messages, tools)
         shown = tools if talk.template.traits.tools else ()
-        text = talk.template.render(messages, shown, options=request.template_options, continue_final=request.continue_final)
+        text = talk.template.render(
+            messages, shown, options=request.template_options, continue_final=request.continue_final
+        )
         bos = self._facts.bos_text if self._facts.add_bos else ""
         return text if text.startswith(bos) else bos + text
 
@@ -120,7 +129,11 @@ class ModelConversations:
         opened = is_open(prompt, talk.span)
         if talk.knows_span and constraint is not None:
             constraint = _after_reasoning(
-                constraint, talk.span, self._facts.vocab, opened=opened, free=not prompt_closed(prompt, talk.span)
+                constraint,
+                talk.span,
+                self._facts.vocab,
+                opened=opened,
+                free=not prompt_closed(prompt, talk.span),
             )
         return Prepared(
             prompt=prompt,
@@ -133,7 +146,9 @@ class ModelConversations:
         """The tools that may be called. Raises InvalidRequestError."""
         choice, tools = request.tool_choice, request.tools
         if choice.mode in ("required", "named") and not tools:
-            raise InvalidRequestError(f"tool_choice is {choice.mode}, and there are no tools", param="tool_choice")
+            raise InvalidRequestError(
+                f"tool_choice is {choice.mode}, and there are no tools", param="tool_choice"
+            )
         if choice.mode == "none":
             return ()
         names = [tool.name for tool in tools]
@@ -142,7 +157,8 @@ class ModelConversations:
         for i, name in enumerate(names):
             if not name or len(name) > _MAX_NAME or not name.isprintable() or name in names[:i]:
                 raise InvalidRequestError(
-                    f"a tool's name has to be its own and at most {_MAX_NAME} long", param=f"tools[{i}].name"
+                    f"a tool's name has to be its own and at most {_MAX_NAME} long",
+                    param=f"tools[{i}].name",
                 )
         if choice.mode == "named" and choice.name not in names:
             raise InvalidRequestError(f"no tool is named {choice.name!r}", param="tool_choice")
@@ -157,7 +173,9 @@ class ModelConversations:
         mode = request.tool_choice.mode
         if request.constraint is not None:
             if mode != "auto":
-                raise InvalidRequestError("a required tool call leaves no room for another constraint", param="tool_choice")
+                raise InvalidRequestError(
+                    "a required tool call leaves no room for another constraint", param="tool_choice"
+                )
             return self._call_or_answer(request, request.constraint, talk, tools)
         if mode == "auto" and not talk.template.traits.tools:
             return None, False
@@ -178,10 +196,14 @@ class ModelConversations:
         """Either a call, or an answer that follows the request's constraint."""
         for i, tool in enumerate(tools):
             _check_tool(i, tool)
-        made = grammar.or_answer(talk.form, tools, self._facts.vocab, several=request.tool_choice.parallel)
+        made = grammar.or_answer(
+            talk.form, tools, self._facts.vocab, several=request.tool_choice.parallel
+        )
         return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not talk.form.bare
 
-    def _grammar(self, request: GenerateRequest, talk: _Talk, tools: tuple[Tool, ...]) -> tuple[Lark | None, bool]:
+    def _grammar(
+        self, request: GenerateRequest, talk: _Talk, tools: tuple[Tool, ...]
+    ) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
         try:
             for i, tool in enumerate(tools):
@@ -194,18 +216,28 @@ class ModelConversations:
             made = grammar.once_begun(talk.form, tools, vocab, several=choice.parallel)
             hidden = talk.knows_span and grammar.control_token(talk.span.open, vocab) is not None
             return (None, False) if made is None or hidden else (made, True)
-        wanted = tools if choice.mode == "required" else tuple(t for t in tools if t.name == choice.name)
+        wanted = (
+            tools if choice.mode == "required" else tuple(t for t in tools if t.name == choice.name)
+        )
         several = choice.mode == "required" and choice.parallel
         return grammar.required(talk.form, wanted, vocab, several=several), True
 
-    def _parser(self, talk: _Talk, tools: Sequence[Tool], *, certain: bool, opened: bool) -> StreamParser | None:
+    def _parser(
+        self, talk: _Talk, tools: Sequence[Tool], *, certain: bool, opened: bool
+    ) -> StreamParser | None:
         if talk.template.source == TRANSCRIPT and not tools:
             return None
         vocab = self._facts.vocab
-        calls = CallParser(talk.form, {tool.name: tool.parameters for tool in tools}, certain=certain) if tools else None
+        calls = (
+            CallParser(talk.form, {tool.name: tool.parameters for tool in tools}, certain=certain)
+            if tools
+            else None
+        )
         if calls is not None:
             calls.special_tokens = grammar.needs_special(talk.form, vocab)
-        special = talk.knows_span and grammar.control_token(_first_part(talk.span.open), vocab) is not None
+        special = (
+            talk.knows_span and grammar.control_token(_first_part(talk.span.open), vocab) is not None
+        )
         return ReasoningParser(talk.span, calls, opened=opened, special_tokens=special)
 
 
@@ -215,7 +247,9 @@ def _first_part(marker: str) -> str:
 
 
 def prompt_closed(prompt: str, span: Span) -> bool:
-    """Whether the prompt has already closed a span for the answer, as templates do when thinking is switched off."""
+    """Whether the prompt has already closed a span for the answer, as templates do when thinking is
+    switched off.
+    """
     return prompt.rstrip().endswith(span.close)
 
 
@@ -230,7 +264,9 @@ def _check_tool(i: int, tool: Tool) -> None:
 def _after_reasoning(
     constraint: Constraint | Lark, span: Span, vocab: VocabView, *, opened: bool, free: bool
 ) -> Constraint | Lark:
-    """The constraint, behind a reasoning span that the prompt has opened (`opened`), or that the model may open (`free`)."""
+    """The constraint, behind a reasoning span that the prompt has opened (`opened`), or that the model
+    may open (`free`).
+    """
     if not opened and not free:
         return constraint
     source, grammars = lark_parts(constraint)
@@ -245,7 +281,9 @@ def _after_reasoning(
 
 
 def _adapted(talk: _Talk, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
-    """Messages for a template that knows no tools: they are described in the system prompt, calls and results are text."""
+    """Messages for a template that knows no tools: they are described in the system prompt, calls and
+    results are text.
+    """
     traits = talk.template.traits
     adapted = messages
     if not traits.tool_calls:
@@ -261,7 +299,9 @@ def _as_text(form: ToolFormat, message: Message) -> Message:
     if not message.tool_calls:
         return message
     calls = [grammar.write_call(form, call.name, call.arguments or "{}") for call in message.tool_calls]
-    return msgspec.structs.replace(message, content="\n".join(filter(None, [message.content, *calls])), tool_calls=())
+    return msgspec.structs.replace(
+        message, content="\n".join(filter(None, [message.content, *calls])), tool_calls=()
+    )
 
 
 def _result_as_text(message: Message) -> Message:
@@ -270,9 +310,14 @@ def _result_as_text(message: Message) -> Message:
     return Message(role="user", content=f"<tool_response>\n{message.content}\n</tool_response>")
 
 
-def _with_description(form: ToolFormat, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
+def _with_description(
+    form: ToolFormat, messages: tuple[Message, ...], tools: Sequence[Tool]
+) -> tuple[Message, ...]:
     listed = "\n".join(
-        msgspec.json.encode({"name": t.name, "description": t.description, "parameters": t.parameters}).decode() for t in tools
+        msgspec.json.encode(
+            {"name": t.name, "description": t.description, "parameters": t.parameters}
+        ).decode()
+        for t in tools
     )
     example = grammar.write_call(form, "function-name", '{"argument": "value"}')
     text = (

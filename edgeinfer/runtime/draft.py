@@ -1,4 +1,5 @@
-"""A small model that drafts for a large one: its own weights and context, a sequence id for each drafting request.
+"""A small model that drafts for a large one: its own weights and context, a sequence id for each
+drafting request.
 
 Everything here runs on the decode loop's thread, except making and freeing it.
 """
@@ -25,14 +26,18 @@ _MAX_PADDING = 128
 
 
 class DraftModel:
-    """A draft model for `main`. Raises ModelLoadError when it cannot be loaded or its vocabulary is another."""
+    """A draft model for `main`. Raises ModelLoadError when it cannot be loaded or its vocabulary is
+    another.
+    """
 
     def __init__(self, paths: tuple[str, ...], options: LoadOptions, main: Loaded) -> None:
         self._model = open_model(paths, msgspec.structs.replace(options, kv_type="f16"))
         try:
             self._vocab = Vocab(self._model)
             check_same_vocabulary(main.vocab, self._vocab)
-            params = context_params(options, main.n_cells, main.n_batch, main.n_parallel, main.n_threads)
+            params = context_params(
+                options, main.n_cells, main.n_batch, main.n_parallel, main.n_threads
+            )
             params.n_outputs_max = main.n_parallel
             self._context, _ = make_context(self._model, params)
         except BaseException:
@@ -70,7 +75,9 @@ class DraftModel:
         self._free.append(slot)
 
     def draft(self, slot: int, tokens: Sequence[int], limit: int) -> list[int]:
-        """Up to `limit` tokens that this model would say after `tokens`, as long as it is sure enough."""
+        """Up to `limit` tokens that this model would say after `tokens`, as long as it is sure
+        enough.
+        """
         if max(tokens[-limit:]) >= self._n_vocab or not self._catch_up(slot, tokens):
             return []
         drafts: list[int] = []
@@ -148,7 +155,9 @@ class ModelDrafter:
 def check_same_vocabulary(main: Vocab, draft: Vocab) -> None:
     """Raises ModelLoadError, naming the first difference."""
     if main.kind != draft.kind or abs(main.n_vocab - draft.n_vocab) > _MAX_PADDING:
-        raise ModelLoadError(f"the draft model has another vocabulary: {draft.n_vocab} tokens instead of {main.n_vocab}")
+        raise ModelLoadError(
+            f"the draft model has another vocabulary: {draft.n_vocab} tokens instead of {main.n_vocab}"
+        )
     if (main.bos, main.eos, main.adds_bos) != (draft.bos, draft.eos, draft.adds_bos):
         raise ModelLoadError("the draft model has other BOS and EOS tokens")
     for token in range(min(main.n_vocab, draft.n_vocab)):

@@ -1,7 +1,8 @@
 """Embeddings and reranking: a second context over the same weights, made on first use.
 
-Texts are packed into batches, one sequence id each, and pooled by llama.cpp as the model says (mean, cls, last). A model that
-names no pooling is pooled by mean. Work runs on the decode loop's thread, a batch between two steps.
+Texts are packed into batches, one sequence id each, and pooled by llama.cpp as the model says (mean,
+cls, last). A model that names no pooling is pooled by mean. Work runs on the decode loop's thread, a
+batch between two steps.
 """
 
 from __future__ import annotations
@@ -24,23 +25,29 @@ Call = Callable[[Callable[[], Any]], Any]
 _MEAN, _RANK = 1, 4
 _MAX_SEQUENCES = 32
 _MIN_TOKENS, _MAX_TOKENS = 512, 2048
-#: llama.cpp computes logits for every embedded token as well; a batch is small enough that they take no more than this.
+#: llama.cpp computes logits for every embedded token as well; a batch is small enough that they take no
+#: more than this.
 _LOGITS_BYTES = 256 << 20
 
 
 class Embedder:
-    """Embeds and reranks with a loaded model. `call` runs work on the decode loop's thread. Any thread."""
+    """Embeds and reranks with a loaded model. `call` runs work on the decode loop's thread. Any
+    thread.
+    """
 
     def __init__(self, loaded: Loaded, options: LoadOptions, call: Call) -> None:
         self._loaded, self._options, self._call = loaded, options, call
         own = model_pooling(loaded.meta)
         self.can_rerank = own == _RANK
         self.can_embed = not self.can_rerank
-        self.pooling = Chosen(own, "the model's own") if own else Chosen(_MEAN, "the model names no pooling: mean")
+        self.pooling = (
+            Chosen(own, "the model's own") if own else Chosen(_MEAN, "the model names no pooling: mean")
+        )
         by_logits = _LOGITS_BYTES // (4 * loaded.vocab.n_vocab)
         n_ctx_train = int(L.llama_model_n_ctx_train(loaded.model))
         wanted = min(n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
-        # llama.cpp rounds its worst-case graph up to a multiple of the sequences, and asserts when pooling sees the difference
+        # llama.cpp rounds its worst-case graph up to a multiple of the sequences, and asserts when
+        # pooling sees the difference
         self.max_tokens = max(1, wanted // _MAX_SEQUENCES) * _MAX_SEQUENCES
         self._context: Any = None
         self._batch: Batch | None = None
@@ -54,11 +61,19 @@ class Embedder:
         return [_normalised(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """One score a document, higher is more relevant. Raises InvalidRequestError, ContextLengthError."""
+        """One score a document, higher is more relevant. Raises InvalidRequestError,
+        ContextLengthError.
+        """
         if not self.can_rerank:
             raise InvalidRequestError("this model has no reranking head", param="model")
-        inputs = [self._checked(self._pair(query, document), i, "documents") for i, document in enumerate(documents)]
-        return [float(v[0]) for v in self._run(inputs, max(1, int(L.llama_model_n_cls_out(self._loaded.model))))]
+        inputs = [
+            self._checked(self._pair(query, document), i, "documents")
+            for i, document in enumerate(documents)
+        ]
+        return [
+            float(v[0])
+            for v in self._run(inputs, max(1, int(L.llama_model_n_cls_out(self._loaded.model))))
+        ]
 
     def _tokens(self, text: str | Sequence[int], index: int) -> list[int]:
         vocab = self._loaded.vocab
@@ -67,7 +82,9 @@ class Embedder:
         else:
             tokens = list(text)
             if any(not 0 <= t < vocab.n_vocab for t in tokens):
-                raise InvalidRequestError(f"input {index} has a token outside the vocabulary", param="input")
+                raise InvalidRequestError(
+                    f"input {index} has a token outside the vocabulary", param="input"
+                )
         return self._checked(tokens, index, "input")
 
     def _checked(self, tokens: list[int], index: int, param: str) -> list[int]:
@@ -75,16 +92,24 @@ class Embedder:
             raise InvalidRequestError(f"{param} {index} is empty", param=param)
         if len(tokens) > self.max_tokens:
             raise ContextLengthError(
-                f"{param} {index} has {len(tokens)} tokens; this model embeds at most {self.max_tokens} at once", param=param
+                f"{param} {index} has {len(tokens)} tokens; this model embeds at most "
+                f"{self.max_tokens} at once",
+                param=param,
             )
         return tokens
 
     def _pair(self, query: str, document: str) -> list[int]:
-        """A query and a document as the model was trained on them: its own template, or BOS query EOS SEP document EOS."""
+        """A query and a document as the model was trained on them: its own template, or BOS query EOS
+        SEP document EOS.
+        """
         vocab = self._loaded.vocab
         template = L.llama_model_chat_template(self._loaded.model, b"rerank")
         if template:
-            text = template.decode("utf-8", "replace").replace("{query}", query).replace("{document}", document)
+            text = (
+                template.decode("utf-8", "replace")
+                .replace("{query}", query)
+                .replace("{document}", document)
+            )
             return vocab.tokenize(text, parse_special=True)
         bos, eos = L.llama_vocab_bos(vocab.pointer), L.llama_vocab_eos(vocab.pointer)
         separator = L.llama_vocab_sep(vocab.pointer)
@@ -101,7 +126,9 @@ class Embedder:
         """Whole texts, as many as fit in a batch."""
         group: list[list[int]] = []
         for tokens in inputs:
-            if group and (len(group) == _MAX_SEQUENCES or sum(map(len, group)) + len(tokens) > self.max_tokens):
+            if group and (
+                len(group) == _MAX_SEQUENCES or sum(map(len, group)) + len(tokens) > self.max_tokens
+            ):
                 yield group
                 group = []
             group.append(tokens)
@@ -120,7 +147,9 @@ class Embedder:
             L.llama_memory_clear(memory, False)
         code = self._batch.decode(self._context)
         if code:
-            raise DecodeError(f"llama_decode returned {code} for {self._batch.n_tokens} tokens to embed")
+            raise DecodeError(
+                f"llama_decode returned {code} for {self._batch.n_tokens} tokens to embed"
+            )
         return [self._vector(i, width) for i in range(len(group))]
 
     def _vector(self, seq_id: int, width: int) -> np.ndarray[Any, Any]:
@@ -132,7 +161,9 @@ class Embedder:
 
     def _open(self) -> None:
         loaded = self._loaded
-        params = context_params(self._options, self.max_tokens, self.max_tokens, _MAX_SEQUENCES, loaded.n_threads)
+        params = context_params(
+            self._options, self.max_tokens, self.max_tokens, _MAX_SEQUENCES, loaded.n_threads
+        )
         params.embeddings = True
         params.pooling_type = self.pooling.value
         self._context, _ = make_context(loaded.model, params)

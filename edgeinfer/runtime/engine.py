@@ -1,4 +1,6 @@
-"""A loaded model that serves many at once: `load_engine` and `LlamaEngine`, the engine of this process."""
+"""A loaded model that serves many at once: `load_engine` and `LlamaEngine`, the engine of this
+process.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def load_engine(
 
 
 class LlamaEngine:
-    """The `Engine` over llama.cpp. Any thread may call any method; one thread, started with the first work, decodes."""
+    """The `Engine` over llama.cpp. Any thread may call any method; one thread, started with the first
+    work, decodes.
+    """
 
     def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -75,7 +79,9 @@ class LlamaEngine:
         """Validate and queue; see `Engine.submit`."""
         self._check_open()
         if not self._loaded.can_generate:
-            raise InvalidRequestError(f"{self._info.model} only embeds; it cannot generate", param="model")
+            raise InvalidRequestError(
+                f"{self._info.model} only embeds; it cannot generate", param="model"
+            )
         seq = self._preparer.sequence(request)
         seq.progress()
         try:
@@ -85,7 +91,9 @@ class LlamaEngine:
             raise
         return seq.stream
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
         self._check_open()
         return self._loaded.vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
 
@@ -126,17 +134,20 @@ class LlamaEngine:
     # parking: a snapshot is taken of a process that has no thread of ours and nobody's data
 
     def warm_up(self) -> None:
-        """Make what a first request would wait for besides the weights: the vocabulary's table for constraints, or an encoder's
-        context."""
+        """Make what a first request would wait for besides the weights: the vocabulary's table for
+        constraints, or an encoder's context.
+        """
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
         else:
             self._embedder.warm_up()
 
     def prefill_system(self, text: str) -> int:
-        """Compute what every conversation with this system prompt begins with and keep it; how many tokens that is.
+        """Compute what every conversation with this system prompt begins with and keep it; how many
+        tokens that is.
 
-        "" stands for the template's own default. Only while idle. Raises InvalidRequestError, ContextLengthError.
+        "" stands for the template's own default. Only while idle. Raises InvalidRequestError,
+        ContextLengthError.
         """
         tokens = self._preparer.system_prefix(text)
         if not tokens or len(tokens) >= self._loaded.n_ctx:
@@ -155,7 +166,9 @@ class LlamaEngine:
             self._draft.park()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
-        """After a restore: decode with `n_threads` (0 keeps the count) and stir `entropy` into every seed drawn."""
+        """After a restore: decode with `n_threads` (0 keeps the count) and stir `entropy` into every
+        seed drawn.
+        """
         self._preparer.seeds.entropy = entropy
         if n_threads:
             self._loaded.n_threads = n_threads
@@ -182,8 +195,15 @@ class LlamaEngine:
 
 def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
     llama = native.lib()
-    can_cut = not (llama.llama_model_is_recurrent(loaded.model) or llama.llama_model_is_hybrid(loaded.model))
-    kv = KvCache(LlamaMemory(loaded.memory), n_cells=loaded.n_cells, n_seq_max=loaded.n_seq_max, whole_only=not can_cut)
+    can_cut = not (
+        llama.llama_model_is_recurrent(loaded.model) or llama.llama_model_is_hybrid(loaded.model)
+    )
+    kv = KvCache(
+        LlamaMemory(loaded.memory),
+        n_cells=loaded.n_cells,
+        n_seq_max=loaded.n_seq_max,
+        whole_only=not can_cut,
+    )
     batch = Batch(
         capacity=loaded.n_batch,
         max_outputs=loaded.n_outputs_max,
@@ -214,7 +234,11 @@ def _exactness(loaded: Loaded) -> Exactness:
 
 def _conversations(files: ModelFiles, loaded: Loaded) -> Conversations:
     vocab, meta = loaded.vocab, loaded.meta
-    named = {k.removeprefix("tokenizer.chat_template."): v for k, v in meta.items() if k.startswith("tokenizer.chat_template.")}
+    named = {
+        k.removeprefix("tokenizer.chat_template."): v
+        for k, v in meta.items()
+        if k.startswith("tokenizer.chat_template.")
+    }
     facts = TemplateFacts(
         template=files.chat_template or _own_template(loaded),
         named_templates=named,
@@ -234,7 +258,11 @@ def _own_template(loaded: Loaded) -> str:
 
 
 def _info(
-    files: ModelFiles, loaded: Loaded, lora: LoraAdapters, conversations: Conversations, embedder: Embedder
+    files: ModelFiles,
+    loaded: Loaded,
+    lora: LoraAdapters,
+    conversations: Conversations,
+    embedder: Embedder,
 ) -> EngineInfo:
     llama = native.lib()
     meta = loaded.meta

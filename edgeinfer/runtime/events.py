@@ -1,8 +1,9 @@
-"""The one stream every front consumes: text, reasoning, tool calls, progress, and a finish with its reason.
+"""The one stream every front consumes: text, reasoning, tool calls, progress, and a finish with its
+reason.
 
-A generation yields any number of `Progress`, `TextDelta`, `ReasoningDelta` and `ToolCallDelta`, then exactly one `Finished`.
-A failure raises an EngineError from the iterator instead. Text is whole UTF-8: a character is never torn across events,
-and nothing of a stop string is ever shown.
+A generation yields any number of `Progress`, `TextDelta`, `ReasoningDelta` and `ToolCallDelta`, then
+exactly one `Finished`. A failure raises an EngineError from the iterator instead. Text is whole UTF-8:
+a character is never torn across events, and nothing of a stop string is ever shown.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request. `cached_tokens` of `prompt_tokens` came from the KV cache and were not prefilled."""
+    """Tokens of one request. `cached_tokens` of `prompt_tokens` came from the KV cache and were not
+    prefilled.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -50,8 +53,14 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     draft_accepted_tokens: int = 0
 
     def decode_tokens_per_s(self, completion_tokens: int) -> float:
-        """Steady decode rate: tokens after the first over the time after the first; 0 when there is none."""
-        return (completion_tokens - 1) * 1000.0 / self.decode_ms if completion_tokens > 1 and self.decode_ms else 0.0
+        """Steady decode rate: tokens after the first over the time after the first; 0 when there is
+        none.
+        """
+        return (
+            (completion_tokens - 1) * 1000.0 / self.decode_ms
+            if completion_tokens > 1 and self.decode_ms
+            else 0.0
+        )
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
@@ -77,7 +86,9 @@ class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning", tag_field="ty
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="type"):
-    """More of tool call `index`. The first delta of an index carries `id` and `name`; `arguments` is a JSON fragment."""
+    """More of tool call `index`. The first delta of an index carries `id` and `name`; `arguments` is a
+    JSON fragment.
+    """
 
     index: int
     arguments: str = ""

@@ -1,7 +1,7 @@
 """A scripted engine for the tests of the fronts: the same protocol, no model, no llama.cpp.
 
-A script is what one generation does: events, errors, `Delay` and `Gate`. The fake checks requests as the engine does, ends a
-cancelled generation where it stands, and counts.
+A script is what one generation does: events, errors, `Delay` and `Gate`. The fake checks requests as
+the engine does, ends a cancelled generation where it stands, and counts.
 
     engine = FakeEngine([["Hel", "lo"], [TextDelta("a"), Gate(event), DecodeError("broken")]])
 """
@@ -47,7 +47,9 @@ class Delay:
 
 @dataclass(frozen=True)
 class Gate:
-    """Wait until the event is set, or until cancelled. `reached` is set when the script arrives here."""
+    """Wait until the event is set, or until cancelled. `reached` is set when the script arrives
+    here.
+    """
 
     opened: threading.Event
     reached: threading.Event = field(default_factory=threading.Event)
@@ -64,9 +66,11 @@ DEFAULT_INFO = EngineInfo(
 
 
 class FakeEngine:
-    """`scripts`: one per request in order, the last one again for all that follow; or a function of the request.
+    """`scripts`: one per request in order, the last one again for all that follow; or a function of the
+    request.
 
-    `requests` keeps what was submitted. `max_inside` requests may run at once; beyond it QueueFullError.
+    `requests` keeps what was submitted. `max_inside` requests may run at once; beyond it
+    QueueFullError.
     """
 
     def __init__(
@@ -81,7 +85,12 @@ class FakeEngine:
         self._lock = threading.Lock()
         self._players: set[_Player] = set()
         self._closed = False
-        self._totals = {"requests_total": 0, "cancelled_total": 0, "prompt_tokens_total": 0, "completion_tokens_total": 0}
+        self._totals = {
+            "requests_total": 0,
+            "cancelled_total": 0,
+            "prompt_tokens_total": 0,
+            "completion_tokens_total": 0,
+        }
         self.requests: list[GenerateRequest] = []
 
     @property
@@ -95,7 +104,9 @@ class FakeEngine:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
             if len(self._players) >= self._max_inside:
-                raise QueueFullError(f"{len(self._players)} requests are running or waiting, and no more may")
+                raise QueueFullError(
+                    f"{len(self._players)} requests are running or waiting, and no more may"
+                )
             self.requests.append(request)
             player = _Player(self._choose(request), request, self._prompt_tokens(request), self._ended)
             self._players.add(player)
@@ -107,7 +118,14 @@ class FakeEngine:
     def _prompt_tokens(self, request: GenerateRequest) -> int:
         if request.messages:
             return len(self.tokenize(self.apply_template(request.messages, request.tools)))
-        return max(1, len(self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt or ()))
+        return max(
+            1,
+            len(
+                self.tokenize(request.prompt)
+                if isinstance(request.prompt, str)
+                else request.prompt or ()
+            ),
+        )
 
     def _ended(self, player: _Player) -> None:
         with self._lock:
@@ -115,7 +133,9 @@ class FakeEngine:
             self._totals["completion_tokens_total"] += player.n_tokens
             self._totals["cancelled_total"] += player.cancelled.is_set()
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
         """One token a byte."""
         return list(text.encode())
 
@@ -131,7 +151,10 @@ class FakeEngine:
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """A unit vector from a hash of each text."""
-        return [_vector(text.encode() if isinstance(text, str) else bytes(t % 256 for t in text)) for text in texts]
+        return [
+            _vector(text.encode() if isinstance(text, str) else bytes(t % 256 for t in text))
+            for text in texts
+        ]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """The share of the query's words that a document has."""
@@ -157,7 +180,13 @@ class FakeEngine:
 class _Player(threading.Thread):
     """Plays one script into a stream."""
 
-    def __init__(self, script: Script, request: GenerateRequest, prompt_tokens: int, on_end: Callable[[_Player], None]) -> None:
+    def __init__(
+        self,
+        script: Script,
+        request: GenerateRequest,
+        prompt_tokens: int,
+        on_end: Callable[[_Player], None],
+    ) -> None:
         super().__init__(name="fake-generation", daemon=True)
         self._script, self._request, self._on_end = list(script), request, on_end
         self._changed = threading.Condition()
@@ -189,7 +218,10 @@ class _Player(threading.Thread):
             return item
         if self.cancelled.is_set():
             return self._finished("cancelled")
-        late = self._request.deadline_s is not None and time.monotonic() - self._began >= self._request.deadline_s
+        late = (
+            self._request.deadline_s is not None
+            and time.monotonic() - self._began >= self._request.deadline_s
+        )
         if late:
             return self._finished("deadline")
         full = self._request.max_tokens is not None and self.n_tokens >= self._request.max_tokens
@@ -213,7 +245,9 @@ class _Player(threading.Thread):
 
     def _finished(self, reason: FinishReason) -> Finished:
         usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.n_tokens)
-        timings = Timings(ttft_ms=self._first_ms, decode_ms=max(0.0, self._elapsed_ms() - self._first_ms))
+        timings = Timings(
+            ttft_ms=self._first_ms, decode_ms=max(0.0, self._elapsed_ms() - self._first_ms)
+        )
         return Finished(reason=reason, usage=usage, timings=timings)
 
 

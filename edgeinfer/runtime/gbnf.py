@@ -1,7 +1,7 @@
 """GBNF, llama.cpp's grammar notation, made the Lark that llguidance reads.
 
-llguidance's own converter does the work. It does not know escapes of characters in literals (`"\\x1b"`, `"\\u00e9"`), so they
-are resolved before.
+llguidance's own converter does the work. It does not know escapes of characters in literals (`"\\x1b"`,
+`"\\u00e9"`), so they are resolved before.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ def to_lark(gbnf: str) -> str:
         text = any_to_lark(_PARTS.sub(_resolve, gbnf))
     except GbnfToLarkError as error:
         line = error.pos.text.count("\n", 0, error.pos.pos) + 1
-        raise UnsupportedConstraintError(f"the grammar does not parse: {error}", param=f"gbnf line {line}") from error
+        raise UnsupportedConstraintError(
+            f"the grammar does not parse: {error}", param=f"gbnf line {line}"
+        ) from error
     except Exception as error:
-        raise UnsupportedConstraintError(f"the grammar does not parse: {error}", param="gbnf") from error
+        raise UnsupportedConstraintError(
+            f"the grammar does not parse: {error}", param="gbnf"
+        ) from error
     return str(text)
 
 
@@ -38,7 +42,9 @@ def _resolve(match: re.Match[str]) -> str:
         if (escape.start() - len(part[: escape.start()].rstrip("\\"))) % 2:
             continue  # the backslash is itself escaped
         code = int(next(filter(None, escape.groups())), 16)
-        pieces.append(part[last : escape.start()] + (_in_class(code) if in_class else _in_literal(code)))
+        pieces.append(
+            part[last : escape.start()] + (_in_class(code) if in_class else _in_literal(code))
+        )
         last = escape.end()
     whole = "".join([*pieces, part[last:]])
     return f"({whole})" if pieces and not in_class else whole
@@ -56,7 +62,9 @@ def _in_class(code: int) -> str:
 
 
 def _in_literal(code: int) -> str:
-    """A character of a literal; one that a literal cannot hold ends it, stands as a class, and begins it again."""
+    """A character of a literal; one that a literal cannot hold ends it, stands as a class, and begins
+    it again.
+    """
     if code < 0x20 or code == 0x7F:
         return f'" [\\x{code:02x}] "'
     character = _character(code)

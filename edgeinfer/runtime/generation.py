@@ -1,4 +1,6 @@
-"""The consumer's side of a request: a stream of events from the decode loop, read from any thread or any event loop."""
+"""The consumer's side of a request: a stream of events from the decode loop, read from any thread or
+any event loop.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _Item = Event | EngineError
 
 
 class EventStream:
-    """A `Generation`: the producer calls `put` from one thread, one consumer iterates. Putting never blocks.
+    """A `Generation`: the producer calls `put` from one thread, one consumer iterates. Putting never
+    blocks.
 
     Leaving the iteration before its end cancels the request.
     """
@@ -28,12 +31,16 @@ class EventStream:
         self._ended = False
 
     def put(self, item: _Item) -> None:
-        """Hand over an event, or the error that ends the stream. What comes after the end is dropped."""
+        """Hand over an event, or the error that ends the stream. What comes after the end is
+        dropped.
+        """
         if self._ended:
             return
         if isinstance(item, Finished | EngineError):
             self._ended = True
-        elif self._tap is not None and self._wake is not None and self._items.empty() and self._tap(item):
+        elif (
+            self._tap is not None and self._wake is not None and self._items.empty() and self._tap(item)
+        ):
             return
         self._items.put(item)
         wake = self._wake

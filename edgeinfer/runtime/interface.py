@@ -1,7 +1,8 @@
 """The seam between the engine and its fronts. Fronts import this, never the engine.
 
-Three things stand behind it: `runtime.engine.LlamaEngine` (in this process), `snapshots.worker.RemoteEngine` (in a worker
-process), and `runtime.fake.FakeEngine` (scripted, for tests of the fronts).
+Three things stand behind it: `runtime.engine.LlamaEngine` (in this process),
+`snapshots.worker.RemoteEngine` (in a worker process), and `runtime.fake.FakeEngine` (scripted, for
+tests of the fronts).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 class Generation(Protocol):
     """A running request. Iterate it once, from one thread (`for`) or one task (`async for`).
 
-    A consumer that falls behind is buffered without bound on text it is owed by `max_tokens`; it never stops others.
+    A consumer that falls behind is buffered without bound on text it is owed by `max_tokens`; it never
+    stops others.
     """
 
     def __iter__(self) -> Iterator[Event]: ...
@@ -25,11 +27,15 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
     def tap(self, tap: Callable[[Event], bool] | None) -> None:
-        """Offer every further event but the last to `tap` first, on the thread that made it, whenever the task that iterates
-        waits for the next one. What `tap` takes, returning True, is not iterated, and the task is not woken for it."""
+        """Offer every further event but the last to `tap` first, on the thread that made it, whenever
+        the task that iterates waits for the next one. What `tap` takes, returning True, is not
+        iterated, and the task is not woken for it.
+        """
 
     def cancel(self) -> None:
-        """End it at the next step; the iterator then yields `Finished(reason="cancelled")`. Any thread; idempotent."""
+        """End it at the next step; the iterator then yields `Finished(reason="cancelled")`. Any thread;
+        idempotent.
+        """
 
 
 class Engine(Protocol):
@@ -39,10 +45,14 @@ class Engine(Protocol):
     def info(self) -> EngineInfo: ...
 
     def submit(self, request: GenerateRequest) -> Generation:
-        """Validate and queue. Raises InvalidRequestError, ContextLengthError, UnsupportedConstraintError, QueueFullError,
-        EngineClosedError; nothing is computed when it raises."""
+        """Validate and queue. Raises InvalidRequestError, ContextLengthError,
+        UnsupportedConstraintError, QueueFullError, EngineClosedError; nothing is computed when it
+        raises.
+        """
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]: ...
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]: ...
 
     def detokenize(self, tokens: Sequence[int]) -> bytes: ...
 
@@ -53,7 +63,9 @@ class Engine(Protocol):
         """One L2-normalised vector a text. Raises InvalidRequestError when the model cannot."""
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """One relevance score a document. Raises InvalidRequestError when the model has no such head."""
+        """One relevance score a document. Raises InvalidRequestError when the model has no such
+        head.
+        """
 
     def metrics(self) -> EngineMetrics: ...
 

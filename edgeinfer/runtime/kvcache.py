@@ -1,7 +1,9 @@
-"""What the KV cache holds: which tokens each sequence id has, which cells they share, and who goes when room is needed.
+"""What the KV cache holds: which tokens each sequence id has, which cells they share, and who goes when
+room is needed.
 
-llama.cpp's cache is unified: all sequences share its cells, and copying a prefix to another sequence id costs nothing but a
-bit per cell. This module keeps the books on our side (llama.cpp cannot be asked what is free) and tells llama.cpp.
+llama.cpp's cache is unified: all sequences share its cells, and copying a prefix to another sequence id
+costs nothing but a bit per cell. This module keeps the books on our side (llama.cpp cannot be asked
+what is free) and tells llama.cpp.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from typing import Any, Protocol
 AdapterKey = tuple[tuple[str, float], ...]
 
 _BLOCK = 64
-#: Ghosts are dropped once they hold so many cells, of a small cache an eighth: attention walks over them.
+#: Ghosts are dropped once they hold so many cells, of a small cache an eighth: attention walks over
+#: them.
 _GHOST_CELLS = 512
 _GHOST_SHARE = 8
-#: While so many sequences run, idle ones below so many tokens may hold so many cells together: every step of every stream
-#: walks over them, and they are soon computed again (decision 056).
+#: While so many sequences run, idle ones below so many tokens may hold so many cells together: every
+#: step of every stream walks over them, and they are soon computed again (decision 056).
 _MANY = 3
 _SHORT = 192
 _SHORT_CELLS = 384
@@ -68,9 +71,11 @@ class LlamaMemory:
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """The tokens one sequence id has in the cache. `cells` names their cells, shared ones by several residents.
+    """The tokens one sequence id has in the cache. `cells` names their cells, shared ones by several
+    residents.
 
-    A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's next cell.
+    A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's
+    next cell.
     """
 
     seq_id: int
@@ -86,10 +91,13 @@ class Resident:
 class KvCache:
     """The books of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. One thread.
 
-    `whole_only`: the model's state cannot be cut (recurrent, hybrid), so a resident is reused whole or not at all.
+    `whole_only`: the model's state cannot be cut (recurrent, hybrid), so a resident is reused whole or
+    not at all.
     """
 
-    def __init__(self, memory: Memory, *, n_cells: int, n_seq_max: int, whole_only: bool = False) -> None:
+    def __init__(
+        self, memory: Memory, *, n_cells: int, n_seq_max: int, whole_only: bool = False
+    ) -> None:
         self._memory, self.n_cells, self._whole_only = memory, n_cells, whole_only
         self._ids = list(range(n_seq_max - 1, -1, -1))
         self._free = list(range(n_cells - 1, -1, -1))
@@ -119,12 +127,18 @@ class KvCache:
             n = min(common_prefix(resident.tokens, tokens), limit)
             if self._whole_only and n < len(resident.tokens):
                 continue
-            if n > length or (n == length and n and best is not None and best.active and not resident.active):
+            if n > length or (
+                n == length and n and best is not None and best.active and not resident.active
+            ):
                 best, length = resident, n
         return best, length
 
-    def claim(self, tokens: Sequence[int], adapters: AdapterKey, *, reuse: bool = True) -> Resident | None:
-        """A resident for a new sequence, holding the longest cached prefix of `tokens`; None when every id is active."""
+    def claim(
+        self, tokens: Sequence[int], adapters: AdapterKey, *, reuse: bool = True
+    ) -> Resident | None:
+        """A resident for a new sequence, holding the longest cached prefix of `tokens`; None when every
+        id is active.
+        """
         source, n = self.match(tokens, adapters) if reuse else (None, 0)
         if source is not None and not source.active and not source.pinned and n == len(source.tokens):
             source.active = True  # the next turn of the same conversation: go on in place
@@ -156,7 +170,9 @@ class KvCache:
         resident.tokens.extend(tokens)
 
     def truncate(self, resident: Resident, n: int) -> bool:
-        """Keep the first `n` tokens. False, and everything dropped, when the model's state cannot be cut."""
+        """Keep the first `n` tokens. False, and everything dropped, when the model's state cannot be
+        cut.
+        """
         if n == len(resident.tokens):
             return True
         cut = not (self._whole_only and n) and self._memory.remove(resident.seq_id, n, -1)
@@ -174,7 +190,9 @@ class KvCache:
                 self._free.append(cell)
 
     def shift(self, resident: Resident, keep: int, drop: int) -> bool:
-        """Drop `drop` tokens behind the first `keep` and move the rest up. False when others share the moved cells."""
+        """Drop `drop` tokens behind the first `keep` and move the rest up. False when others share the
+        moved cells.
+        """
         if self._whole_only or any(self._shares[cell] > 1 for cell in resident.cells[keep:]):
             return False
         if not self._memory.remove(resident.seq_id, keep, keep + drop):
@@ -185,25 +203,33 @@ class KvCache:
         return True
 
     def release(self, resident: Resident, *, keep: bool) -> None:
-        """The sequence has ended; its tokens stay for the next request that begins like them, if `keep`.
+        """The sequence has ended; its tokens stay for the next request that begins like them, if
+        `keep`.
 
-        What is not kept becomes a ghost while others run. llama.cpp would fill freed cells at once, with tokens that come
-        before older ones of their sequence then, and attention that sums in another order rounds otherwise: an answer would
-        depend on who ended beside it.
+        What is not kept becomes a ghost while others run. llama.cpp would fill freed cells at once,
+        with tokens that come before older ones of their sequence then, and attention that sums in
+        another order rounds otherwise: an answer would depend on who ended beside it.
         """
         self._clock += 1
         resident.active, resident.used_at = False, self._clock
         resident.ghost = not keep or not resident.tokens
         self._retire_short()
         ghosts = [r for r in self.residents if r.ghost]
-        if not any(r.active for r in self.residents) or sum(len(r.cells) for r in ghosts) > self._ghosts_allowed:
+        if (
+            not any(r.active for r in self.residents)
+            or sum(len(r.cells) for r in ghosts) > self._ghosts_allowed
+        ):
             for ghost in ghosts:
                 self.drop(ghost)
 
     def _retire_short(self) -> None:
         if sum(r.active for r in self.residents) < _MANY:
             return
-        idle = [r for r in self.residents if not (r.active or r.pinned or r.ghost) and len(r.tokens) < _SHORT]
+        idle = [
+            r
+            for r in self.residents
+            if not (r.active or r.pinned or r.ghost) and len(r.tokens) < _SHORT
+        ]
         left = _SHORT_CELLS
         for resident in sorted(idle, key=lambda r: -r.used_at):
             left -= len(resident.cells)
@@ -223,7 +249,9 @@ class KvCache:
             self.drop(resident)
 
     def make_room(self, n: int) -> bool:
-        """Evict least recently used residents until `n` cells are free; pinned ones last. False when that is not enough."""
+        """Evict least recently used residents until `n` cells are free; pinned ones last. False when
+        that is not enough.
+        """
         while len(self._free) < n:
             if not self._evict_one():
                 return False

@@ -27,7 +27,11 @@ from edgeinfer.runtime.vocab import Vocab
 
 Progress = Callable[[str, float | None], None]
 
-_KV_TYPES = {"f16": ("GGML_TYPE_F16", 2.0), "q8_0": ("GGML_TYPE_Q8_0", 34 / 32), "q4_0": ("GGML_TYPE_Q4_0", 18 / 32)}
+_KV_TYPES = {
+    "f16": ("GGML_TYPE_F16", 2.0),
+    "q8_0": ("GGML_TYPE_Q8_0", 34 / 32),
+    "q4_0": ("GGML_TYPE_Q4_0", 18 / 32),
+}
 _FLASH = {"auto": -1, "off": 0, "on": 1}
 #: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
 MAX_DRAFT = 7
@@ -90,7 +94,12 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
 
 def check_options(options: LoadOptions) -> None:
     """Raises UsageError naming the option that is out of range."""
-    ranges = {"n_ctx": (0, 1 << 24), "n_parallel": (0, 240), "n_threads": (0, 1024), "n_batch": (32, 1 << 16)}
+    ranges = {
+        "n_ctx": (0, 1 << 24),
+        "n_parallel": (0, 240),
+        "n_threads": (0, 1024),
+        "n_batch": (32, 1 << 16),
+    }
     for name, (least, most) in ranges.items():
         value = getattr(options, name)
         if not least <= value <= most:
@@ -148,7 +157,9 @@ def _last_words() -> str:
 
 
 def file_type_of(meta: dict[str, str]) -> int:
-    """llama.cpp's number for the quantization of the file (`llama_ftype`), -1 where the file does not say."""
+    """llama.cpp's number for the quantization of the file (`llama_ftype`), -1 where the file does not
+    say.
+    """
     return int(meta.get("general.file_type", -1))
 
 
@@ -161,7 +172,9 @@ def read_meta(model: Any) -> dict[str, str]:
         if llama.llama_model_meta_key_by_index(model, i, buffer, len(buffer)) < 0:
             continue
         key = buffer.value.decode("utf-8", "replace")
-        if key.startswith("tokenizer.ggml.") and key.endswith(("tokens", "merges", "scores", "token_type")):
+        if key.startswith("tokenizer.ggml.") and key.endswith(
+            ("tokens", "merges", "scores", "token_type")
+        ):
             continue  # the vocabulary as one long text: a second of work for nothing
         llama.llama_model_meta_val_str_by_index(model, i, buffer, len(buffer))
         meta[key] = buffer.value.decode("utf-8", "replace")
@@ -169,7 +182,9 @@ def read_meta(model: Any) -> dict[str, str]:
 
 
 def kv_bytes_per_token(model: Any, meta: dict[str, str], kv_type: str) -> int:
-    """What one token of context costs in the KV cache, from the model's shape; an upper bound for hybrids."""
+    """What one token of context costs in the KV cache, from the model's shape; an upper bound for
+    hybrids.
+    """
     llama = native.lib()
     arch = meta.get("general.architecture", "")
     heads, kv_heads = llama.llama_model_n_head(model), llama.llama_model_n_head_kv(model)
@@ -193,11 +208,14 @@ class _Plan:
     n_outputs: int
 
 
-def _plan(model: Any, vocab: Vocab, meta: dict[str, str], options: LoadOptions, machine: Machine) -> _Plan:
+def _plan(
+    model: Any, vocab: Vocab, meta: dict[str, str], options: LoadOptions, machine: Machine
+) -> _Plan:
     llama = native.lib()
     weights = int(llama.llama_model_size(model))
     compute = _compute_estimate(vocab.n_vocab, options.n_batch, llama.llama_model_n_embd(model))
-    # repacked weights are anonymous and gone from MemAvailable already; mapped ones still count as reclaimable
+    # repacked weights are anonymous and gone from MemAvailable already; mapped ones still count as
+    # reclaimable
     free = machine.available_bytes - compute - (weights if options.repack == "off" else weights // 4)
     per_token = kv_bytes_per_token(model, meta, options.kv_type)
     threads = choose_threads(options.n_threads, machine)
@@ -220,14 +238,18 @@ def _plan(model: Any, vocab: Vocab, meta: dict[str, str], options: LoadOptions, 
     )
 
 
-def _with_context(model: Any, options: LoadOptions, machine: Machine, progress: Progress | None) -> Loaded:
+def _with_context(
+    model: Any, options: LoadOptions, machine: Machine, progress: Progress | None
+) -> Loaded:
     llama = native.lib()
     vocab = Vocab(model)
     meta = read_meta(model)
     plan = _plan(model, vocab, meta, options, machine)
     if progress:
         progress("making a context", None)
-    params = context_params(options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value)
+    params = context_params(
+        options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
+    )
     params.n_outputs_max = plan.n_outputs
     params.n_ubatch = plan.n_ubatch.value
     context, lines = make_context(model, params)
@@ -271,7 +293,9 @@ def _compute_estimate(n_vocab: int, n_batch: int, n_embd: int) -> int:
     return 64 * (1 << 20) + 4 * (n_batch * n_embd * 8 + 64 * n_vocab)
 
 
-def context_params(options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int) -> Any:
+def context_params(
+    options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int
+) -> Any:
     """Parameters of a context: unified KV cache, no timers of llama.cpp's own."""
     llama = native.lib()
     params = llama.llama_context_default_params()
@@ -282,7 +306,8 @@ def context_params(options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: 
     params.type_k = params.type_v = getattr(llama, _KV_TYPES[options.kv_type][0])
     params.flash_attn_type = _FLASH["on" if options.kv_type != "f16" else options.flash_attention]
     params.kv_unified = True
-    # a context that generates does not pool; llama.cpp aborts when it would with fewer outputs than tokens
+    # a context that generates does not pool; llama.cpp aborts when it would with fewer outputs than
+    # tokens
     params.pooling_type = llama.LLAMA_POOLING_TYPE_NONE
     # a sliding-window cache of full size is what lets a prefix of it be kept (decision 021)
     params.swa_full = True

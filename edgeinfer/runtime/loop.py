@@ -1,4 +1,6 @@
-"""The one thread that uses the context: started with the first work, gone when the engine is parked or closed."""
+"""The one thread that uses the context: started with the first work, gone when the engine is parked or
+closed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from edgeinfer.runtime.sequence import Sequence
 
 T = TypeVar("T")
 
-#: Requests to an idle engine that come within this time of each other (seconds), up to so many, begin in one batch.
+#: Requests to an idle engine that come within this time of each other (seconds), up to so many, begin
+#: in one batch.
 _BURST_S = 0.0005
 _BURST = 64
 
@@ -55,7 +58,9 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on the loop's thread between two steps and wait for it; what it raises is raised here."""
+        """Run `work` on the loop's thread between two steps and wait for it; what it raises is raised
+        here.
+        """
         done: Future[T] = Future()
 
         def job() -> None:
@@ -77,7 +82,9 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread once it is idle; the next work starts another. Raises EngineError while requests are inside."""
+        """End the thread once it is idle; the next work starts another. Raises EngineError while
+        requests are inside.
+        """
         with self._changed:
             if self._inside:
                 raise EngineError(f"{self._inside} requests are still running")
@@ -120,7 +127,9 @@ class DecodeLoop:
                 self._step()
 
     def _has_more(self) -> bool:
-        """Wait for work. False when the thread is to end; a closed loop cancels what is inside first."""
+        """Wait for work. False when the thread is to end; a closed loop cancels what is inside
+        first.
+        """
         with self._changed:
             while not (self._has_work() or self._stopping or self._closed):
                 self._changed.wait()
@@ -137,8 +146,10 @@ class DecodeLoop:
         return not (self._scheduler.is_idle and self._inbox.empty() and self._jobs.empty())
 
     def _gather(self) -> None:
-        """Wait for the rest of a burst. Alone, the first would be computed at once, and the rest beside its decoding, which
-        the chunks' limit then stretches over many steps: at 8 streams that costs 2 % of the rate."""
+        """Wait for the rest of a burst. Alone, the first would be computed at once, and the rest beside
+        its decoding, which the chunks' limit then stretches over many steps: at 8 streams that costs 2
+        % of the rate.
+        """
         seen = 0
         while seen < self._inbox.qsize() < _BURST:
             seen = self._inbox.qsize()
@@ -158,4 +169,6 @@ class DecodeLoop:
         except EngineError as error:
             self._scheduler.fail_all(error)
         except Exception as error:  # noqa: BLE001  the main of a thread: every consumer must hear of it
-            self._scheduler.fail_all(DecodeError(f"the decode loop failed: {type(error).__name__}: {error}"))
+            self._scheduler.fail_all(
+                DecodeError(f"the decode loop failed: {type(error).__name__}: {error}")
+            )

@@ -1,4 +1,6 @@
-"""LoRA adapters: loaded once from the catalogue's files, set on the context for the sequences of one step."""
+"""LoRA adapters: loaded once from the catalogue's files, set on the context for the sequences of one
+step.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from edgeinfer.runtime.kvcache import AdapterKey
 
 
 class LoraAdapters:
-    """A model's adapters by name. Loaded at load time; freed with the model. `use` is for the decode loop's thread."""
+    """A model's adapters by name. Loaded at load time; freed with the model. `use` is for the decode
+    loop's thread.
+    """
 
     def __init__(self, model: Any, context: Any, paths: dict[str, str]) -> None:
         self._context = context
@@ -27,7 +31,9 @@ class LoraAdapters:
         return tuple(self._adapters)
 
     def key(self, wanted: tuple[tuple[str, float], ...]) -> AdapterKey:
-        """What a request's adapters amount to: sorted by name, scale 0 left out. Raises InvalidRequestError."""
+        """What a request's adapters amount to: sorted by name, scale 0 left out. Raises
+        InvalidRequestError.
+        """
         scales: dict[str, float] = {}
         for name, scale in wanted:
             if name not in self._adapters:
@@ -44,7 +50,9 @@ class LoraAdapters:
         """Set the context's adapters; nothing happens when they are set already. Raises DecodeError."""
         if adapters == self._current:
             return
-        pointers = (L.llama_adapter_lora_p_ctypes * max(1, len(adapters)))(*(self._adapters[name] for name, _ in adapters))
+        pointers = (L.llama_adapter_lora_p_ctypes * max(1, len(adapters)))(
+            *(self._adapters[name] for name, _ in adapters)
+        )
         scales = (ctypes.c_float * max(1, len(adapters)))(*(scale for _, scale in adapters))
         if L.llama_set_adapters_lora(self._context, pointers, len(adapters), scales):
             raise DecodeError("llama.cpp refused the LoRA adapters")

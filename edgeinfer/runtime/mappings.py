@@ -1,4 +1,6 @@
-"""This process's mappings of memory, and advice to the kernel about them. Linux; elsewhere there are none."""
+"""This process's mappings of memory, and advice to the kernel about them. Linux; elsewhere there are
+none.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,12 @@ def advise(ranges: Iterable[tuple[int, int]], advice: int) -> None:
 
 
 class HugePages:
-    """Huge pages for the large allocations between the making of this and `ask`, where the kernel gives them when asked.
+    """Huge pages for the large allocations between the making of this and `ask`, where the kernel gives
+    them when asked.
 
-    For weights that are computed (repacked) into memory of their own: a fault brings 2 MB, and decoding misses the TLB less.
-    Not for a KV cache, of which a short conversation touches a little in many places.
+    For weights that are computed (repacked) into memory of their own: a fault brings 2 MB, and decoding
+    misses the TLB less. Not for a KV cache, of which a short conversation touches a little in many
+    places.
     """
 
     def __init__(self) -> None:
@@ -54,7 +58,12 @@ class HugePages:
 
     def ask(self) -> None:
         """Nothing of the allocations needs to be touched yet."""
-        new = [(low, high) for area in _anonymous() for low, high in self._cut(*area) if high - low >= LARGE_BYTES]
+        new = [
+            (low, high)
+            for area in _anonymous()
+            for low, high in self._cut(*area)
+            if high - low >= LARGE_BYTES
+        ]
         if new:
             advise(new, HUGEPAGE)
 

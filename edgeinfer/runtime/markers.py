@@ -16,7 +16,9 @@ def held_back(text: str, markers: Sequence[str]) -> int:
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
-    """(place, marker) of the earliest marker in `text`, the longest of those that begin there; (-1, "") when there is none."""
+    """(place, marker) of the earliest marker in `text`, the longest of those that begin there; (-1, "")
+    when there is none.
+    """
     best, found = -1, ""
     for marker in markers:
         at = text.find(marker)

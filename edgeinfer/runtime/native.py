@@ -1,7 +1,7 @@
 """llama.cpp itself: finding its CPU variants, catching what it logs, and saying how it was built.
 
-The portable wheel keeps one library per instruction set beside the package; nothing loads them by itself. Everything native
-goes through `lib()`, which does so once per process.
+The portable wheel keeps one library per instruction set beside the package; nothing loads them by
+itself. Everything native goes through `lib()`, which does so once per process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _listeners: list[list[str]] = []
 
 
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How the llama.cpp in use was built and what it found. `cpu_variant` is "" when one library serves every CPU."""
+    """How the llama.cpp in use was built and what it found. `cpu_variant` is "" when one library serves
+    every CPU.
+    """
 
     binding_version: str
     llama_version: str
@@ -46,7 +48,9 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lib() -> Any:
-    """The low-level binding, backends loaded and logs captured. Raises EngineError when no CPU backend can be loaded."""
+    """The low-level binding, backends loaded and logs captured. Raises EngineError when no CPU backend
+    can be loaded.
+    """
     with _lock:
         if "ggml" not in _state:
             _capture_logs()
@@ -85,7 +89,9 @@ def clear_log() -> None:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect what llama.cpp says, notes included, while the block runs. One thread at a time makes contexts."""
+    """Collect what llama.cpp says, notes included, while the block runs. One thread at a time makes
+    contexts.
+    """
     lines: list[str] = []
     _listeners.append(lines)
     try:
@@ -100,7 +106,9 @@ def library_dir() -> Path:
 
 
 def variant_dirs() -> list[Path]:
-    """Folders that may hold the CPU variants: beside the package (the wheel's own place), or in a frozen program."""
+    """Folders that may hold the CPU variants: beside the package (the wheel's own place), or in a
+    frozen program.
+    """
     package = Path(llama_cpp.__file__).resolve().parent
     frozen = getattr(sys, "_MEIPASS", None)
     places = [package.parent / "bin", package / "lib", package / "bin"]
@@ -108,7 +116,8 @@ def variant_dirs() -> list[Path]:
 
 
 def _load_backends() -> ctypes.CDLL:
-    # libllama is linked against the soname; the wheel holds libggml.so as a second file, with a registry of its own
+    # libllama is linked against the soname; the wheel holds libggml.so as a second file, with a
+    # registry of its own
     path = library_dir() / "libggml.so.0"
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
     for name in ("ggml_backend_reg_count", "ggml_backend_dev_count"):
@@ -124,7 +133,9 @@ def _load_backends() -> ctypes.CDLL:
             ggml.ggml_backend_load_all_from_path(str(folder).encode())
     if not ggml.ggml_backend_reg_count():
         places = ", ".join(str(p) for p in variant_dirs())
-        raise EngineError(f"llama.cpp has no CPU backend: no libggml-cpu*.so that runs here in {places}")
+        raise EngineError(
+            f"llama.cpp has no CPU backend: no libggml-cpu*.so that runs here in {places}"
+        )
     return ggml
 
 
@@ -134,7 +145,10 @@ def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:
         getattr(base, name).argtypes = [ctypes.c_void_p]
         getattr(base, name).restype = ctypes.c_char_p
     devices = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
-    return tuple(f"{base.ggml_backend_dev_name(d).decode()}: {base.ggml_backend_dev_description(d).decode()}" for d in devices)
+    return tuple(
+        f"{base.ggml_backend_dev_name(d).decode()}: {base.ggml_backend_dev_description(d).decode()}"
+        for d in devices
+    )
 
 
 def _cpu_variant() -> str:
@@ -163,7 +177,11 @@ def build_info() -> BuildInfo:
         ggml_version=_base_text("ggml_version"),
         ggml_commit=_base_text("ggml_commit"),
         cpu_variant=_cpu_variant(),
-        flags=tuple(flag.strip().removesuffix(" = 1") for flag in system.split(":", 1)[-1].split("|") if flag.strip()),
+        flags=tuple(
+            flag.strip().removesuffix(" = 1")
+            for flag in system.split(":", 1)[-1].split("|")
+            if flag.strip()
+        ),
         devices=_device_names(_state["ggml"]),
         supports_gpu=supports_gpu(),
         max_sequences=int(llama.llama_max_parallel_sequences()),

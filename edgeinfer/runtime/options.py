@@ -1,4 +1,6 @@
-"""Load-time options: what needs another snapshot when it changes. And what an engine says of itself once loaded."""
+"""Load-time options: what needs another snapshot when it changes. And what an engine says of itself
+once loaded.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from edgeinfer.runtime.requests import Sampling
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled model as the engine needs it: absolute paths and the catalogue's word on how to talk to it.
+    """A pulled model as the engine needs it: absolute paths and the catalogue's word on how to talk to
+    it.
 
-    `paths` are the GGUF files in order (one, or all of a split). `chat_template` overrides the file's own.
+    `paths` are the GGUF files in order (one, or all of a split). `chat_template` overrides the file's
+    own.
     """
 
     name: str
@@ -29,7 +33,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to load. 0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps.
 
-    `max_queue` only keeps the engine finite, in a snapshot too: what a launch allows to wait is the front's to say.
+    `max_queue` only keeps the engine finite, in a snapshot too: what a launch allows to wait is the
+    front's to say.
     """
 
     n_ctx: int = 0

@@ -1,4 +1,6 @@
-"""What becomes of a sampled token: bytes, whole characters, stop strings, parsed events, log-probabilities."""
+"""What becomes of a sampled token: bytes, whole characters, stop strings, parsed events,
+log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from edgeinfer.runtime.textstream import TextStream
 from edgeinfer.runtime.vocab import Vocab
 
 
-def token_logprobs(vocab: Vocab, logits: npt.NDArray[np.float32], top: int) -> tuple[npt.NDArray[np.float32], list[int]]:
+def token_logprobs(
+    vocab: Vocab, logits: npt.NDArray[np.float32], top: int
+) -> tuple[npt.NDArray[np.float32], list[int]]:
     """Log-probabilities of every token at temperature 1, and the `top` most likely ones, best first."""
     peak = logits.max()
     logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
@@ -61,7 +65,9 @@ class Output:
         return [TextDelta(text)] if self._parser is None else self._note(self._parser.feed(text))
 
     def _note(self, events: Sequence[Parsed]) -> list[Parsed]:
-        self.has_tool_calls = self.has_tool_calls or any(isinstance(event, ToolCallDelta) for event in events)
+        self.has_tool_calls = self.has_tool_calls or any(
+            isinstance(event, ToolCallDelta) for event in events
+        )
         return list(events)
 
     def _with_logprobs(self, events: list[Parsed]) -> list[Parsed]:
@@ -75,7 +81,9 @@ class Output:
         return events
 
 
-def chosen_logprobs(vocab: Vocab, token: int, logprobs: npt.NDArray[np.float32], top: Sequence[int]) -> TokenLogprobs:
+def chosen_logprobs(
+    vocab: Vocab, token: int, logprobs: npt.NDArray[np.float32], top: Sequence[int]
+) -> TokenLogprobs:
     """The event value for a sampled token and its alternatives."""
 
     def entry(t: int) -> Logprob:

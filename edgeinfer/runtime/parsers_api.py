@@ -1,7 +1,8 @@
-"""The seam between the decode loop and what a conversation needs: a prompt, a constraint for a required call, a parser.
+"""The seam between the decode loop and what a conversation needs: a prompt, a constraint for a required
+call, a parser.
 
-`runtime/dialogue.py` provides `load_conversations`, over `runtime/templates.py` (prompts), `runtime/tool_formats/` and
-`runtime/reasoning.py` (parsers).
+`runtime/dialogue.py` provides `load_conversations`, over `runtime/templates.py` (prompts),
+`runtime/tool_formats/` and `runtime/reasoning.py` (parsers).
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 class StreamParser(Protocol):
-    """Turns one generation's text into events. Used from the decode loop's thread alone; never raises on model output."""
+    """Turns one generation's text into events. Used from the decode loop's thread alone; never raises
+    on model output.
+    """
 
     @property
     def special_tokens(self) -> bool:
-        """Whether control tokens must reach `feed` as text (formats that mark calls or reasoning with them)."""
+        """Whether control tokens must reach `feed` as text (formats that mark calls or reasoning with
+        them).
+        """
 
     def feed(self, text: str) -> Sequence[Parsed]:
         """Events that are certain after `text`; what could still become a marker is held back."""
@@ -36,10 +41,10 @@ class StreamParser(Protocol):
 class Prepared:
     """A request made with messages, ready for the engine.
 
-    `prompt` is tokenized with special tokens parsed and none added. `constraint` is set when a tool call is
-    required, or when the request's has to wait for a reasoning span; it then replaces the request's. `stop` are strings the
-    format adds to the request's.
-    `parser` is None when the text needs none.
+    `prompt` is tokenized with special tokens parsed and none added. `constraint` is set when a tool
+    call is required, or when the request's has to wait for a reasoning span; it then replaces the
+    request's. `stop` are strings the format adds to the request's. `parser` is None when the text needs
+    none.
     """
 
     prompt: str
@@ -50,10 +55,12 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """What the engine knows of a model when it asks for its conversations. `template` "" means that it has none.
+    """What the engine knows of a model when it asks for its conversations. `template` "" means that it
+    has none.
 
-    `named_templates` are the file's further ones (`tool_use`, …) by name. `add_bos`: the model wants BOS before everything
-    (`llama_vocab_get_add_bos`); it is put before a prompt whose template leaves it out.
+    `named_templates` are the file's further ones (`tool_use`, …) by name. `add_bos`: the model wants
+    BOS before everything (`llama_vocab_get_add_bos`); it is put before a prompt whose template leaves
+    it out.
     """
 
     template: str

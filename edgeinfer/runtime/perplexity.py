@@ -1,8 +1,8 @@
 """How well a model predicts a text: `python -m edgeinfer.runtime.perplexity MODEL TEXT [TOKENS]`.
 
-Writes `{"event": "progress", "done", "total"}` lines and then `{"event": "done", "perplexity", "n_tokens"}`. The text is
-read once from its beginning, in one window; every token after the first 32 is scored. Two files of one model can be compared
-with it, models with different vocabularies cannot.
+Writes `{"event": "progress", "done", "total"}` lines and then `{"event": "done", "perplexity",
+"n_tokens"}`. The text is read once from its beginning, in one window; every token after the first 32 is
+scored. Two files of one model can be compared with it, models with different vocabularies cannot.
 """
 
 from __future__ import annotations
@@ -33,16 +33,26 @@ def main(argv: list[str]) -> int:
     limit = int(argv[2]) if len(argv) > 2 else _WINDOW_TOKENS
     model = llama.llama_model_load_from_file(argv[0].encode(), llama.llama_model_default_params())
     if not model:
-        return say(1, event="error", message="; ".join(native.recent_log(3)) or "llama.cpp could not load the model")
+        return say(
+            1,
+            event="error",
+            message="; ".join(native.recent_log(3)) or "llama.cpp could not load the model",
+        )
     tokens = _tokenize(llama, model, Path(argv[1]).read_bytes())[:limit]
     context = _context(llama, model, len(tokens))
     if not context:
-        return say(1, event="error", message="; ".join(native.recent_log(3)) or "llama.cpp could not make a context")
+        return say(
+            1,
+            event="error",
+            message="; ".join(native.recent_log(3)) or "llama.cpp could not make a context",
+        )
     scored = len(tokens) - 1 - SKIPPED_TOKENS
     if scored < 1:
         return say(1, event="error", message=f"the text has {len(tokens)} tokens, too few to score")
     try:
-        nll = _negative_log_likelihood(llama, context, tokens, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
+        nll = _negative_log_likelihood(
+            llama, context, tokens, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        )
     except DecodeError as error:
         return say(1, event="error", message=error.message)
     return say(0, event="done", perplexity=math.exp(min(700.0, nll / scored)), n_tokens=scored)
@@ -73,7 +83,9 @@ def _negative_log_likelihood(llama: Any, context: Any, tokens: list[int], n_voca
         if llama.llama_decode(context, batch):
             raise DecodeError("llama_decode failed on the text")
         logits = np.ctypeslib.as_array(llama.llama_get_logits(context), shape=(len(piece), n_vocab))
-        total += _scores(logits, np.array(tokens[start + 1 : start + 1 + len(piece)]), max(0, SKIPPED_TOKENS - start))
+        total += _scores(
+            logits, np.array(tokens[start + 1 : start + 1 + len(piece)]), max(0, SKIPPED_TOKENS - start)
+        )
         say(event="progress", done=start + len(piece), total=len(tokens) - 1)
     llama.llama_batch_free(batch)
     return total

@@ -1,4 +1,6 @@
-"""From a request to a sequence: everything that can be refused is refused here, in the caller's thread."""
+"""From a request to a sequence: everything that can be refused is refused here, in the caller's
+thread.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from edgeinfer.runtime.vocab import Vocab
 
 @dataclass(slots=True)
 class Seeds:
-    """Fresh 32-bit seeds from the kernel's randomness, stirred with what a resume brought (a snapshot repeats the rest)."""
+    """Fresh 32-bit seeds from the kernel's randomness, stirred with what a resume brought (a snapshot
+    repeats the rest).
+    """
 
     entropy: bytes = b""
     _count: Any = field(default_factory=itertools.count)
@@ -54,7 +58,12 @@ class Preparer:
         n_ctx: int,
         max_draft: int,
     ) -> None:
-        self._files, self._vocab, self._conversations, self._constraints = files, vocab, conversations, constraints
+        self._files, self._vocab, self._conversations, self._constraints = (
+            files,
+            vocab,
+            conversations,
+            constraints,
+        )
         self._lora, self._n_ctx, self._max_draft = lora, n_ctx, max_draft
         self.seeds = Seeds()
         self.draft_model: DraftModel | None = None
@@ -101,7 +110,8 @@ class Preparer:
         param = "messages" if request.messages else "prompt"
         if request.overflow != "shift":
             raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens and the context {self._n_ctx}, which must hold the answer too",
+                f"the prompt has {len(tokens)} tokens and the context {self._n_ctx}, which must hold "
+                f"the answer too",
                 param=param,
             )
         keep = min(self._keep_tokens(request, tokens), self._n_ctx // 2)
@@ -118,8 +128,12 @@ class Preparer:
         """The tokens that every conversation with this system prompt begins with."""
 
         def begin(user: str) -> list[int]:
-            turns = ((Message(role="system", content=system),) if system else ()) + (Message(role="user", content=user),)
-            return self._vocab.tokenize(self._conversations.render(GenerateRequest(messages=turns)), parse_special=True)
+            turns = ((Message(role="system", content=system),) if system else ()) + (
+                Message(role="user", content=user),
+            )
+            return self._vocab.tokenize(
+                self._conversations.render(GenerateRequest(messages=turns)), parse_special=True
+            )
 
         a, b = begin("A"), begin("7 B")
         return a[: common_prefix(a, b)]

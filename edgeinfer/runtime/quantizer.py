@@ -1,8 +1,9 @@
-"""llama.cpp's quantizer in a process of its own: `python -m edgeinfer.runtime.quantizer JOB`, JOB being JSON.
+"""llama.cpp's quantizer in a process of its own: `python -m edgeinfer.runtime.quantizer JOB`, JOB being
+JSON.
 
-It writes one JSON object a line to stdout: `{"event": "planned", "bytes"}`, `{"event": "tensor", "done", "total", "name"}`,
-and at the end `{"event": "done"}` or `{"event": "error", "kind", "message"}`. A model file that makes llama.cpp abort takes
-this process along and nothing else.
+It writes one JSON object a line to stdout: `{"event": "planned", "bytes"}`, `{"event": "tensor",
+"done", "total", "name"}`, and at the end `{"event": "done"}` or `{"event": "error", "kind",
+"message"}`. A model file that makes llama.cpp abort takes this process along and nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _HEADER_BYTES = 64 << 20
 
 
 class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Where an importance matrix keeps one tensor's figures: byte offsets and numbers of 32-bit floats, already checked."""
+    """Where an importance matrix keeps one tensor's figures: byte offsets and numbers of 32-bit floats,
+    already checked.
+    """
 
     name: str
     sums_offset: int
@@ -39,7 +42,9 @@ class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do. `ftype` is a llama_ftype; `pure` gives every tensor the same type; 0 threads means all we may use."""
+    """What to do. `ftype` is a llama_ftype; `pure` gives every tensor the same type; 0 threads means
+    all we may use.
+    """
 
     source: str
     target: str
@@ -57,12 +62,16 @@ def main(argv: list[str]) -> int:
     job = msgspec.json.decode(argv[0], type=QuantizeJob)
     native.lib()  # the backends; then the log is taken over
     heard: list[str] = []
-    callback = llama_cpp.llama_log_callback(lambda _level, text, _data: _hear(text.decode("utf-8", "replace"), heard))
+    callback = llama_cpp.llama_log_callback(
+        lambda _level, text, _data: _hear(text.decode("utf-8", "replace"), heard)
+    )
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     planned = _planned_bytes(job, heard)
     free = shutil.disk_usage(os.path.dirname(job.target)).free
     if planned + min(_HEADER_BYTES, os.path.getsize(job.source)) > free:
-        return say(1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free")
+        return say(
+            1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free"
+        )
     say(event="planned", bytes=planned)
     heard.append("live")
     params, kept = _params(job), _imatrix(job)
@@ -93,13 +102,19 @@ def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
 
 
 def _imatrix(job: QuantizeJob) -> list[Any]:
-    """The importance matrix as llama.cpp takes it, first, and what its pointers point to; [] without one."""
+    """The importance matrix as llama.cpp takes it, first, and what its pointers point to; [] without
+    one.
+    """
     if not job.spans:
         return []
-    table = (llama_cpp.llama_model_imatrix_data * (len(job.spans) + 1))()  # the last one stays empty: it ends the table
+    table = (
+        llama_cpp.llama_model_imatrix_data * (len(job.spans) + 1)
+    )()  # the last one stays empty: it ends the table
     kept: list[Any] = [table]
     for row, span in zip(table, job.spans, strict=False):
-        sums = np.fromfile(job.imatrix, np.float32, span.n_sums, offset=span.sums_offset).reshape(span.n_counts, -1)
+        sums = np.fromfile(job.imatrix, np.float32, span.n_sums, offset=span.sums_offset).reshape(
+            span.n_counts, -1
+        )
         counts = np.fromfile(job.imatrix, np.float32, span.n_counts, offset=span.counts_offset)[:, None]
         means = np.divide(sums, counts, out=np.ones_like(sums), where=counts > 0)
         row.name, row.size = span.name.encode(), means.size
@@ -109,7 +124,9 @@ def _imatrix(job: QuantizeJob) -> list[Any]:
 
 
 def _run(job: QuantizeJob, params: Any) -> int:
-    return int(llama_cpp.llama_model_quantize(job.source.encode(), job.target.encode(), ctypes.byref(params)))
+    return int(
+        llama_cpp.llama_model_quantize(job.source.encode(), job.target.encode(), ctypes.byref(params))
+    )
 
 
 def _planned_bytes(job: QuantizeJob, heard: list[str]) -> int:

@@ -1,7 +1,7 @@
 """Reasoning spans, `<think>…</think>` and their kin, taken out of a stream as events of their own.
 
-A span is looked for at the beginning of an answer only: in the middle of a text its marker is text. Some templates open the
-span in the prompt; then the answer begins inside of it.
+A span is looked for at the beginning of an answer only: in the middle of a text its marker is text.
+Some templates open the span in the prompt; then the answer begins inside of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Span:
 
 
 THINK = Span("<think>", "</think>")
-#: Tried in this order against a template's source; the first is also recognised where a template says nothing.
+#: Tried in this order against a template's source; the first is also recognised where a template says
+#: nothing.
 SPANS = (
     THINK,
     Span("<thinking>", "</thinking>"),
@@ -41,7 +42,9 @@ SPANS = (
 
 
 def detect(template: str) -> tuple[Span, bool]:
-    """(span, whether the template knows it). Without a sign it is `<think>`, which distilled models write all the same."""
+    """(span, whether the template knows it). Without a sign it is `<think>`, which distilled models
+    write all the same.
+    """
     for span in SPANS:
         first = span.close.partition("<|start|>")[0]
         if span.close in template or (span.open in template and first in template):
@@ -59,7 +62,9 @@ def is_open(prompt: str, span: Span) -> bool:
 class ReasoningParser:
     """Splits off a span, and hands the rest to `inner` (None: it is text)."""
 
-    def __init__(self, span: Span, inner: StreamParser | None, *, opened: bool, special_tokens: bool = False) -> None:
+    def __init__(
+        self, span: Span, inner: StreamParser | None, *, opened: bool, special_tokens: bool = False
+    ) -> None:
         self._span, self._inner = span, inner
         self._step = self._inside if opened else self._start
         self._held = ""

@@ -1,4 +1,6 @@
-"""What can be asked of the engine: plain values, checked by `validate` in the engine before anything is computed."""
+"""What can be asked of the engine: plain values, checked by `validate` in the engine before anything is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. `tool_call_id` and `name` belong to role "tool"; `tool_calls` and `reasoning` to "assistant"."""
+    """One turn. `tool_call_id` and `name` belong to role "tool"; `tool_calls` and `reasoning` to
+    "assistant".
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = ""
@@ -97,12 +101,14 @@ Constraint = JsonSchema | Regex | Choice | Grammar
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation. Exactly one of `messages` (the chat template is applied) and `prompt` (as it is) is given.
+    """One generation. Exactly one of `messages` (the chat template is applied) and `prompt` (as it is)
+    is given.
 
-    `continue_final`: the last assistant message is continued instead of answered. `overflow`: what to do when the context
-    is full, "refuse" up front and finish with "length", or "shift" (drop the oldest tokens behind the system prompt).
-    `logprobs`: None for none, else how many alternatives per token (0 to 20). `lora`: (adapter name, scale) pairs.
-    `speculative`: "auto" lets the engine decide by what it measures. `deadline_s` counts from submission.
+    `continue_final`: the last assistant message is continued instead of answered. `overflow`: what to
+    do when the context is full, "refuse" up front and finish with "length", or "shift" (drop the oldest
+    tokens behind the system prompt). `logprobs`: None for none, else how many alternatives per token (0
+    to 20). `lora`: (adapter name, scale) pairs. `speculative`: "auto" lets the engine decide by what it
+    measures. `deadline_s` counts from submission.
     """
 
     messages: tuple[Message, ...] = ()

@@ -1,4 +1,6 @@
-"""Sampling by llama.cpp's sampler chains, one chain a request; plain greedy takes the largest logit and needs none."""
+"""Sampling by llama.cpp's sampler chains, one chain a request; plain greedy takes the largest logit and
+needs none.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,18 @@ _NEUTRAL_MIN_KEEP = 1
 
 def is_plain_greedy(sampling: Sampling) -> bool:
     """Whether the largest logit is the answer: temperature 0 and nothing that bends the logits."""
-    return sampling.temperature <= 0 and not sampling.logit_bias and not _penalises(sampling) and not sampling.dry_multiplier
+    return (
+        sampling.temperature <= 0
+        and not sampling.logit_bias
+        and not _penalises(sampling)
+        and not sampling.dry_multiplier
+    )
 
 
 def _penalises(s: Sampling) -> bool:
-    return s.repeat_last_n != 0 and (s.repeat_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0)
+    return s.repeat_last_n != 0 and (
+        s.repeat_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+    )
 
 
 class Sampler:
@@ -37,7 +46,9 @@ class Sampler:
         self.history = 0 if self._greedy else _history(sampling, n_ctx)
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
-        """The next token from the logits of batch row `row` (which `logits` views), accepted into the penalties' history."""
+        """The next token from the logits of batch row `row` (which `logits` views), accepted into the
+        penalties' history.
+        """
         if self._chain is None:
             return int(logits.argmax())
         return int(L.llama_sampler_sample(self._chain, context, row))
@@ -81,7 +92,9 @@ def _stages(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Iterable[Any]:
         yield L.llama_sampler_init_logit_bias(vocab.n_vocab, len(s.logit_bias), pairs)
     if _penalises(s):
         last_n = n_ctx if s.repeat_last_n < 0 else s.repeat_last_n
-        yield L.llama_sampler_init_penalties(vocab.n_vocab, last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty)
+        yield L.llama_sampler_init_penalties(
+            vocab.n_vocab, last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+        )
     if s.dry_multiplier:
         yield _dry(vocab, s, n_ctx)
     if s.temperature <= 0:

@@ -1,7 +1,8 @@
 """The decode loop's step: who joins, what goes into the next batch, and what comes out of it.
 
-Each step is one llama_decode. It carries the next token of every decoding sequence (and guesses behind it), and fills what
-is left of the batch with the prompts of those still prefilling, so a long prompt never stalls the others. One thread.
+Each step is one llama_decode. It carries the next token of every decoding sequence (and guesses behind
+it), and fills what is left of the batch with the prompts of those still prefilling, so a long prompt
+never stalls the others. One thread.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from edgeinfer.runtime.sequence import Sequence
 from edgeinfer.runtime.speculative import StepCosts
 from edgeinfer.runtime.vocab import Vocab
 
-#: A prefix that another sequence is about to compute is waited for when it saves at least this many tokens.
+#: A prefix that another sequence is about to compute is waited for when it saves at least this many
+#: tokens.
 _WORTH_WAITING = 32
-#: Short prompts of requests that came together: up to this many tokens are computed before any of them decodes.
+#: Short prompts of requests that came together: up to this many tokens are computed before any of them
+#: decodes.
 _TOGETHER_TOKENS = 256
 
 
@@ -36,7 +39,9 @@ class Adapters(Protocol):
 
 @dataclass(slots=True)
 class Part:
-    """A sequence's share of a batch: its tokens, guesses at their end included, and the first row that has logits."""
+    """A sequence's share of a batch: its tokens, guesses at their end included, and the first row that
+    has logits.
+    """
 
     seq: Sequence
     row: int
@@ -63,7 +68,12 @@ class Scheduler:
         exactness: Exactness,
     ) -> None:
         self._context, self._vocab, self.kv, self._batch = context, vocab, kv, batch
-        self._adapters, self._n_parallel, self._n_ctx, self._can_cut = adapters, n_parallel, n_ctx, can_cut
+        self._adapters, self._n_parallel, self._n_ctx, self._can_cut = (
+            adapters,
+            n_parallel,
+            n_ctx,
+            can_cut,
+        )
         self._exactness = exactness
         self._logits = Logits(context, vocab.n_vocab)
         self._costs = StepCosts()
@@ -104,7 +114,9 @@ class Scheduler:
         self.kv.drop_idle(pinned=True)
 
     def pin(self, tokens: list[int]) -> int:
-        """Compute a prefix that many requests will begin with, and keep it; how many tokens. Only while idle."""
+        """Compute a prefix that many requests will begin with, and keep it; how many tokens. Only while
+        idle.
+        """
         for old in [r for r in self.kv.residents if r.pinned]:
             self.kv.drop(old)
         resident = self.kv.claim(tokens, (), reuse=False)
@@ -117,7 +129,9 @@ class Scheduler:
             self._batch.add(chunk, start, resident.seq_id, outputs=0)
             code = self._batch.decode(self._context)
             if code:
-                raise DecodeError(f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens")
+                raise DecodeError(
+                    f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens"
+                )
             self.kv.extend(resident, chunk)
         self.kv.release(resident, keep=True)
         resident.pinned = True
@@ -163,7 +177,8 @@ class Scheduler:
     def _start(self) -> None:
         """Give cache sequences to those that have none, in order.
 
-        One that waits for a prefix lets later ones pass; one that waits for cells does not, or it might wait for ever.
+        One that waits for a prefix lets later ones pass; one that waits for cells does not, or it might
+        wait for ever.
         """
         for seq in [s for s in self.running if s.resident is None]:
             cached = self.kv.match(seq.tokens, seq.adapters)[1] if seq.request.cache_prompt else 0
@@ -175,7 +190,9 @@ class Scheduler:
             self._give_resident(seq)
 
     def _fits(self, seq: Sequence, cached: int, active: list[Sequence]) -> bool:
-        """Whether there are cells for `seq` besides those in use and those promised to the prompts being computed."""
+        """Whether there are cells for `seq` besides those in use and those promised to the prompts
+        being computed.
+        """
         in_use = len(set().union(*(s.resident.cells for s in active if s.resident)))
         promised = sum(s.n_pending for s in active)
         return in_use + promised + len(seq.tokens) - cached <= self.kv.n_cells
@@ -184,7 +201,11 @@ class Scheduler:
         """The longest prefix of `seq` that a sequence still prefilling is going to have."""
         if not self._can_cut:
             return 0
-        prefilling = [s for s in active if s.n_pending > 1 and s.adapters == seq.adapters and s.request.cache_prompt]
+        prefilling = [
+            s
+            for s in active
+            if s.n_pending > 1 and s.adapters == seq.adapters and s.request.cache_prompt
+        ]
         limit = len(seq.tokens) - 1
         return max((min(limit, common_prefix(s.tokens, seq.tokens)) for s in prefilling), default=0)
 
@@ -224,8 +245,10 @@ class Scheduler:
         return parts
 
     def _is_beginning(self, members: list[Sequence], decoding: list[Sequence]) -> bool:
-        """Requests that came together, and the first of them have their first token: the others' short prompts come before
-        the second, or the last stream goes on alone at the end and the whole takes longer (2 % at 16 streams)."""
+        """Requests that came together, and the first of them have their first token: the others' short
+        prompts come before the second, or the last stream goes on alone at the end and the whole takes
+        longer (2 % at 16 streams).
+        """
         pending = sum(s.n_pending for s in members if not s.is_decoding)
         short = 0 < pending <= min(_TOGETHER_TOKENS, self.kv.free_cells)
         return short and all(s.n_generated == 1 for s in decoding)
@@ -271,7 +294,9 @@ class Scheduler:
         return parts
 
     def _exact_room(self, seq: Sequence, decoding: list[Sequence]) -> int:
-        """Guesses that change no bit of the answer. Who asks for a drafter by name takes the last bits as they come."""
+        """Guesses that change no bit of the answer. Who asks for a drafter by name takes the last bits
+        as they come.
+        """
         if seq.request.speculative != "auto":
             return self._batch.capacity
         exact = self._exactness
@@ -286,7 +311,9 @@ class Scheduler:
         return seq.drafting.propose(seq.tokens, room)
 
     def _add_prefill(self, prefilling: list[Sequence], parts: list[Part]) -> None:
-        budget = self._chunks.budget(self._batch.room, self._batch.n_tokens, [s.n_pending for s in prefilling])
+        budget = self._chunks.budget(
+            self._batch.room, self._batch.n_tokens, [s.n_pending for s in prefilling]
+        )
         for seq in prefilling:
             if budget <= 0 or self._batch.n_outputs >= self._batch.max_outputs:
                 return
@@ -308,7 +335,9 @@ class Scheduler:
         return len(tokens)
 
     def _preempt_for_prefill(self, seq: Sequence, parts: list[Part]) -> None:
-        """No cell is left for a prompt. Those who decode go on and free theirs; without any, the youngest gives way."""
+        """No cell is left for a prompt. Those who decode go on and free theirs; without any, the
+        youngest gives way.
+        """
         if parts:
             return
         others = [s for s in self.running if s.resident is not None and s is not seq]
@@ -321,12 +350,16 @@ class Scheduler:
         """Run the batch; seconds in llama.cpp. Raises DecodeError when llama.cpp fails."""
         began = time.perf_counter()
         code = self._batch.decode(self._context)
-        if code == 1:  # no cells, although our books say there are: free what can be spared and try once more
+        if (
+            code == 1
+        ):  # no cells, although our books say there are: free what can be spared and try once more
             self.kv.drop_idle(pinned=True)
             code = self._batch.decode(self._context)
         seconds = time.perf_counter() - began
         if code:
-            raise DecodeError(f"llama_decode returned {code} for a batch of {self._batch.n_tokens} tokens")
+            raise DecodeError(
+                f"llama_decode returned {code} for a batch of {self._batch.n_tokens} tokens"
+            )
         for part in parts:
             assert part.seq.resident is not None
             self.kv.extend(part.seq.resident, part.tokens)
@@ -368,8 +401,14 @@ class Scheduler:
         reason = None
         for i in range(len(part.drafts) + 1):
             length = len(seq.tokens)
-            reason = seq.sample(self._vocab, self._context, part.row + i, self._logits.row(part.row + i))
-            guessed = i < len(part.drafts) and len(seq.tokens) == length + 1 and seq.tokens[-1] == part.drafts[i]
+            reason = seq.sample(
+                self._vocab, self._context, part.row + i, self._logits.row(part.row + i)
+            )
+            guessed = (
+                i < len(part.drafts)
+                and len(seq.tokens) == length + 1
+                and seq.tokens[-1] == part.drafts[i]
+            )
             if reason is not None or not guessed:
                 break
         self._settle(part, plain)
@@ -387,7 +426,10 @@ class Scheduler:
         seq = part.seq
         assert seq.resident is not None
         right = common_prefix(seq.resident.tokens, seq.tokens, seq.n_past - len(part.drafts))
-        # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are still to come
+        # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are
+        # still to come
         right = min(right, len(seq.tokens) - 1)
-        seq.drafting.settle(len(part.drafts), len(part.drafts) - (seq.n_past - right), self._costs, plain)
+        seq.drafting.settle(
+            len(part.drafts), len(part.drafts) - (seq.n_past - right), self._costs, plain
+        )
         self.kv.truncate(seq.resident, right)

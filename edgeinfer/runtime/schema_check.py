@@ -1,9 +1,10 @@
-"""Looks at a JSON schema before a grammar is made of it: what cannot be honoured is refused with its place.
+"""Looks at a JSON schema before a grammar is made of it: what cannot be honoured is refused with its
+place.
 
-Three things: keywords are of the right type (`normalise`), every keyword that restricts is one that the grammar engine
-enforces (so that output always validates; annotations are dropped), and some finite document satisfies the schema
-(`{"$ref": "#"}` has none). What is left to the grammar engine itself, which knows more about contradictions, is named by its
-place with `locate`.
+Three things: keywords are of the right type (`normalise`), every keyword that restricts is one that the
+grammar engine enforces (so that output always validates; annotations are dropped), and some finite
+document satisfies the schema (`{"$ref": "#"}` has none). What is left to the grammar engine itself,
+which knows more about contradictions, is named by its place with `locate`.
 
 Places are JSON pointers from the schema's root: `#/properties/age/minimum`.
 """
@@ -24,8 +25,25 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 #: Keywords that restrict and that no grammar of ours expresses.
 REFUSED = (
-    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "$dynamicRef", "$recursiveRef"),
-    *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+    *(
+        "not",
+        "if",
+        "then",
+        "else",
+        "contains",
+        "minContains",
+        "maxContains",
+        "propertyNames",
+        "$dynamicRef",
+        "$recursiveRef",
+    ),
+    *(
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    ),
 )
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -72,7 +90,9 @@ class _Normaliser:
         """JSON lets a name stand twice; an open object could so count more members than it has."""
         wanted, certain = made.get("minProperties", 0), len(set(made.get("required", ())))
         if wanted > max(1, certain) and made.get("additionalProperties", True) is not False:
-            raise _refuse(_step(place, "minProperties"), "names that are not listed as required cannot be counted")
+            raise _refuse(
+                _step(place, "minProperties"), "names that are not listed as required cannot be counted"
+            )
 
     def keyword(self, key: str, part: Any, place: str, depth: int) -> Any:
         """The keyword's value as the grammar engine takes it; None when it restricts nothing."""
@@ -185,7 +205,9 @@ def resolve(root: Any, ref: str) -> Any:
 
 
 def normalise(schema: Any) -> dict[str, Any]:
-    """`schema` with what restricts and nothing else. Raises UnsupportedConstraintError, `param` the place."""
+    """`schema` with what restricts and nothing else. Raises UnsupportedConstraintError, `param` the
+    place.
+    """
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -197,7 +219,9 @@ def normalise(schema: Any) -> dict[str, Any]:
 
 
 def _finite(root: Any, schema: Any, seen: frozenset[str]) -> bool:
-    """Whether some finite document may satisfy `schema`, as far as references go; contradictions are not looked for."""
+    """Whether some finite document may satisfy `schema`, as far as references go; contradictions are
+    not looked for.
+    """
     if not isinstance(schema, dict):
         return schema is not False
     if "enum" in schema or "const" in schema:
@@ -219,11 +243,16 @@ def _finite_kind(root: Any, schema: dict[str, Any], kind: str, seen: frozenset[s
     if kind == "object":
         properties = schema.get("properties", {})
         rest = schema.get("additionalProperties", True)
-        return all(_finite(root, properties.get(name, rest), seen) for name in schema.get("required", ()))
+        return all(
+            _finite(root, properties.get(name, rest), seen) for name in schema.get("required", ())
+        )
     if kind == "array":
         fixed = schema.get("prefixItems", [])
         needed = schema.get("minItems", 0)
-        parts = [*fixed[:needed], *([schema["items"]] if needed > len(fixed) and "items" in schema else [])]
+        parts = [
+            *fixed[:needed],
+            *([schema["items"]] if needed > len(fixed) and "items" in schema else []),
+        ]
         return all(_finite(root, part, seen) for part in parts)
     return True
 
@@ -243,7 +272,9 @@ def _children(schema: Any, place: str) -> Iterator[tuple[str, Any]]:
             yield part, None
 
 
-def locate(schema: dict[str, Any], complaint: Callable[[dict[str, Any]], str], limit: int = 300) -> tuple[str, str]:
+def locate(
+    schema: dict[str, Any], complaint: Callable[[dict[str, Any]], str], limit: int = 300
+) -> tuple[str, str]:
     """(place, words) of the innermost part of `schema` that `complaint` finds fault with by itself.
 
     `complaint` compiles a schema and says what is wrong, or "". References keep their meaning.
@@ -255,7 +286,11 @@ def locate(schema: dict[str, Any], complaint: Callable[[dict[str, Any]], str], l
         descended = False
         for child, _ in _children(resolve(schema, quote(place, safe="#/~")), place):
             tried += 1
-            wrong = complaint({"$defs": {"root": moved}, "$ref": f"#/$defs/root{quote(child[1:])}"}) if child != place else ""
+            wrong = (
+                complaint({"$defs": {"root": moved}, "$ref": f"#/$defs/root{quote(child[1:])}"})
+                if child != place
+                else ""
+            )
             if wrong and child not in place:
                 place, words, descended = child, wrong, True
                 break

@@ -1,4 +1,6 @@
-"""One request while the decode loop works on it: its tokens, its sampler, its clock, and its way to the consumer."""
+"""One request while the decode loop works on it: its tokens, its sampler, its clock, and its way to the
+consumer.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Clock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request in the engine. `tokens` are the prompt and what was sampled; `n_past` of them are in the KV cache.
+    """A request in the engine. `tokens` are the prompt and what was sampled; `n_past` of them are in
+    the KV cache.
 
     `keep_tokens` says how many tokens at the front survive a context shift.
     """
@@ -87,8 +90,12 @@ class Sequence:
         """Only the last sampled token is to be computed."""
         return self.n_generated > 0 and self.n_pending == 1
 
-    def sample(self, vocab: Vocab, context: Any, row: int, logits: npt.NDArray[np.float32]) -> FinishReason | None:
-        """Sample from a row of logits, hand the token's events over, and say whether and why the generation has ended."""
+    def sample(
+        self, vocab: Vocab, context: Any, row: int, logits: npt.NDArray[np.float32]
+    ) -> FinishReason | None:
+        """Sample from a row of logits, hand the token's events over, and say whether and why the
+        generation has ended.
+        """
         report = None
         top = self.request.logprobs
         if top is not None:
@@ -158,7 +165,12 @@ class Sequence:
         if reason == "stop" and self.output.has_tool_calls:
             reason = "tool_calls"
         self.stream.put(
-            Finished(reason=reason, usage=self.usage(), timings=self.timings(), stop_sequence=self.output.stopped_by)
+            Finished(
+                reason=reason,
+                usage=self.usage(),
+                timings=self.timings(),
+                stop_sequence=self.output.stopped_by,
+            )
         )
         self._free()
 

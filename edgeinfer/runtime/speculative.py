@@ -1,7 +1,8 @@
-"""Speculative decoding: guesses at the next tokens, verified by the model in one step, and switched off where they lose.
+"""Speculative decoding: guesses at the next tokens, verified by the model in one step, and switched off
+where they lose.
 
-A guess is only ever kept when it is the token the sampler picks from the model's own logits, so the text is the same with
-and without; only the time differs.
+A guess is only ever kept when it is the token the sampler picks from the model's own logits, so the
+text is the same with and without; only the time differs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Prompt lookup: what followed the last `_NGRAM` tokens where they occurred before, most recently."""
+    """Prompt lookup: what followed the last `_NGRAM` tokens where they occurred before, most
+    recently.
+    """
 
     def __init__(self) -> None:
         self._follows: dict[tuple[int, ...], int] = {}
@@ -53,7 +56,9 @@ class NgramDrafter:
 
 
 class StepCosts:
-    """What a decode step costs by how many tokens it computes: a running mean, shared by all sequences. Seconds."""
+    """What a decode step costs by how many tokens it computes: a running mean, shared by all sequences.
+    Seconds.
+    """
 
     def __init__(self) -> None:
         self._mean: dict[int, float] = {}
@@ -104,7 +109,9 @@ class Drafting:
         self._trial_s = 0.0
 
     def _loses(self, costs: StepCosts, n_tokens: int) -> bool:
-        """Whether the tokens gained in this trial cost more time than steps without guesses would have taken."""
+        """Whether the tokens gained in this trial cost more time than steps without guesses would have
+        taken.
+        """
         extra = max(1, round(self._trial_drafted / self._trial_steps))
         plain, longer = costs.mean(n_tokens), costs.mean(n_tokens + extra)
         if plain is None or longer is None:

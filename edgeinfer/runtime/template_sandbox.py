@@ -1,10 +1,12 @@
-"""A jinja2 environment for templates we do not trust: a GGUF's chat template is part of a downloaded file.
+"""A jinja2 environment for templates we do not trust: a GGUF's chat template is part of a downloaded
+file.
 
-jinja2's ImmutableSandboxedEnvironment stops a template from reaching Python's insides (CVE-2024-34359). It does not stop one
-from looping for ever or from building a string of a terabyte. Here every loop round, macro call, concatenation, container and
-result of a call or filter is paid for from one `Fuel`, which also watches the thread's CPU time, so a render ends within
-CPU_LIMIT_S and within about four times FUEL bytes. What can grow in one step (multiplication, padding, replacing, joining)
-is checked before it happens.
+jinja2's ImmutableSandboxedEnvironment stops a template from reaching Python's insides (CVE-2024-34359).
+It does not stop one from looping for ever or from building a string of a terabyte. Here every loop
+round, macro call, concatenation, container and result of a call or filter is paid for from one `Fuel`,
+which also watches the thread's CPU time, so a render ends within CPU_LIMIT_S and within about four
+times FUEL bytes. What can grow in one step (multiplication, padding, replacing, joining) is checked
+before it happens.
 
 It knows no messages and no models: `edgeinfer.runtime.templates` does.
 """
@@ -30,7 +32,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-#: Units of work one render may spend: a character made; a loop round is 16 of them, a container's element 256.
+#: Units of work one render may spend: a character made; a loop round is 16 of them, a container's
+#: element 256.
 FUEL = 64 * 1024 * 1024
 #: CPU seconds one render may take; a long conversation takes a few milliseconds.
 CPU_LIMIT_S = 2.0
@@ -45,13 +48,17 @@ _CHECK_EVERY = 16
 _WIDE = re.compile(r"\d{6}")
 #: The filters that chat templates use; jinja2's others make much out of little, or need a web page.
 _FILTERS = (
-    "abs attr capitalize count d default dictsort e escape first float groupby indent int items join last length list lower map"
-    " max min reject rejectattr replace reverse round safe select selectattr sort string title tojson trim unique upper"
+    "abs attr capitalize count d default dictsort e escape first float groupby indent int items join "
+    "last length list lower map"
+    " max min reject rejectattr replace reverse round safe select selectattr sort string title tojson "
+    "trim unique upper"
 )
 #: Likewise the methods of a text.
 _STR_METHODS = (
-    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit isidentifier islower"
-    " isnumeric isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace rfind rindex rjust"
+    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal "
+    "isdigit isidentifier islower"
+    " isnumeric isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix "
+    "replace rfind rindex rjust"
     " rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
 )
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -93,7 +100,9 @@ _fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template
 
 @contextmanager
 def fuelled(fuel: Fuel | None = None) -> Iterator[Fuel]:
-    """Everything that compiles or renders a template runs inside of this; an outer tank is shared by what is inside."""
+    """Everything that compiles or renders a template runs inside of this; an outer tank is shared by
+    what is inside.
+    """
     tank = fuel or _fuel.get(None) or Fuel()
     token = _fuel.set(tank)
     try:
@@ -149,7 +158,9 @@ def _concat(parts: Iterable[str]) -> str:
 
 
 def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuse a string method that would make a monster; returns the arguments, an iterator made a list."""
+    """Refuse a string method that would make a monster; returns the arguments, an iterator made a
+    list.
+    """
     if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in args):
         raise ExhaustedError(f"the chat template calls str.{name} with too large a number")
     if name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
@@ -170,7 +181,9 @@ def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         passed, own = (args[:1], args[1:]) if takes_environment else ((), args)
         if own and name in ("replace", "join", "indent"):
             own = _check_filter(name, own, kwargs)
-        if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in (*own[1:], *kwargs.values())) and name not in (
+        if any(
+            isinstance(arg, int) and arg > _MAX_WIDTH for arg in (*own[1:], *kwargs.values())
+        ) and name not in (
             "default",
             "d",
         ):
@@ -191,7 +204,9 @@ def _check_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         return args
     if name == "indent":
         width = kwargs.get("width", args[1] if len(args) > 1 else 4)
-        _fuel.get().afford(str(args[0]).count("\n") * (width if isinstance(width, int) else len(str(width))))
+        _fuel.get().afford(
+            str(args[0]).count("\n") * (width if isinstance(width, int) else len(str(width)))
+        )
         return args
     separator = str(kwargs.get("d", args[1] if len(args) > 1 else ""))
     if isinstance(args[0], Iterable):
@@ -200,7 +215,11 @@ def _check_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """Hugging Face's `tojson`: plain json.dumps, nothing escaped for HTML (jinja2's own does)."""
     if len(str(indent)) > 64 or len(str(separators)) > 64:
@@ -209,7 +228,12 @@ def _to_json(
         raise TemplateRuntimeError("tojson of an undefined value")
     # `| map(…) | tojson` hands over a generator, which other engines' jinja writes as a list
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_as_list
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_as_list,
     )
 
 
@@ -230,7 +254,9 @@ def _strftime_now(form: str) -> str:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks what is trained on; for us just what is in it."""
+    """`{% generation %}…{% endgeneration %}`, which marks what is trained on; for us just what is in
+    it.
+    """
 
     tags = {"generation"}  # noqa: RUF012 jinja2 reads a plain class attribute
 
@@ -259,7 +285,11 @@ class _Guard(NodeTransformer):
     def _weighed(self, node: Any) -> Any:
         plain = all(isinstance(child, nodes.Const) for child in node.iter_child_nodes())
         self.generic_visit(node)
-        return node if plain or getattr(node, "ctx", "load") != "load" else self._call(node, "weigh", [node])
+        return (
+            node
+            if plain or getattr(node, "ctx", "load") != "load"
+            else self._call(node, "weigh", [node])
+        )
 
     visit_List = visit_Dict = visit_Tuple = _weighed
 
@@ -279,7 +309,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     str_methods = frozenset(_STR_METHODS.split())
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0, extensions=_EXTENSIONS)
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0, extensions=_EXTENSIONS
+        )
         self.filters["tojson"] = _to_json
         self.filters = {name: _wrap_filter(name, self.filters[name]) for name in _FILTERS.split()}
         for name in ("lipsum", "cycler", "joiner"):
@@ -316,7 +348,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             if _WIDE.search(text) or re.search(r":[^}]*\{", text):
                 raise ExhaustedError("the chat template pads to too wide a field")
             weigh((*args, *kwargs.values()))
-            _fuel.get().afford(text.count("{") * max([len(a) for a in args if isinstance(a, str)], default=0))
+            _fuel.get().afford(
+                text.count("{") * max([len(a) for a in args if isinstance(a, str)], default=0)
+            )
             return formatter(*args, **kwargs)
 
         return checked
@@ -340,7 +374,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         for many, times in ((left, right), (right, left)):
             if isinstance(many, (str, list, tuple)) and isinstance(times, int):
                 _fuel.get().afford(len(many) * times)
-        if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _MAX_BITS:
+        if (
+            isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() + right.bit_length() > _MAX_BITS
+        ):
             raise ExhaustedError("the chat template makes too large a number")
 
 

@@ -1,9 +1,10 @@
 """Chat templates: from messages and tools to the prompt a model was trained on.
 
-A template is the model's own jinja2 program. It is compiled once and probed once (`probe`): whether it knows the system role,
-tools, calls of earlier turns and their argument's form, and how it wants what it does not know. `render` then writes messages
-in the shapes that this template understands, so a front never has to know a family. Where the template knows too little, the
-request still works: a system prompt goes into the first user turn (Gemma), turns of one role in a row are joined.
+A template is the model's own jinja2 program. It is compiled once and probed once (`probe`): whether it
+knows the system role, tools, calls of earlier turns and their argument's form, and how it wants what it
+does not know. `render` then writes messages in the shapes that this template understands, so a front
+never has to know a family. Where the template knows too little, the request still works: a system
+prompt goes into the first user turn (Gemma), turns of one role in a row are joined.
 
 It runs sandboxed: see `edgeinfer.runtime.template_sandbox`.
 """
@@ -21,9 +22,16 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.runtime.requests import Message, Tool, ToolCall
-from edgeinfer.runtime.template_sandbox import MAX_SOURCE, ExhaustedError, Fuel, TemplateEnvironment, fuelled
+from edgeinfer.runtime.template_sandbox import (
+    MAX_SOURCE,
+    ExhaustedError,
+    Fuel,
+    TemplateEnvironment,
+    fuelled,
+)
 
-#: Everything a template's own code can raise. RecursionError is a RuntimeError; jinja2 turns StopIteration into one.
+#: Everything a template's own code can raise. RecursionError is a RuntimeError; jinja2 turns
+#: StopIteration into one.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -34,7 +42,8 @@ _TEMPLATE_FAILURES = (
     TypeError,
     ValueError,
 )
-#: Stands for a text in probes and for the place where a continued answer goes on; no template touches it.
+#: Stands for a text in probes and for the place where a continued answer goes on; no template touches
+#: it.
 _MARK = "\u2060\u2063{}\u2063\u2060"
 #: CPU seconds for all probes of one template together; the longest template in use takes 0.02.
 _PROBE_CPU_S = 1.0
@@ -47,8 +56,9 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
-#: For base models: a plain transcript, which any model of text continues. Ended by the stop strings beside it. An answer
-#: that begins with its own space gets no second one: it comes back as the very tokens that are in the cache.
+#: For base models: a plain transcript, which any model of text continues. Ended by the stop strings
+#: beside it. An answer that begins with its own space gets no second one: it comes back as the very
+#: tokens that are in the cache.
 TRANSCRIPT = (
     "{{- bos_token -}}{%- for message in messages -%}"
     "{%- if message.role == 'system' -%}{{- message.content + '\n\n' -}}"
@@ -89,12 +99,16 @@ class ChatTemplate:
     def load(cls, source: str, bos: str = "", eos: str = "") -> ChatTemplate:
         """Compile and probe. Raises ModelLoadError when the source is not a template."""
         if len(source) > MAX_SOURCE:
-            raise ModelLoadError(f"the chat template has {len(source)} characters; {MAX_SOURCE} is the most")
+            raise ModelLoadError(
+                f"the chat template has {len(source)} characters; {MAX_SOURCE} is the most"
+            )
         try:
             with fuelled(Fuel()):
                 compiled = TemplateEnvironment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ModelLoadError(f"the model's chat template does not parse: line {error.lineno}: {error.message}") from error
+            raise ModelLoadError(
+                f"the model's chat template does not parse: line {error.lineno}: {error.message}"
+            ) from error
         except (*_TEMPLATE_FAILURES, SyntaxError) as error:
             raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
         bare = cls(source, bos, eos, TemplateTraits(), compiled)
@@ -112,11 +126,13 @@ class ChatTemplate:
         options: dict[str, Any] | None = None,
         continue_final: bool = False,
     ) -> str:
-        """The prompt, generation prompt and all. `options` reach the template as variables (`enable_thinking`, …).
+        """The prompt, generation prompt and all. `options` reach the template as variables
+        (`enable_thinking`, …).
 
         With `continue_final` the last message, an assistant's, is left open to be continued.
 
-        Raises InvalidRequestError, `param` "messages", with the template's own words when it refuses them.
+        Raises InvalidRequestError, `param` "messages", with the template's own words when it refuses
+        them.
         """
         if not messages:
             raise InvalidRequestError("a conversation needs at least one message", param="messages")
@@ -124,10 +140,14 @@ class ChatTemplate:
             return self._render_open(messages, tools, options or {})
         return self._render_mended(messages, tools, options or {})
 
-    def _render_open(self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]) -> str:
+    def _render_open(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+    ) -> str:
         last = messages[-1]
         if last.role != "assistant" or last.tool_calls:
-            raise InvalidRequestError("only a last message of the assistant can be continued", param="messages")
+            raise InvalidRequestError(
+                "only a last message of the assistant can be continued", param="messages"
+            )
         mark = _MARK.format("continue")
         marked = (*messages[:-1], msgspec.structs.replace(last, content=mark))
         text = self._render_mended(marked, tools, options, add_generation_prompt=False)
@@ -137,9 +157,15 @@ class ChatTemplate:
         return head + last.content
 
     def _render_mended(
-        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: dict[str, Any],
+        add_generation_prompt: bool = True,
     ) -> str:
-        """Render; if the template refuses, once more with one call a turn (Llama) and turns of one role in a row joined."""
+        """Render; if the template refuses, once more with one call a turn (Llama) and turns of one role
+        in a row joined.
+        """
         shaped = shape(messages, self.traits)
         variables = {**options, "add_generation_prompt": add_generation_prompt}
         if tools:
@@ -153,11 +179,21 @@ class ChatTemplate:
                         return self.render_raw(mended, variables)
                 except _TEMPLATE_FAILURES:
                     continue  # the first failure is the one that speaks of what was asked
-            raise InvalidRequestError(f"the model's chat template refuses this: {_words(error)}", param="messages") from error
+            raise InvalidRequestError(
+                f"the model's chat template refuses this: {_words(error)}", param="messages"
+            ) from error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Render these dictionaries as they are. Raises whatever the template does, one of `_TEMPLATE_FAILURES`."""
-        names = {"tools": None, **variables, "messages": messages, "bos_token": self.bos, "eos_token": self.eos}
+        """Render these dictionaries as they are. Raises whatever the template does, one of
+        `_TEMPLATE_FAILURES`.
+        """
+        names = {
+            "tools": None,
+            **variables,
+            "messages": messages,
+            "bos_token": self.bos,
+            "eos_token": self.eos,
+        }
         if names["tools"] is None:
             del names["tools"]  # templates ask both `tools is defined` and `tools`
         with fuelled():
@@ -170,13 +206,19 @@ def _words(error: BaseException) -> str:
 
 
 def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
-    """The template to use and why. `source` is the model's own, "" when it has none; `has_chatml` whether its vocabulary
-    holds `<|im_start|>` and `<|im_end|>` as tokens. Raises ModelLoadError as `ChatTemplate.load` does."""
+    """The template to use and why. `source` is the model's own, "" when it has none; `has_chatml`
+    whether its vocabulary holds `<|im_start|>` and `<|im_end|>` as tokens. Raises ModelLoadError as
+    `ChatTemplate.load` does.
+    """
     if source.strip():
         return ChatTemplate.load(source, bos, eos), "the model's own"
     if has_chatml:
-        return ChatTemplate.load(CHATML, bos, eos), "ChatML: the model has no template, and its vocabulary has ChatML's tokens"
-    return ChatTemplate.load(TRANSCRIPT, bos, eos), "a plain transcript: the model has no template (a base model?)"
+        return ChatTemplate.load(
+            CHATML, bos, eos
+        ), "ChatML: the model has no template, and its vocabulary has ChatML's tokens"
+    return ChatTemplate.load(
+        TRANSCRIPT, bos, eos
+    ), "a plain transcript: the model has no template (a base model?)"
 
 
 def tool_dict(tool: Tool) -> dict[str, Any]:
@@ -215,7 +257,9 @@ def _shape_one(message: Message, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _call_id(call_id: str, traits: TemplateTraits) -> str:
-    """Mistral's templates refuse ids that are not nine letters and digits; any other is mapped to one of that form."""
+    """Mistral's templates refuse ids that are not nine letters and digits; any other is mapped to one
+    of that form.
+    """
     if not traits.short_ids or _MISTRAL_ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
@@ -230,7 +274,11 @@ def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"the arguments of the call to {call.name} are not JSON: {error}", param="messages"
             ) from error
-    return {"id": _call_id(call.id, traits), "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {
+        "id": _call_id(call.id, traits),
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
 
 
 def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -264,7 +312,9 @@ def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turns with several calls made several turns, each followed by its own result, for templates that know single calls."""
+    """Turns with several calls made several turns, each followed by its own result, for templates that
+    know single calls.
+    """
     results = {message["tool_call_id"]: message for message in shaped if message.get("tool_call_id")}
     split: list[dict[str, Any]] = []
     placed: set[str] = set()
@@ -290,10 +340,16 @@ def probe(template: ChatTemplate) -> TemplateTraits:
     user = {"role": "user", "content": marks["user"]}
     tool = {
         "type": "function",
-        "function": {"name": marks["tool"], "description": "", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": marks["tool"],
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
 
-    def shows(messages: list[dict[str, Any]], *expected: str, tools: list[dict[str, Any]] | None = None) -> bool:
+    def shows(
+        messages: list[dict[str, Any]], *expected: str, tools: list[dict[str, Any]] | None = None
+    ) -> bool:
         try:
             text = template.render_raw(messages, {"tools": tools, "add_generation_prompt": True})
         except ExhaustedError:
@@ -312,7 +368,9 @@ def probe(template: ChatTemplate) -> TemplateTraits:
         string_arguments=calls is not None and calls[0],
         null_content=calls is not None and calls[1],
         short_ids="length != 9" in source or "length == 9" in source,
-        reasoning_key=next((key for key in ("reasoning_content", "thinking", "reasoning") if _reads(source, key)), ""),
+        reasoning_key=next(
+            (key for key in ("reasoning_content", "thinking", "reasoning") if _reads(source, key)), ""
+        ),
     )
 
 
@@ -322,17 +380,22 @@ def _reads(source: str, key: str) -> bool:
 
 def _probe_message(marks: dict[str, str], string_arguments: bool, null_content: bool) -> dict[str, Any]:
     arguments: Any = {marks["key"]: marks["value"]}
-    function = {"name": marks["tool"], "arguments": msgspec.json.encode(arguments).decode() if string_arguments else arguments}
+    function = {
+        "name": marks["tool"],
+        "arguments": msgspec.json.encode(arguments).decode() if string_arguments else arguments,
+    }
     call = {"id": "abcdefghi", "type": "function", "function": function}
     return {"role": "assistant", "content": None if null_content else "", "tool_calls": [call]}
 
 
 def _probe_calls(shows: Any, user: dict[str, Any], marks: dict[str, str]) -> tuple[bool, bool] | None:
-    """(arguments as text, content as none) under which calls of earlier turns are written; None when they never are.
+    """(arguments as text, content as none) under which calls of earlier turns are written; None when
+    they never are.
 
-    DeepSeek's templates write a content that is not none even when empty; others cannot search in none. So none is tried
-    first, and kept where it is not written out as the word. Templates that write JSON are told apart from those that were
-    meant to be given text by the quotes: Python's own notation has single ones.
+    DeepSeek's templates write a content that is not none even when empty; others cannot search in none.
+    So none is tried first, and kept where it is not written out as the word. Templates that write JSON
+    are told apart from those that were meant to be given text by the quotes: Python's own notation has
+    single ones.
     """
     json_form, any_form = (marks["tool"], f'"{marks["key"]}"'), (marks["tool"], marks["key"])
     for expected in (json_form, any_form):
@@ -348,9 +411,16 @@ def _probe_calls(shows: Any, user: dict[str, Any], marks: dict[str, str]) -> tup
 
 
 def _probe_result(marks: dict[str, str]) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": "abcdefghi", "name": marks["tool"], "content": marks["result"]}
+    return {
+        "role": "tool",
+        "tool_call_id": "abcdefghi",
+        "name": marks["tool"],
+        "content": marks["result"],
+    }
 
 
-def _probe_tool_role(shows: Any, user: dict[str, Any], marks: dict[str, str], calls: tuple[bool, bool] | None) -> bool:
+def _probe_tool_role(
+    shows: Any, user: dict[str, Any], marks: dict[str, str], calls: tuple[bool, bool] | None
+) -> bool:
     call = _probe_message(marks, *calls) if calls else {"role": "assistant", "content": marks["value"]}
     return bool(shows([user, call, _probe_result(marks)], marks["result"]))

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 
 class TextStream:
-    """One generation's text. Feed bytes as tokens come; what could still become a stop string is held back."""
+    """One generation's text. Feed bytes as tokens come; what could still become a stop string is held
+    back.
+    """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -17,7 +19,9 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def feed(self, data: bytes) -> str:
-        """Text that is certain after `data`. Once `stopped_by` is set, the text before the stop string and nothing more."""
+        """Text that is certain after `data`. Once `stopped_by` is set, the text before the stop string
+        and nothing more.
+        """
         if self.stopped_by is not None:
             return ""
         text = self._decoder.decode(data)
@@ -30,7 +34,9 @@ class TextStream:
 
     @property
     def is_holding(self) -> bool:
-        """Whether text waits for what comes next: a possible stop string, or the rest of a character."""
+        """Whether text waits for what comes next: a possible stop string, or the rest of a
+        character.
+        """
         return bool(self._held) or bool(self._decoder.getstate()[0])
 
     def _release(self, text: str) -> str:

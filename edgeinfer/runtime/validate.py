@@ -51,14 +51,23 @@ def check_sampling(s: Sampling, n_vocab: int) -> None:
     for token, bias in s.logit_bias.items():
         if not 0 <= token < n_vocab:
             _refuse("logit_bias", f"token {token} is not in the vocabulary of {n_vocab}")
-        if math.isnan(bias) or bias == math.inf or (bias < -_MAX_BIAS and bias != -math.inf) or bias > _MAX_BIAS:
+        if (
+            math.isnan(bias)
+            or bias == math.inf
+            or (bias < -_MAX_BIAS and bias != -math.inf)
+            or bias > _MAX_BIAS
+        ):
             _refuse("logit_bias", f"{bias} is not between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
-    if len(s.dry_sequence_breakers) > _MAX_STOPS or any("\0" in b or not b for b in s.dry_sequence_breakers):
+    if len(s.dry_sequence_breakers) > _MAX_STOPS or any(
+        "\0" in b or not b for b in s.dry_sequence_breakers
+    ):
         _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS}, none empty")
 
 
 def check_request(request: GenerateRequest, n_vocab: int) -> None:
-    """Raises InvalidRequestError naming the field; the length of the prompt is checked when it is tokenized."""
+    """Raises InvalidRequestError naming the field; the length of the prompt is checked when it is
+    tokenized.
+    """
     check_sampling(request.sampling, n_vocab)
     if bool(request.messages) == (request.prompt is not None):
         _refuse("messages", "give either messages or a prompt")
@@ -66,7 +75,9 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("tools", "tools need messages")
     if request.max_tokens is not None and not 1 <= request.max_tokens <= 1 << 24:
         _refuse("max_tokens", f"{request.max_tokens} is not between 1 and {1 << 24}")
-    if request.deadline_s is not None and not (math.isfinite(request.deadline_s) and request.deadline_s > 0):
+    if request.deadline_s is not None and not (
+        math.isfinite(request.deadline_s) and request.deadline_s > 0
+    ):
         _refuse("deadline_s", "a positive number of seconds")
     if request.logprobs is not None and not 0 <= request.logprobs <= _MAX_LOGPROBS:
         _refuse("logprobs", f"{request.logprobs} is not between 0 and {_MAX_LOGPROBS}")

@@ -1,1 +1,3 @@
-"""The HTTP endpoint: wire types, translation to engine requests, SSE, metrics. Knows no llama_cpp and no terminal."""
+"""The HTTP endpoint: wire types, translation to engine requests, SSE, metrics. Knows no llama_cpp and
+no terminal.
+"""

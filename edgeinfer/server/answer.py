@@ -1,10 +1,21 @@
-"""One generation collected: what the events said, put together. And how a renderer turns it into a client's bytes."""
+"""One generation collected: what the events said, put together. And how a renderer turns it into a
+client's bytes.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from edgeinfer.runtime.events import Event, Finished, ReasoningDelta, TextDelta, Timings, TokenLogprobs, ToolCallDelta, Usage
+from edgeinfer.runtime.events import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    Timings,
+    TokenLogprobs,
+    ToolCallDelta,
+    Usage,
+)
 from edgeinfer.server.problems import Dialect, Problem
 from edgeinfer.server.wire.base import WireTimings
 
@@ -63,7 +74,9 @@ class Answer:
 
 
 class Renderer(Protocol):
-    """One route's shape of an answer. A streaming answer is `opening`, then `event`s, then `closing`, all SSE bytes."""
+    """One route's shape of an answer. A streaming answer is `opening`, then `event`s, then `closing`,
+    all SSE bytes.
+    """
 
     dialect: Dialect
 
@@ -87,7 +100,8 @@ class Renderer(Protocol):
 
 
 def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
-    """Usage and timings of a whole request: each prompt once (its first of `n` answers), every answer, the slowest timings.
+    """Usage and timings of a whole request: each prompt once (its first of `n` answers), every answer,
+    the slowest timings.
 
     `n` None means that all answers are to one prompt.
     """
@@ -114,7 +128,9 @@ def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
         prompt_n=prefilled,
         prompt_ms=round(timings.prefill_ms, 3),
         prompt_per_token_ms=round(timings.prefill_ms / prefilled, 3) if prefilled else 0.0,
-        prompt_per_second=round(prefilled * 1000 / timings.prefill_ms, 2) if timings.prefill_ms else 0.0,
+        prompt_per_second=round(prefilled * 1000 / timings.prefill_ms, 2)
+        if timings.prefill_ms
+        else 0.0,
         predicted_n=made,
         predicted_ms=round(timings.decode_ms, 3),
         predicted_per_token_ms=round(timings.decode_ms / (made - 1), 3) if made > 1 else 0.0,

@@ -1,7 +1,7 @@
 """The ASGI application: one front door for every request, behind it Starlette's router.
 
-The front door gives each request an id, checks Host, Origin and key, counts it in and out, and turns whatever is raised into
-the error envelope of the route. Nothing reaches a route that has not passed it.
+The front door gives each request an id, checks Host, Origin and key, counts it in and out, and turns
+whatever is raised into the error envelope of the route. Nothing reaches a route that has not passed it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class _FrontDoor:
         routes = [Route(op.path, op.handler, methods=[op.method]) for op in OPERATIONS]
         routes.append(Route("/openapi.json", _openapi, methods=["GET"]))
         self._router = Router(routes, redirect_slashes=False)
-        self._operations: dict[tuple[str, str], Operation] = {(op.method, op.path): op for op in OPERATIONS}
+        self._operations: dict[tuple[str, str], Operation] = {
+            (op.method, op.path): op for op in OPERATIONS
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -61,12 +63,19 @@ class _FrontDoor:
         dialect: Dialect = "anthropic" if scope["path"].startswith(_ANTHROPIC_PATHS) else "openai"
         exchange = Exchange(self._endpoint, request_id, "", dialect, headers)
         scope["edgeinfer"] = exchange
-        extra = {"x-request-id": request_id, "request-id": request_id, "x-content-type-options": "nosniff"}
+        extra = {
+            "x-request-id": request_id,
+            "request-id": request_id,
+            "x-content-type-options": "nosniff",
+        }
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in extra.items())]
+                message["headers"] = [
+                    *message["headers"],
+                    *((k.encode(), v.encode()) for k, v in extra.items()),
+                ]
             await send(message)
 
         try:
@@ -83,7 +92,9 @@ class _FrontDoor:
         finally:
             self._record(exchange, scope)
 
-    async def _pass(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send, extra: dict[str, str]) -> None:
+    async def _pass(
+        self, exchange: Exchange, scope: Scope, receive: Receive, send: Send, extra: dict[str, str]
+    ) -> None:
         """Check, then route. Raises Problem."""
         gate, headers = self._endpoint.gate, exchange.headers
         gate.check_host(headers)
@@ -95,7 +106,9 @@ class _FrontDoor:
                 await Response(status_code=204)(scope, receive, send)
                 return
         exchange.key = gate.check_key(headers, scope["path"])
-        scope["app"] = self._router  # makes Starlette raise its 404 and 405 instead of answering in plain text
+        scope["app"] = (
+            self._router
+        )  # makes Starlette raise its 404 and 405 instead of answering in plain text
         operation = self._operation(scope)
         exchange.route = operation.path if operation else ""
         if operation is None or not operation.uses_model:
@@ -103,7 +116,10 @@ class _FrontDoor:
             return
         self._endpoint.enter(exchange.key)
         try:
-            with self._endpoint.metrics.in_flight.track_inprogress(), _noting(exchange, scope, send) as noting:
+            with (
+                self._endpoint.metrics.in_flight.track_inprogress(),
+                _noting(exchange, scope, send) as noting,
+            ):
                 await self._router(scope, receive, noting)
         finally:
             self._endpoint.leave(exchange.key)
@@ -122,12 +138,22 @@ class _FrontDoor:
         """Starlette's 404 and 405 as ours; Allow names the methods of every operation on the path."""
         if error.status_code != 405:
             return Problem(error.status_code, "No such route.", code="not_found")
-        matching = (r for r in self._router.routes if isinstance(r, Route) and r.matches(scope)[0] is not Match.NONE)
-        allow = sorted({method for route in matching for method in route.methods or () if method != "HEAD"})
+        matching = (
+            r
+            for r in self._router.routes
+            if isinstance(r, Route) and r.matches(scope)[0] is not Match.NONE
+        )
+        allow = sorted(
+            {method for route in matching for method in route.methods or () if method != "HEAD"}
+        )
         headers = {"allow": ", ".join(allow)}
-        return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=headers)
+        return Problem(
+            405, "This method is not allowed here.", code="method_not_allowed", headers=headers
+        )
 
-    async def _refuse(self, exchange: Exchange, problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self, exchange: Exchange, problem: Problem, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         exchange.how = problem.code or ""
         if exchange.status:
             return  # the answer had begun: the connection is closed instead
@@ -137,7 +163,9 @@ class _FrontDoor:
     def _record(self, exchange: Exchange, scope: Scope) -> None:
         endpoint = self._endpoint
         route = exchange.route or "other"
-        endpoint.metrics.requests.labels(route, str(exchange.status), exchange.model, exchange.version).inc()
+        endpoint.metrics.requests.labels(
+            route, str(exchange.status), exchange.model, exchange.version
+        ).inc()
         if exchange.completion_tokens:
             endpoint.metrics.e2e.labels(exchange.model, exchange.version).observe(exchange.seconds)
         if route in ("/health", "/metrics"):
@@ -160,9 +188,13 @@ class _FrontDoor:
 
 
 def _noting(exchange: Exchange, scope: Scope, send: Send) -> AbstractContextManager[Send]:
-    """`send`, noting how far the answer is where somebody could go on with it; without a socket there is nobody."""
+    """`send`, noting how far the answer is where somebody could go on with it; without a socket there
+    is nobody.
+    """
     connection: Connection | None = scope.get("connection")
-    return noting(connection, exchange.route, exchange.dialect, send) if connection else nullcontext(send)
+    return (
+        noting(connection, exchange.route, exchange.dialect, send) if connection else nullcontext(send)
+    )
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

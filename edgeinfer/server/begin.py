@@ -17,7 +17,8 @@ from edgeinfer.server.endpoint import Endpoint, Exchange
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.models import Lease
 
-#: A prompt beyond this many characters is tokenized beside the event loop: 1,000 take 0.7 ms, 16,000 take 16 ms.
+#: A prompt beyond this many characters is tokenized beside the event loop: 1,000 take 0.7 ms, 16,000
+#: take 16 ms.
 _INLINE_CHARACTERS = 1024
 
 
@@ -61,8 +62,12 @@ async def begin(exchange: Exchange, job: Job) -> Begun:
     raise AssertionError("unreachable")
 
 
-async def submit_all(exchange: Exchange, lease: Lease, requests: Sequence[GenerateRequest]) -> list[Generation]:
-    """All or none: when one is refused, those before it are cancelled. They count in the model's queue until `_leave`."""
+async def submit_all(
+    exchange: Exchange, lease: Lease, requests: Sequence[GenerateRequest]
+) -> list[Generation]:
+    """All or none: when one is refused, those before it are cancelled. They count in the model's queue
+    until `_leave`.
+    """
     endpoint, engine = exchange.endpoint, lease.engine
     endpoint.queue(exchange.model, engine.info.n_parallel, len(requests))
     generations: list[Generation] = []
@@ -100,18 +105,25 @@ def _heavy(request: GenerateRequest) -> bool:
     if request.constraint is not None or request.tools:
         return True
     prompt = request.prompt
-    length = sum(len(turn.content) for turn in request.messages) + (len(prompt) if prompt is not None else 0)
+    length = sum(len(turn.content) for turn in request.messages) + (
+        len(prompt) if prompt is not None else 0
+    )
     return length > _INLINE_CHARACTERS
 
 
 async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of all generations as they come, with the generation's index. One task a generation when there are several."""
+    """Events of all generations as they come, with the generation's index. One task a generation when
+    there are several.
+    """
     if len(generations) == 1:
         async for event in generations[0]:
             yield 0, event
         return
     queue: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_feed(queue, index, generation)) for index, generation in enumerate(generations)]
+    tasks = [
+        asyncio.create_task(_feed(queue, index, generation))
+        for index, generation in enumerate(generations)
+    ]
     try:
         left = len(tasks)
         while left:
@@ -128,7 +140,9 @@ async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[i
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _feed(queue: asyncio.Queue[tuple[int, Event] | BaseException | None], index: int, generation: Generation) -> None:
+async def _feed(
+    queue: asyncio.Queue[tuple[int, Event] | BaseException | None], index: int, generation: Generation
+) -> None:
     outcome: EdgeInferError | None = None
     try:
         async for event in generation:

@@ -1,5 +1,6 @@
-"""A client's connection beyond what uvicorn does with it: its copy in a process that outlives this one, and a way for tokens
-past the event loop."""
+"""A client's connection beyond what uvicorn does with it: its copy in a process that outlives this one,
+and a way for tokens past the event loop.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ class Connection:
         self._short_cut: ShortCut | None = None
 
     def mark(self, state: int) -> None:
-        """Note what a survivor of this process would have to say (`last_words`). The copy is made at the first time. Nothing
-        once the connection is lost: its number may be another's by then."""
+        """Note what a survivor of this process would have to say (`last_words`). The copy is made at
+        the first time. Nothing once the connection is lost: its number may be another's by then.
+        """
         if self._copies is None or self._is_lost:
             return
         self._copies.mark(self._number, state)
@@ -38,14 +40,18 @@ class Connection:
             self._copies.hold(self._number)
 
     def short_cut(self, render: Callable[[Event], bytes]) -> ShortCut | None:
-        """A way for a stream's next tokens past the event loop; None under TLS, or while something waits to be written."""
+        """A way for a stream's next tokens past the event loop; None under TLS, or while something
+        waits to be written.
+        """
         if self._is_tls or self._is_lost or self._transport.get_write_buffer_size():
             return None
         self._short_cut = ShortCut(self._number, self._transport, render)
         return self._short_cut
 
     def lost(self) -> None:
-        """The event loop is about to close it. The client sees that now, not only when the copy is closed."""
+        """The event loop is about to close it. The client sees that now, not only when the copy is
+        closed.
+        """
         self._is_lost = True
         if self._short_cut is not None:
             self._short_cut.close()
@@ -56,13 +62,16 @@ class Connection:
 
 
 class ShortCut:
-    """Sends a stream's tokens on the thread that made them, as a tap (`Generation.tap`): no other thread is woken for a token.
+    """Sends a stream's tokens on the thread that made them, as a tap (`Generation.tap`): no other
+    thread is woken for a token.
 
-    The event loop writes nothing to this connection unless it has closed the short cut; a token that does not fit into the
-    socket whole closes it too, and the event loop sends the rest.
+    The event loop writes nothing to this connection unless it has closed the short cut; a token that
+    does not fit into the socket whole closes it too, and the event loop sends the rest.
     """
 
-    def __init__(self, number: int, transport: asyncio.WriteTransport, render: Callable[[Event], bytes]) -> None:
+    def __init__(
+        self, number: int, transport: asyncio.WriteTransport, render: Callable[[Event], bytes]
+    ) -> None:
         self._number, self._transport, self._render = number, transport, render
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()

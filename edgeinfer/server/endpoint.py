@@ -1,4 +1,6 @@
-"""What every route works with: the models, the limits, the gate, what is counted and written down. And one request's state."""
+"""What every route works with: the models, the limits, the gate, what is counted and written down. And
+one request's state.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,14 @@ class Endpoint:
     """One served endpoint. Lives on one event loop."""
 
     def __init__(
-        self, models: Models, gate: Gate, limits: Limits, log: Log, tracer: Tracer, payloads: PayloadLog | None, start: Start
+        self,
+        models: Models,
+        gate: Gate,
+        limits: Limits,
+        log: Log,
+        tracer: Tracer,
+        payloads: PayloadLog | None,
+        start: Start,
     ) -> None:
         self.models = models
         self.gate = gate
@@ -57,10 +66,22 @@ class Endpoint:
     def enter(self, key: str) -> None:
         """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""
         if self.draining:
-            raise Problem(503, "The endpoint is shutting down.", kind="server_error", code="shutting_down", retry_after_s=2)
+            raise Problem(
+                503,
+                "The endpoint is shutting down.",
+                kind="server_error",
+                code="shutting_down",
+                retry_after_s=2,
+            )
         if self.in_flight >= self.limits.max_requests:
             self.metrics.refused.labels("requests").inc()
-            raise Problem(503, "Too many requests at once.", kind="server_error", code="queue_full", retry_after_s=1)
+            raise Problem(
+                503,
+                "Too many requests at once.",
+                kind="server_error",
+                code="queue_full",
+                retry_after_s=1,
+            )
         if key and self._by_key[key] >= self.limits.max_per_key:
             self.metrics.refused.labels("per_key").inc()
             raise Problem(
@@ -83,10 +104,14 @@ class Endpoint:
                 del self._by_key[key]
 
     def queue(self, model: str, n_parallel: int, n: int) -> None:
-        """Count `n` more generations into a model; whoever counts them calls `unqueue`. Raises QueueFullError."""
+        """Count `n` more generations into a model; whoever counts them calls `unqueue`. Raises
+        QueueFullError.
+        """
         if self.inside[model] + n > n_parallel + self.limits.max_queue:
             self.metrics.refused.labels("queue").inc()
-            raise QueueFullError(f"The queue of {model} is full: {self.inside[model]} answers are running or waiting")
+            raise QueueFullError(
+                f"The queue of {model} is full: {self.inside[model]} answers are running or waiting"
+            )
         self.inside[model] += n
 
     def unqueue(self, model: str, n: int) -> None:
@@ -107,7 +132,14 @@ class Endpoint:
 class Exchange:
     """One request on its way: who asked, when, and what became of it. Kept in the ASGI scope."""
 
-    def __init__(self, endpoint: Endpoint, request_id: str, route: str, dialect: Dialect, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        request_id: str,
+        route: str,
+        dialect: Dialect,
+        headers: Mapping[str, str],
+    ) -> None:
         self.endpoint = endpoint
         self.id = request_id
         self.route = route
@@ -139,7 +171,9 @@ class Exchange:
         self.completion_tokens += end.usage.completion_tokens
         self.how = end.reason
         self.endpoint.metrics.generation_ended(self.model, self.version, end)
-        self.endpoint.tracer.generation(dict(self.headers), self.model, self.route, self.started_ns, end)
+        self.endpoint.tracer.generation(
+            dict(self.headers), self.model, self.route, self.started_ns, end
+        )
 
     def payload(self, answer: Any) -> None:
         """Write the exchange to the payload log, if there is one."""
@@ -158,11 +192,16 @@ def exchange_of(request: Request) -> Exchange:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body. Raises Problem 413 as soon as it is known to be too long, 400 when the client leaves."""
+    """The body. Raises Problem 413 as soon as it is known to be too long, 400 when the client
+    leaves.
+    """
     limit = exchange_of(request).endpoint.limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
     too_long = Problem(
-        413, f"The body is longer than {limit} bytes.", code="request_too_large", headers={"connection": "close"}
+        413,
+        f"The body is longer than {limit} bytes.",
+        code="request_too_large",
+        headers={"connection": "close"},
     )
     if declared.isdigit() and int(declared) > limit:
         raise too_long
@@ -184,7 +223,9 @@ _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 async def decode(request: Request, kind: type[T]) -> T:
     """The body as `kind`. Raises Problem 400 naming the field, 413, 415."""
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    content_type = (
+        request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    )
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise Problem(415, "The body must be application/json.", code="unsupported_media_type")
     raw = await read_body(request)

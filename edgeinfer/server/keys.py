@@ -1,7 +1,9 @@
-"""API keys: where they come from, how they are kept (0600), and how they are compared (in constant time).
+"""API keys: where they come from, how they are kept (0600), and how they are compared (in constant
+time).
 
-Order: `EDGEINFER_API_KEY`, then `EDGEINFER_API_KEY_FILE` or `--api-key-file`, then the file in the configuration directory,
-which is made on the first bind that is not loopback. Never argv, never a log, never a snapshot.
+Order: `EDGEINFER_API_KEY`, then `EDGEINFER_API_KEY_FILE` or `--api-key-file`, then the file in the
+configuration directory, which is made on the first bind that is not loopback. Never argv, never a log,
+never a snapshot.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _MIN_LENGTH = 16
 
 
 class Keys:
-    """A set of keys that knows only their digests. `name` of a key is 8 hex digits of its digest, safe in logs and metrics."""
+    """A set of keys that knows only their digests. `name` of a key is 8 hex digits of its digest, safe
+    in logs and metrics.
+    """
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
@@ -54,7 +58,9 @@ def given_keys(file: str | None = None) -> Keys:
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """The stored keys and whether one was made just now. Raises ServeError when the file is readable by others."""
+    """The stored keys and whether one was made just now. Raises ServeError when the file is readable by
+    others.
+    """
     path = key_path()
     try:
         return Keys(read_keys(path)), False
@@ -72,7 +78,9 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def read_keys(path: Path) -> list[str]:
-    """The keys of a file, one a line, `#` begins a comment. Raises FileNotFoundError, and ServeError when it is not safe."""
+    """The keys of a file, one a line, `#` begins a comment. Raises FileNotFoundError, and ServeError
+    when it is not safe.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -82,15 +90,22 @@ def read_keys(path: Path) -> list[str]:
     with os.fdopen(descriptor, encoding="utf-8") as file:
         info = os.fstat(file.fileno())
         if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o077:
-            raise ServeError(f"{path} holds keys and must be readable by you alone", hint=f"chmod 600 {path}")
+            raise ServeError(
+                f"{path} holds keys and must be readable by you alone", hint=f"chmod 600 {path}"
+            )
         lines = [line.strip() for line in file]
     keys = [_checked(line, str(path)) for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ServeError(f"{path} holds no key", hint=f"remove it: the next `edgeinfer serve` makes one ({path})")
+        raise ServeError(
+            f"{path} holds no key", hint=f"remove it: the next `edgeinfer serve` makes one ({path})"
+        )
     return keys
 
 
 def _checked(key: str, where: str) -> str:
     if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-        raise ServeError(f"the key in {where} must be {_MIN_LENGTH} or more printable ASCII characters without spaces")
+        raise ServeError(
+            f"the key in {where} must be {_MIN_LENGTH} or more printable ASCII characters without "
+            f"spaces"
+        )
     return key

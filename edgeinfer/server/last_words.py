@@ -1,8 +1,9 @@
 """What a client is told when this process is killed under its request, decided before it happens.
 
-Whoever outlives this process keeps copies of connections and writes `words` on them (`snapshots.last_words`): a whole 503 where
-nothing was answered yet, an error event and the end of the stream where one had begun, nothing where a request is not being
-answered. Connections under TLS have keys that only this process knows: they are only cut.
+Whoever outlives this process keeps copies of connections and writes `words` on them
+(`snapshots.last_words`): a whole 503 where nothing was answered yet, an error event and the end of the
+stream where one had begun, nothing where a request is not being answered. Connections under TLS have
+keys that only this process knows: they are only cut.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ def words() -> list[bytes]:
     )
     openai, anthropic = problem.body("openai", ""), problem.body("anthropic", "")
     of_responses = msgspec.json.encode(
-        {"type": "error", "code": problem.code, "message": problem.message, "param": None, "sequence_number": 0}
+        {
+            "type": "error",
+            "code": problem.code,
+            "message": problem.message,
+            "param": None,
+            "sequence_number": 0,
+        }
     )
     return [
         b"",
@@ -53,7 +60,11 @@ def words() -> list[bytes]:
 
 
 def _whole(problem: Problem, body: bytes) -> bytes:
-    fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"} | problem.headers
+    fields = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+    } | problem.headers
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"HTTP/1.1 {problem.status} Service Unavailable\r\n{head}\r\n".encode() + body
 
@@ -84,7 +95,10 @@ def noting(connection: Connection, route: str, dialect: Dialect, send: Send) -> 
 
 
 def _is_stream(start: Message) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in start["headers"])
+    return any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in start["headers"]
+    )
 
 
 def _streaming(route: str, anthropic: bool) -> State:

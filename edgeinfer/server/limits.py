@@ -6,12 +6,13 @@ import msgspec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_queue` is how many generations may wait for a model beyond those it decodes at once; `max_requests` counts
-    requests of all models, `max_per_key` those of one key.
+    """`max_queue` is how many generations may wait for a model beyond those it decodes at once;
+    `max_requests` counts requests of all models, `max_per_key` those of one key.
 
-    `header_s` and `body_s` are for a whole header block and a whole body: a client that trickles does not reset them.
-    `write_s` is how long a reader may leave its socket full. `comment_s` is the pause between keep-alive comments.
-    `patience_s` is how long a streaming client waits for an HTTP status while its model loads, before the stream is begun.
+    `header_s` and `body_s` are for a whole header block and a whole body: a client that trickles does
+    not reset them. `write_s` is how long a reader may leave its socket full. `comment_s` is the pause
+    between keep-alive comments. `patience_s` is how long a streaming client waits for an HTTP status
+    while its model loads, before the stream is begun.
     """
 
     max_body_bytes: int = 32 << 20

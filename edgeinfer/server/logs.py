@@ -1,7 +1,8 @@
-"""One JSON object a line on stderr: what happened, to which request, for how long. No prompt, no answer, no key.
+"""One JSON object a line on stderr: what happened, to which request, for how long. No prompt, no
+answer, no key.
 
-`text` is for a terminal. uvicorn's own messages go the same way. Nothing is kept open but stderr, so a process that logs can
-be parked.
+`text` is for a terminal. uvicorn's own messages go the same way. Nothing is kept open but stderr, so a
+process that logs can be parked.
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ class Log:
         stream = self._stream or sys.stderr
         now = time.time()
         if self._style == "json":
-            line = msgspec.json.encode({"ts": round(now, 3), "level": level, "event": event, **fields}).decode()
+            line = msgspec.json.encode(
+                {"ts": round(now, 3), "level": level, "event": event, **fields}
+            ).decode()
         else:
             trace = fields.pop("traceback", "")
-            said = " ".join(f"{key}={value}" for key, value in fields.items() if value not in ("", None))
+            said = " ".join(
+                f"{key}={value}" for key, value in fields.items() if value not in ("", None)
+            )
             clock = time.strftime("%H:%M:%S", time.localtime(now))
             line = f"{clock} {event} {said}".rstrip() + (f"\n{trace.rstrip()}" if trace else "")
         try:

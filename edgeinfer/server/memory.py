@@ -10,7 +10,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
-    """Memory that can be taken without swapping: MemAvailable, or less where a control group allows less.
+    """Memory that can be taken without swapping: MemAvailable, or less where a control group allows
+    less.
 
     A huge number where neither file exists (not Linux): then nothing is evicted for memory.
     """

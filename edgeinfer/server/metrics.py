@@ -1,7 +1,9 @@
-"""Prometheus metrics under the names operators know from vLLM and llama.cpp, with `edgeinfer_` in front.
+"""Prometheus metrics under the names operators know from vLLM and llama.cpp, with `edgeinfer_` in
+front.
 
-One registry an endpoint, none global. What happens per request or per load is counted here; what only the engine knows
-(queue, running, KV use) is asked of it when somebody scrapes. docs/serve.md lists them; a test compares the two.
+One registry an endpoint, none global. What happens per request or per load is counted here; what only
+the engine knows (queue, running, KV use) is asked of it when somebody scrapes. docs/serve.md lists
+them; a test compares the two.
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,14 +29,56 @@ from edgeinfer.server import memory
 
 #: Seconds. A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)
-TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
-E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TOKEN_BUCKETS = (
+    0.002,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+)
+E2E_BUCKETS = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+)
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
 
 
 class TokenClock:
-    """Times between tokens of one model: a bucket index and two additions a token, within which CPython switches no threads."""
+    """Times between tokens of one model: a bucket index and two additions a token, within which CPython
+    switches no threads.
+    """
 
     def __init__(self) -> None:
         self.counts = [0] * (len(TOKEN_BUCKETS) + 1)
@@ -47,7 +98,10 @@ class Metrics:
         self._clocks: dict[tuple[str, str], TokenClock] = {}
         r = self.registry
         self.requests = Counter(
-            "edgeinfer_requests", "Requests by route and outcome.", ("route", "status", *_MODEL), registry=r
+            "edgeinfer_requests",
+            "Requests by route and outcome.",
+            ("route", "status", *_MODEL),
+            registry=r,
         )
         self.ttft = Histogram(
             "edgeinfer_time_to_first_token_seconds",
@@ -64,21 +118,41 @@ class Metrics:
             registry=r,
         )
         self.queue_time = Histogram(
-            "edgeinfer_request_queue_time_seconds", "Time a request waited to be run.", _MODEL, buckets=TTFT_BUCKETS, registry=r
+            "edgeinfer_request_queue_time_seconds",
+            "Time a request waited to be run.",
+            _MODEL,
+            buckets=TTFT_BUCKETS,
+            registry=r,
         )
         self.prefill_time = Histogram(
-            "edgeinfer_request_prefill_time_seconds", "Time spent on the prompt.", _MODEL, buckets=TTFT_BUCKETS, registry=r
+            "edgeinfer_request_prefill_time_seconds",
+            "Time spent on the prompt.",
+            _MODEL,
+            buckets=TTFT_BUCKETS,
+            registry=r,
         )
         self.decode_time = Histogram(
-            "edgeinfer_request_decode_time_seconds", "Time spent on the answer.", _MODEL, buckets=E2E_BUCKETS, registry=r
+            "edgeinfer_request_decode_time_seconds",
+            "Time spent on the answer.",
+            _MODEL,
+            buckets=E2E_BUCKETS,
+            registry=r,
         )
         self.prompt_tokens = Counter("edgeinfer_prompt_tokens", "Prompt tokens.", _MODEL, registry=r)
         self.cached_tokens = Counter(
-            "edgeinfer_prompt_tokens_cached", "Prompt tokens taken from the KV cache.", _MODEL, registry=r
+            "edgeinfer_prompt_tokens_cached",
+            "Prompt tokens taken from the KV cache.",
+            _MODEL,
+            registry=r,
         )
-        self.generated_tokens = Counter("edgeinfer_generation_tokens", "Generated tokens.", _MODEL, registry=r)
+        self.generated_tokens = Counter(
+            "edgeinfer_generation_tokens", "Generated tokens.", _MODEL, registry=r
+        )
         self.finished = Counter(
-            "edgeinfer_request_success", "Generations by how they ended.", ("finished_reason", *_MODEL), registry=r
+            "edgeinfer_request_success",
+            "Generations by how they ended.",
+            ("finished_reason", *_MODEL),
+            registry=r,
         )
         self.loads = Counter(
             "edgeinfer_model_loads",
@@ -93,8 +167,12 @@ class Metrics:
             buckets=LOAD_BUCKETS,
             registry=r,
         )
-        self.in_flight = Gauge("edgeinfer_http_requests_in_flight", "Requests being answered, of any route.", registry=r)
-        self.refused = Counter("edgeinfer_requests_refused", "Requests refused by a limit.", ("limit",), registry=r)
+        self.in_flight = Gauge(
+            "edgeinfer_http_requests_in_flight", "Requests being answered, of any route.", registry=r
+        )
+        self.refused = Counter(
+            "edgeinfer_requests_refused", "Requests refused by a limit.", ("limit",), registry=r
+        )
         r.register(_Engines(engines, self._clocks))
 
     def clock(self, model: str, version: str) -> TokenClock:
@@ -120,14 +198,18 @@ class Metrics:
             self.load_time.labels(how, stage, model).observe(stage_ms / 1000)
 
     def exposition(self) -> bytes:
-        """The Prometheus text format. Asks every engine, which may be another process: call it in a thread."""
+        """The Prometheus text format. Asks every engine, which may be another process: call it in a
+        thread.
+        """
         return generate_latest(self.registry)
 
 
 class _Engines(Collector):
     """What is read at the moment of a scrape."""
 
-    def __init__(self, engines: Callable[[], list[tuple[str, Engine]]], clocks: dict[tuple[str, str], TokenClock]) -> None:
+    def __init__(
+        self, engines: Callable[[], list[tuple[str, Engine]]], clocks: dict[tuple[str, str], TokenClock]
+    ) -> None:
         self._engines = engines
         self._clocks = clocks
 
@@ -136,14 +218,24 @@ class _Engines(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily("edgeinfer_num_requests_running", "Generations being decoded.", labels=_MODEL)
-        waiting = GaugeMetricFamily("edgeinfer_num_requests_waiting", "Generations in the queue.", labels=_MODEL)
-        kv = GaugeMetricFamily("edgeinfer_kv_cache_usage_ratio", "KV cache in use, 0 to 1.", labels=_MODEL)
-        steps = CounterMetricFamily("edgeinfer_engine_steps", "llama_decode calls since the engine started.", labels=_MODEL)
+        running = GaugeMetricFamily(
+            "edgeinfer_num_requests_running", "Generations being decoded.", labels=_MODEL
+        )
+        waiting = GaugeMetricFamily(
+            "edgeinfer_num_requests_waiting", "Generations in the queue.", labels=_MODEL
+        )
+        kv = GaugeMetricFamily(
+            "edgeinfer_kv_cache_usage_ratio", "KV cache in use, 0 to 1.", labels=_MODEL
+        )
+        steps = CounterMetricFamily(
+            "edgeinfer_engine_steps", "llama_decode calls since the engine started.", labels=_MODEL
+        )
         drafted = CounterMetricFamily(
             "edgeinfer_spec_decode_num_draft_tokens", "Tokens proposed by speculation.", labels=_MODEL
         )
-        accepted = CounterMetricFamily("edgeinfer_spec_decode_num_accepted_tokens", "Proposed tokens accepted.", labels=_MODEL)
+        accepted = CounterMetricFamily(
+            "edgeinfer_spec_decode_num_accepted_tokens", "Proposed tokens accepted.", labels=_MODEL
+        )
         for name, engine in self._engines():
             try:
                 now = engine.metrics()
@@ -152,19 +244,25 @@ class _Engines(Collector):
             labels = (name, version_of(engine.info.sha256))
             running.add_metric(labels, now.running)
             waiting.add_metric(labels, now.queued)
-            kv.add_metric(labels, now.kv_used_tokens / now.kv_total_tokens if now.kv_total_tokens else 0.0)
+            kv.add_metric(
+                labels, now.kv_used_tokens / now.kv_total_tokens if now.kv_total_tokens else 0.0
+            )
             steps.add_metric(labels, now.steps_total)
             drafted.add_metric(labels, now.draft_tokens_total)
             accepted.add_metric(labels, now.draft_accepted_total)
         yield from (running, waiting, kv, steps, drafted, accepted)
         yield GaugeMetricFamily(
-            "edgeinfer_process_resident_memory_bytes", "Resident memory of the endpoint.", memory.rss_bytes()
+            "edgeinfer_process_resident_memory_bytes",
+            "Resident memory of the endpoint.",
+            memory.rss_bytes(),
         )
         yield self._between_tokens()
 
     def _between_tokens(self) -> Metric:
         family = HistogramMetricFamily(
-            "edgeinfer_inter_token_latency_seconds", "Time between two events of one answer, as sent.", labels=_MODEL
+            "edgeinfer_inter_token_latency_seconds",
+            "Time between two events of one answer, as sent.",
+            labels=_MODEL,
         )
         for labels, clock in self._clocks.items():
             buckets, total = [], 0

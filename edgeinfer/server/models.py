@@ -1,7 +1,9 @@
-"""Models on demand: each loaded at most once, kept while used, given back when idle or when another needs the room.
+"""Models on demand: each loaded at most once, kept while used, given back when idle or when another
+needs the room.
 
-Everything here runs on the event loop; loading and closing run in threads. A request waits for its own model only: loads of
-different models run side by side when memory allows. How a model comes to be loaded is somebody else's: `load` is passed in.
+Everything here runs on the event loop; loading and closing run in threads. A request waits for its own
+model only: loads of different models run side by side when memory allows. How a model comes to be
+loaded is somebody else's: `load` is passed in.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loader gives back. `how` is "resumed", "cold" or "held" (it was in this process already); stages in ms."""
+    """What a loader gives back. `how` is "resumed", "cold" or "held" (it was in this process already);
+    stages in ms.
+    """
 
     engine: Engine
     where: Where = "process"
@@ -111,7 +115,9 @@ class Lease:
 class Models:
     """The loaded models, and the one way to get at them."""
 
-    def __init__(self, sources: Sources, *, default: str, keep_alive_s: float, room_s: float = 60.0) -> None:
+    def __init__(
+        self, sources: Sources, *, default: str, keep_alive_s: float, room_s: float = 60.0
+    ) -> None:
         self.default = default
         self._sources = sources
         self._keep_alive_s = keep_alive_s
@@ -126,11 +132,15 @@ class Models:
     # --- asking
 
     def resolve(self, name: str | None) -> str:
-        """The model's name; the default where none is given. Raises UnknownModelError. Never a path: only pulled names."""
+        """The model's name; the default where none is given. Raises UnknownModelError. Never a path:
+        only pulled names.
+        """
         if name is None or name == self.default:
             return self.default
         if name not in self._slots and all(name != pulled.name for pulled in self._sources.pulled()):
-            raise UnknownModelError(f"The model '{name}' is not here", hint=f"`edgeinfer pull {name}`, or GET /v1/models")
+            raise UnknownModelError(
+                f"The model '{name}' is not here", hint=f"`edgeinfer pull {name}`, or GET /v1/models"
+            )
         return name
 
     def is_loaded(self, name: str) -> bool:
@@ -149,7 +159,9 @@ class Models:
 
     def loading(self) -> list[LoadingModel]:
         return [
-            LoadingModel(model=s.name, stage=s.stage, progress=s.fraction) for s in self._slots.values() if s.loaded is None
+            LoadingModel(model=s.name, stage=s.stage, progress=s.fraction)
+            for s in self._slots.values()
+            if s.loaded is None
         ]
 
     def engines(self) -> list[tuple[str, Engine]]:
@@ -169,7 +181,9 @@ class Models:
     # --- holding
 
     async def acquire(self, name: str, keep_alive_s: float | None = None) -> Lease:
-        """Hold `name`, loading it if needed. Raises what loading raises, and OutOfMemoryError when there is no room."""
+        """Hold `name`, loading it if needed. Raises what loading raises, and OutOfMemoryError when
+        there is no room.
+        """
         slot = self._slots.get(name) or self._start(name)
         slot.users += 1
         if slot.expiry is not None:
@@ -228,7 +242,9 @@ class Models:
 
     def _start(self, name: str) -> _Slot:
         slot = _Slot(name, self._need_bytes(name))
-        slot.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # a load nobody waits for any more
+        slot.ready.add_done_callback(
+            lambda ready: ready.cancelled() or ready.exception()
+        )  # a load nobody waits for any more
         self._slots[name] = slot
         self._spawn(self._load(slot))
         return slot
@@ -239,7 +255,9 @@ class Models:
             slot.stage = "loading"
             begun = time.perf_counter()
             loop = asyncio.get_running_loop()
-            loaded = await loop.run_in_executor(self._threads, self._sources.load, slot.name, slot.report)
+            loaded = await loop.run_in_executor(
+                self._threads, self._sources.load, slot.name, slot.report
+            )
         except EdgeInferError as error:
             self.last_error = error.message
             self.discard(slot)
@@ -256,7 +274,9 @@ class Models:
         slot.loaded = loaded
         self._sources.loaded_hook(slot.name, loaded, time.perf_counter() - begun)
         info = loaded.engine.info
-        self._sizes[slot.name] = slot.need_bytes = info.weights_bytes + info.kv_bytes + info.compute_bytes or slot.need_bytes
+        self._sizes[slot.name] = slot.need_bytes = (
+            info.weights_bytes + info.kv_bytes + info.compute_bytes or slot.need_bytes
+        )
         slot.ready.set_result(None)
         self._changed.set()
         if slot.users == 0:
@@ -271,7 +291,9 @@ class Models:
         return files + files // 4 + (256 << 20)
 
     async def _make_room(self, slot: _Slot) -> None:
-        """Evict idle models, least recently used first, until `slot` fits. Raises OutOfMemoryError after `room_s`."""
+        """Evict idle models, least recently used first, until `slot` fits. Raises OutOfMemoryError
+        after `room_s`.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._room_s
         while not self._fits(slot):
@@ -281,18 +303,22 @@ class Models:
                 continue
             others = any(s is not slot for s in self._slots.values())
             if not others:
-                return  # nothing of ours is in the way: let the loader decide, it knows better than an estimate
+                # nothing of ours is in the way: let the loader decide, it knows better than an estimate
+                return
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - loop.time()))
             except TimeoutError:
                 raise OutOfMemoryError(
-                    f"No memory for {slot.name} ({slot.need_bytes >> 20} MiB) while other models are in use"
+                    f"No memory for {slot.name} ({slot.need_bytes >> 20} MiB) while other models are "
+                    f"in use"
                 ) from None
 
     def _fits(self, slot: _Slot) -> bool:
         promised = sum(
-            s.need_bytes for s in self._slots.values() if s.loaded is None and s is not slot and s.stage == "loading"
+            s.need_bytes
+            for s in self._slots.values()
+            if s.loaded is None and s is not slot and s.stage == "loading"
         )
         return slot.need_bytes + promised + memory.RESERVE_BYTES <= self._sources.available_bytes()
 

@@ -1,4 +1,6 @@
-"""The OpenAPI 3.1 document, generated from the wire types and the list of operations. Nothing is written by hand."""
+"""The OpenAPI 3.1 document, generated from the wire types and the list of operations. Nothing is
+written by hand.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ _REFUSALS = {
     "503": "The queue is full, the model is not available, or the endpoint shuts down; Retry-After says when to come back.",
 }
 #: One server-sent event; its data is JSON, or [DONE].
-_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
 
 
@@ -98,21 +104,28 @@ def _responses(operation: Operation) -> dict[str, Any]:
         responses[status] = {"description": words, "content": _json(error)}
     if operation.reply is Health:
         either = {"anyOf": [_ref(Health), _ref(error)]}
-        responses["503"] = {"description": "Not ready.", "content": {"application/json": {"schema": either}}}
+        responses["503"] = {
+            "description": "Not ready.",
+            "content": {"application/json": {"schema": either}},
+        }
     return responses
 
 
 def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
     if "{id}" not in operation.path:
         return []
-    return [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    return [
+        {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    ]
 
 
 def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
     """A query's fields as parameters; null makes no sense in a query and lists are left to the body."""
     if operation.query is None:
         return []
-    schema = msgspec.json.schema_components([operation.query], ref_template=_REF)[1][operation.query.__name__]
+    schema = msgspec.json.schema_components([operation.query], ref_template=_REF)[1][
+        operation.query.__name__
+    ]
     required = set(schema.get("required", ()))
     found = []
     for name, field in schema["properties"].items():

@@ -1,4 +1,6 @@
-"""Every route, once: the router, the metrics' labels and the OpenAPI document are made from this list."""
+"""Every route, once: the router, the metrics' labels and the OpenAPI document are made from this
+list.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path. `uses_model`: it counts against the limits and is refused while draining."""
+    """One method of one path. `uses_model`: it counts against the limits and is refused while
+    draining.
+    """
 
     method: Literal["GET", "POST"]
     path: str
@@ -36,7 +40,9 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     reply_type: str = "application/json"
 
 
-def _post(path: str, handler: Handler, summary: str, body: type[msgspec.Struct], reply: type[msgspec.Struct]) -> Operation:
+def _post(
+    path: str, handler: Handler, summary: str, body: type[msgspec.Struct], reply: type[msgspec.Struct]
+) -> Operation:
     return Operation(method="POST", path=path, handler=handler, summary=summary, body=body, reply=reply)
 
 
@@ -45,7 +51,9 @@ def _streaming(operation: Operation, dialect: Dialect = "openai") -> Operation:
 
 
 def _asked(path: str, handler: Handler, summary: str, reply: type[msgspec.Struct] | None) -> Operation:
-    return Operation(method="GET", path=path, handler=handler, summary=summary, reply=reply, uses_model=False)
+    return Operation(
+        method="GET", path=path, handler=handler, summary=summary, reply=reply, uses_model=False
+    )
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -60,7 +68,11 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     _streaming(
         _post(
-            "/v1/completions", openai.completions, "Continue a text.", openai_wire.CompletionRequest, openai_replies.Completion
+            "/v1/completions",
+            openai.completions,
+            "Continue a text.",
+            openai_wire.CompletionRequest,
+            openai_replies.Completion,
         )
     ),
     _streaming(
@@ -72,7 +84,13 @@ OPERATIONS: tuple[Operation, ...] = (
             responses_wire.ResponseReply,
         )
     ),
-    _post("/v1/embeddings", openai.embeddings, "Embed texts.", openai_wire.EmbeddingRequest, openai_replies.EmbeddingReply),
+    _post(
+        "/v1/embeddings",
+        openai.embeddings,
+        "Embed texts.",
+        openai_wire.EmbeddingRequest,
+        openai_replies.EmbeddingReply,
+    ),
     _streaming(
         _post(
             "/v1/messages",
@@ -103,9 +121,27 @@ OPERATIONS: tuple[Operation, ...] = (
         reply=native_wire.UnloadReply,
         uses_model=False,
     ),
-    _post("/v1/rerank", native.rerank, "Order documents by relevance.", native_wire.RerankRequest, native_wire.RerankReply),
-    _post("/tokenize", native.tokenize, "Text to tokens.", native_wire.TokenizeRequest, native_wire.TokenizeReply),
-    _post("/detokenize", native.detokenize, "Tokens to text.", native_wire.DetokenizeRequest, native_wire.DetokenizeReply),
+    _post(
+        "/v1/rerank",
+        native.rerank,
+        "Order documents by relevance.",
+        native_wire.RerankRequest,
+        native_wire.RerankReply,
+    ),
+    _post(
+        "/tokenize",
+        native.tokenize,
+        "Text to tokens.",
+        native_wire.TokenizeRequest,
+        native_wire.TokenizeReply,
+    ),
+    _post(
+        "/detokenize",
+        native.detokenize,
+        "Tokens to text.",
+        native_wire.DetokenizeRequest,
+        native_wire.DetokenizeReply,
+    ),
     _post(
         "/apply-template",
         native.apply_template,
@@ -130,8 +166,13 @@ OPERATIONS: tuple[Operation, ...] = (
         reply=native_wire.InferReply,
     ),
     _asked(
-        "/health", native.health, "Whether the default model is ready; 503 with progress while it loads.", native_wire.Health
+        "/health",
+        native.health,
+        "Whether the default model is ready; 503 with progress while it loads.",
+        native_wire.Health,
     ),
     _asked("/props", native.props, "What this endpoint is and holds.", native_wire.Props),
-    msgspec.structs.replace(_asked("/metrics", native.metrics, "Prometheus metrics.", None), reply_type="text/plain"),
+    msgspec.structs.replace(
+        _asked("/metrics", native.metrics, "Prometheus metrics.", None), reply_type="text/plain"
+    ),
 )

@@ -1,7 +1,8 @@
 """The opt-in payload log: requests and answers, as JSON lines, rotated by size, secrets redacted, 0600.
 
-Off unless `--payload-log FILE` is given. `Authorization`, keys and anything that looks like one never reach it; with
-`redact=True` texts are replaced by their lengths, which keeps shape and size for debugging without the words.
+Off unless `--payload-log FILE` is given. `Authorization`, keys and anything that looks like one never
+reach it; with `redact=True` texts are replaced by their lengths, which keeps shape and size for
+debugging without the words.
 """
 
 from __future__ import annotations
@@ -14,17 +15,33 @@ from typing import Any
 
 import msgspec
 
-_KEYS = re.compile(r"\b(?:ei-[\w-]{20,}|sk-[\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{16}|Bearer\s+[\w.~+/-]{16,})")
+_KEYS = re.compile(
+    r"\b(?:ei-[\w-]{20,}|sk-[\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{16}|Bearer\s+[\w.~+/-]{16,})"
+)
 #: Fields whose text is somebody's words.
 _WORDS = frozenset(
-    {"content", "text", "prompt", "input", "arguments", "system", "instructions", "result", "query", "thinking", "output"}
+    {
+        "content",
+        "text",
+        "prompt",
+        "input",
+        "arguments",
+        "system",
+        "instructions",
+        "result",
+        "query",
+        "thinking",
+        "output",
+    }
 )
 
 
 class PayloadLog:
     """Appends to `path`; beyond `max_bytes` it becomes `path.1`, and so on up to `keep` old files."""
 
-    def __init__(self, path: Path, *, max_bytes: int = 64 << 20, keep: int = 4, redact: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, max_bytes: int = 64 << 20, keep: int = 4, redact: bool = False
+    ) -> None:
         self.path = path
         self.max_bytes = max_bytes
         self.keep = keep
@@ -42,7 +59,9 @@ class PayloadLog:
             }
         )
         self._rotate(len(line) + 1)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(
+            self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         try:
             os.write(descriptor, line + b"\n")
         finally:
@@ -66,7 +85,10 @@ class PayloadLog:
                 return f"<{len(value)} characters>"
             return _KEYS.sub("<redacted>", value)
         if isinstance(value, dict):
-            return {key: self._clean(item, key if isinstance(key, str) else "") for key, item in value.items()}
+            return {
+                key: self._clean(item, key if isinstance(key, str) else "")
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self._clean(item, field) for item in value]
         return value

@@ -1,7 +1,9 @@
-"""The one place where an error becomes an HTTP answer: its status, and OpenAI's or Anthropic's envelope.
+"""The one place where an error becomes an HTTP answer: its status, and OpenAI's or Anthropic's
+envelope.
 
-A `Problem` is raised by the endpoint itself (authentication, limits, bodies); every `EdgeInferError` is turned into one.
-Messages of unexpected exceptions never leave the process: the client gets the request id, the log gets the traceback.
+A `Problem` is raised by the endpoint itself (authentication, limits, bodies); every `EdgeInferError` is
+turned into one. Messages of unexpected exceptions never leave the process: the client gets the request
+id, the log gets the traceback.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _ANTHROPIC_TYPES = {
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
 
-#: How msgspec begins a message → OpenAI's code for it; `*` stands for the type, which is part of the code's name.
+#: How msgspec begins a message → OpenAI's code for it; `*` stands for the type, which is part of the
+#: code's name.
 _CODES = (
     (re.compile(r"Object contains unknown field"), "unknown_parameter"),
     (re.compile(r"Object missing required field"), "missing_required_parameter"),
@@ -68,7 +71,9 @@ _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str, str | None, int | None]] 
 
 
 class Problem(Exception):
-    """An answer that is not a success. `allow` lists the methods of a 405; `retry_after_s` becomes Retry-After."""
+    """An answer that is not a success. `allow` lists the methods of a 405; `retry_after_s` becomes
+    Retry-After.
+    """
 
     def __init__(
         self,
@@ -98,7 +103,9 @@ class Problem(Exception):
             error = AnthropicErrorBody(type=kind, message=self.message)
             return msgspec.json.encode(AnthropicError(error=error, request_id=request_id))
         return msgspec.json.encode(
-            ErrorReply(error=ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code))
+            ErrorReply(
+                error=ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code)
+            )
         )
 
 
@@ -109,7 +116,14 @@ def from_error(error: e.EdgeInferError) -> Problem:
     message = error.message
     if error.hint and status < 500:
         message = f"{message} ({error.hint})"
-    return Problem(status, message, kind=kind, param=param, code=code or error.code.replace("-", "_"), retry_after_s=wait_s)
+    return Problem(
+        status,
+        message,
+        kind=kind,
+        param=param,
+        code=code or error.code.replace("-", "_"),
+        retry_after_s=wait_s,
+    )
 
 
 def from_validation(error: msgspec.ValidationError) -> Problem:
@@ -134,5 +148,8 @@ def from_validation(error: msgspec.ValidationError) -> Problem:
 def internal(request_id: str) -> Problem:
     """The answer to a defect of ours; what happened is in the log under this request's id."""
     return Problem(
-        500, f"Internal error; the log has it under request id {request_id}.", kind="server_error", code="internal_error"
+        500,
+        f"Internal error; the log has it under request id {request_id}.",
+        kind="server_error",
+        code="internal_error",
     )

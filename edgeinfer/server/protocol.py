@@ -1,7 +1,9 @@
-"""uvicorn's HTTP/1.1 protocol with the guards it leaves to a proxy: nobody stands in front of a local endpoint.
+"""uvicorn's HTTP/1.1 protocol with the guards it leaves to a proxy: nobody stands in front of a local
+endpoint.
 
-uvicorn (httptools) limits neither header bytes nor the time a client takes to send them, nor the time it takes to read an
-answer. Here a header block, a body and a full write buffer each have a deadline, and headers have a number and a size.
+uvicorn (httptools) limits neither header bytes nor the time a client takes to send them, nor the time
+it takes to read an answer. Here a header block, a body and a full write buffer each have a deadline,
+and headers have a number and a size.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _REFUSALS = {
 
 
 def guarded(limits: Limits, copies_kept: Copies | None = None) -> type[HttpToolsProtocol]:
-    """A protocol class that enforces `limits`; uvicorn makes one instance a connection. Requests find theirs in their scope."""
+    """A protocol class that enforces `limits`; uvicorn makes one instance a connection. Requests find
+    theirs in their scope.
+    """
 
     class Guarded(_Guarded):
         guard = limits
@@ -69,7 +73,10 @@ class _Guarded(HttpToolsProtocol):
             self._arm(self.guard.header_s)
         self._header_bytes += len(data)
         super().data_received(data)
-        if self._in_headers and self._header_bytes > self.guard.max_header_bytes + self.guard.max_url_bytes:
+        if (
+            self._in_headers
+            and self._header_bytes > self.guard.max_header_bytes + self.guard.max_url_bytes
+        ):
             self._refuse(431)  # the parser holds an unfinished header back without a limit of its own
 
     # --- parser callbacks
@@ -141,7 +148,9 @@ class _Guarded(HttpToolsProtocol):
             self._refuse(408)
 
     def _refuse(self, status: int) -> None:
-        """Answer in plain HTTP without the application, and close. A request that had begun sees a disconnect."""
+        """Answer in plain HTTP without the application, and close. A request that had begun sees a
+        disconnect.
+        """
         if self._refused:
             return
         self._refused = True

@@ -1,6 +1,7 @@
 """Events as Anthropic's message, streamed or whole.
 
-A stream is a sequence of content blocks, one open at a time; the kind of the next event decides when one closes.
+A stream is a sequence of content blocks, one open at a time; the kind of the next event decides when
+one closes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from edgeinfer.runtime.events import Event, Finished, Progress, ReasoningDelta, TextDelta, ToolCallDelta, Usage
+from edgeinfer.runtime.events import (
+    Event,
+    Finished,
+    Progress,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    Usage,
+)
 from edgeinfer.server.answer import Answer, Call, wire_timings
 from edgeinfer.server.problems import Dialect, Problem
 from edgeinfer.server.wire import anthropic as wire
@@ -45,7 +54,9 @@ def arguments_of(call: Call) -> dict[str, Any]:
 
 
 class MessageRenderer:
-    """`message` and its stream. `stop_strings` are the request's own: only those count as Anthropic's stop_sequence."""
+    """`message` and its stream. `stop_strings` are the request's own: only those count as Anthropic's
+    stop_sequence.
+    """
 
     dialect: Dialect = "anthropic"
 
@@ -80,20 +91,34 @@ class MessageRenderer:
                 return out + self._delta(b'{"type":"text_delta","text":%b}' % _encode(event.text))
             case ReasoningDelta():
                 out += self._into("thinking", 0, {"type": "thinking", "thinking": "", "signature": ""})
-                return out + self._delta(b'{"type":"thinking_delta","thinking":%b}' % _encode(event.text))
+                return out + self._delta(
+                    b'{"type":"thinking_delta","thinking":%b}' % _encode(event.text)
+                )
             case ToolCallDelta():
                 block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
                 out += self._into("tool_use", event.index, block)
                 if event.arguments:
-                    out += self._delta(b'{"type":"input_json_delta","partial_json":%b}' % _encode(event.arguments))
+                    out += self._delta(
+                        b'{"type":"input_json_delta","partial_json":%b}' % _encode(event.arguments)
+                    )
         return out
 
     def closing(self) -> bytes:
         assert self._end is not None
-        delta = {"stop_reason": self._stop_reason(self._end), "stop_sequence": self._stop_sequence(self._end)}
+        delta = {
+            "stop_reason": self._stop_reason(self._end),
+            "stop_sequence": self._stop_sequence(self._end),
+        }
         usage, timings = self._end.usage, self._end.timings
-        done = {"type": "message_delta", "delta": delta, "usage": wire_usage(usage), "timings": wire_timings(usage, timings)}
-        return self._close() + _sse("message_delta", done) + _sse("message_stop", {"type": "message_stop"})
+        done = {
+            "type": "message_delta",
+            "delta": delta,
+            "usage": wire_usage(usage),
+            "timings": wire_timings(usage, timings),
+        }
+        return (
+            self._close() + _sse("message_delta", done) + _sse("message_stop", {"type": "message_stop"})
+        )
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return b"event: error\ndata: " + problem.body("anthropic", request_id) + b"\n\n"
@@ -106,7 +131,9 @@ class MessageRenderer:
             return b""
         self._started = True
         usage = wire.AnthropicUsage(input_tokens=self._prompt_tokens, output_tokens=0)
-        message = wire.MessageReply(id=self.id, model=self.model, content=[], stop_reason=None, stop_sequence=None, usage=usage)
+        message = wire.MessageReply(
+            id=self.id, model=self.model, content=[], stop_reason=None, stop_sequence=None, usage=usage
+        )
         return _sse("message_start", {"type": "message_start", "message": message}) + _PING
 
     def _into(self, kind: str, number: int, block: dict[str, Any]) -> bytes:
@@ -116,7 +143,10 @@ class MessageRenderer:
         out = self._close()
         self._block += 1
         self._open = (kind, number)
-        return out + _sse("content_block_start", {"type": "content_block_start", "index": self._block, "content_block": block})
+        return out + _sse(
+            "content_block_start",
+            {"type": "content_block_start", "index": self._block, "content_block": block},
+        )
 
     def _close(self) -> bytes:
         if self._open is None:
@@ -125,9 +155,13 @@ class MessageRenderer:
         return _sse("content_block_stop", {"type": "content_block_stop", "index": self._block})
 
     def _delta(self, delta: bytes) -> bytes:
-        return b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%b}\n\n' % (
-            self._block,
-            delta,
+        return (
+            b"event: content_block_delta\ndata: "
+            b'{"type":"content_block_delta","index":%d,"delta":%b}\n\n'
+            % (
+                self._block,
+                delta,
+            )
         )
 
     # --- whole
@@ -140,7 +174,8 @@ class MessageRenderer:
         if answer.text or not answer.calls:
             content.append(wire.TextOut(text=answer.text))
         content += [
-            wire.ToolUseOut(id=call.id, name=call.name, input=arguments_of(call)) for _, call in sorted(answer.calls.items())
+            wire.ToolUseOut(id=call.id, name=call.name, input=arguments_of(call))
+            for _, call in sorted(answer.calls.items())
         ]
         end = answer.finished
         return _encode(
@@ -165,7 +200,9 @@ class MessageRenderer:
         return reason
 
 
-_Name = Literal["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
+_Name = Literal[
+    "message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"
+]
 
 
 def _sse(name: _Name, data: dict[str, Any]) -> bytes:

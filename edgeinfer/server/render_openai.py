@@ -1,6 +1,7 @@
 """Events as OpenAI's chat completions and completions, streamed or whole.
 
-A token's chunk is three pieces of bytes joined: what is the same in every chunk of a request is encoded once.
+A token's chunk is three pieces of bytes joined: what is the same in every chunk of a request is encoded
+once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta, Usage
+from edgeinfer.runtime.events import (
+    Event,
+    Finished,
+    Logprob,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprobs,
+    ToolCallDelta,
+    Usage,
+)
 from edgeinfer.server.answer import Answer, total, wire_timings
 from edgeinfer.server.problems import Dialect, Problem
 from edgeinfer.server.wire import openai_replies as wire
@@ -20,7 +30,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 def finish_reason(end: Finished) -> wire.WireFinish:
-    """OpenAI has no word for a deadline: a cut-short answer is "length". A cancelled one is never read."""
+    """OpenAI has no word for a deadline: a cut-short answer is "length". A cancelled one is never
+    read.
+    """
     if end.reason in ("length", "deadline"):
         return "length"
     return "tool_calls" if end.reason == "tool_calls" else "stop"
@@ -43,7 +55,10 @@ def wire_logprobs(tokens: Sequence[TokenLogprobs]) -> wire.ChoiceLogprobs:
                 token=_piece(t.chosen),
                 logprob=_finite(t.chosen.logprob),
                 bytes=list(t.chosen.piece),
-                top_logprobs=[wire.TopLogprob(token=_piece(o), logprob=_finite(o.logprob), bytes=list(o.piece)) for o in t.top],
+                top_logprobs=[
+                    wire.TopLogprob(token=_piece(o), logprob=_finite(o.logprob), bytes=list(o.piece))
+                    for o in t.top
+                ],
             )
             for t in tokens
         ]
@@ -88,7 +103,14 @@ class ChatRenderer(_OpenAI):
     """`chat.completion` and `chat.completion.chunk`."""
 
     def __init__(
-        self, request_id: str, model: str, *, include_usage: bool, fingerprint: str, n: int = 1, logprobs: bool = False
+        self,
+        request_id: str,
+        model: str,
+        *,
+        include_usage: bool,
+        fingerprint: str,
+        n: int = 1,
+        logprobs: bool = False,
     ) -> None:
         super().__init__(request_id, model, include_usage=include_usage, fingerprint=fingerprint)
         self.n = n
@@ -99,12 +121,18 @@ class ChatRenderer(_OpenAI):
 
     def _chunk(self, choices: list[wire.ChunkChoice]) -> wire.ChatChunk:
         return wire.ChatChunk(
-            id=self.id, created=self.created, model=self.model, choices=choices, system_fingerprint=self.fingerprint
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.fingerprint,
         )
 
     def opening(self) -> bytes:
         delta = b'"delta":{"role":"assistant","content":""},"finish_reason":null,"logprobs":null}'
-        return b"".join(self._head + b'{"index":%d,' % index + delta + self._tail for index in range(self.n))
+        return b"".join(
+            self._head + b'{"index":%d,' % index + delta + self._tail for index in range(self.n)
+        )
 
     def event(self, index: int, event: Event) -> bytes:
         match event:
@@ -132,7 +160,9 @@ class ChatRenderer(_OpenAI):
 
     def _finish(self, index: int, end: Finished) -> bytes:
         self._ends[index] = end
-        choice = wire.ChunkChoice(index=index, delta=wire.ChunkDelta(), finish_reason=finish_reason(end))
+        choice = wire.ChunkChoice(
+            index=index, delta=wire.ChunkDelta(), finish_reason=finish_reason(end)
+        )
         last = len(self.ends) == self.n
         chunk = self._chunk([choice])
         if self.include_usage:
@@ -164,7 +194,9 @@ class ChatRenderer(_OpenAI):
 
     def _choice(self, index: int, answer: Answer) -> wire.ChatChoice:
         calls = [
-            wire.WireToolCall(id=call.id, function=wire.WireFunction(name=call.name, arguments=call.arguments))
+            wire.WireToolCall(
+                id=call.id, function=wire.WireFunction(name=call.name, arguments=call.arguments)
+            )
             for _, call in sorted(answer.calls.items())
         ]
         message = wire.ReplyMessage(
@@ -173,7 +205,12 @@ class ChatRenderer(_OpenAI):
             tool_calls=calls or None,
         )
         logprobs = wire_logprobs(answer.logprobs) if self.logprobs else None
-        return wire.ChatChoice(index=index, message=message, finish_reason=finish_reason(answer.finished), logprobs=logprobs)
+        return wire.ChatChoice(
+            index=index,
+            message=message,
+            finish_reason=finish_reason(answer.finished),
+            logprobs=logprobs,
+        )
 
 
 def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
@@ -184,7 +221,9 @@ def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
 
 
 class CompletionRenderer(_OpenAI):
-    """`text_completion`, whole and as chunks. `echoes` are put before the answers, one a prompt of `n` answers."""
+    """`text_completion`, whole and as chunks. `echoes` are put before the answers, one a prompt of `n`
+    answers.
+    """
 
     def __init__(
         self,
@@ -211,7 +250,11 @@ class CompletionRenderer(_OpenAI):
 
     def _completion(self, choices: list[wire.CompletionChoice]) -> wire.Completion:
         return wire.Completion(
-            id=self.id, created=self.created, model=self.model, choices=choices, system_fingerprint=self.fingerprint
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.fingerprint,
         )
 
     def opening(self) -> bytes:
@@ -241,7 +284,9 @@ class CompletionRenderer(_OpenAI):
 
     def _finish(self, index: int, end: Finished) -> bytes:
         self._ends[index] = end
-        chunk = self._completion([wire.CompletionChoice(index=index, text="", finish_reason=finish_reason(end))])
+        chunk = self._completion(
+            [wire.CompletionChoice(index=index, text="", finish_reason=finish_reason(end))]
+        )
         if self.include_usage:
             chunk = msgspec.structs.replace(chunk, usage=None)
         if len(self.ends) == self.count:
@@ -251,18 +296,28 @@ class CompletionRenderer(_OpenAI):
     def closing(self) -> bytes:
         if not self.include_usage:
             return _DONE
-        chunk = msgspec.structs.replace(self._completion([]), usage=wire_usage(total(self.ends, self.n)[0]))
+        chunk = msgspec.structs.replace(
+            self._completion([]), usage=wire_usage(total(self.ends, self.n)[0])
+        )
         return b"data: " + _encode(chunk) + b"\n\n" + _DONE
 
     def whole(self, answers: list[Answer]) -> bytes:
         usage, timings = total([answer.finished for answer in answers], self.n)
-        completion = self._completion([self._choice(index, answer) for index, answer in enumerate(answers)])
-        return _encode(msgspec.structs.replace(completion, usage=wire_usage(usage), timings=wire_timings(usage, timings)))
+        completion = self._completion(
+            [self._choice(index, answer) for index, answer in enumerate(answers)]
+        )
+        return _encode(
+            msgspec.structs.replace(
+                completion, usage=wire_usage(usage), timings=wire_timings(usage, timings)
+            )
+        )
 
     def _choice(self, index: int, answer: Answer) -> wire.CompletionChoice:
         logprobs = self._logprobs(answer.logprobs, len(self._echo(index))) if answer.logprobs else None
         text = self._echo(index) + answer.reasoning + answer.text
-        return wire.CompletionChoice(index=index, text=text, finish_reason=finish_reason(answer.finished), logprobs=logprobs)
+        return wire.CompletionChoice(
+            index=index, text=text, finish_reason=finish_reason(answer.finished), logprobs=logprobs
+        )
 
     @staticmethod
     def _logprobs(tokens: Sequence[TokenLogprobs], offset: int) -> wire.CompletionLogprobs:

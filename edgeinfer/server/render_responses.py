@@ -1,7 +1,7 @@
 """Events as OpenAI's response object, streamed or whole.
 
-The stream announces every item and part before its text and repeats the whole at the end; `sequence_number` counts its
-events.
+The stream announces every item and part before its text and repeats the whole at the end;
+`sequence_number` counts its events.
 """
 
 from __future__ import annotations
@@ -39,17 +39,25 @@ class ResponseRenderer:
 
     def opening(self) -> bytes:
         reply = self._reply("in_progress", [], None)
-        return self._sse("response.created", response=reply) + self._sse("response.in_progress", response=reply)
+        return self._sse("response.created", response=reply) + self._sse(
+            "response.in_progress", response=reply
+        )
 
     def event(self, index: int, event: Event) -> bytes:
         self._answer.add(event)
         match event:
             case TextDelta():
                 out = self._into("message", 0)
-                logprobs = msgspec.to_builtins(wire_logprobs(event.logprobs).content) if event.logprobs else []
-                return out + self._part("response.output_text.delta", delta=event.text, logprobs=logprobs)
+                logprobs = (
+                    msgspec.to_builtins(wire_logprobs(event.logprobs).content) if event.logprobs else []
+                )
+                return out + self._part(
+                    "response.output_text.delta", delta=event.text, logprobs=logprobs
+                )
             case ReasoningDelta():
-                return self._into("reasoning", 0) + self._part("response.reasoning_text.delta", delta=event.text)
+                return self._into("reasoning", 0) + self._part(
+                    "response.reasoning_text.delta", delta=event.text
+                )
             case ToolCallDelta():
                 out = self._into("function_call", event.index)
                 if event.arguments:
@@ -83,7 +91,9 @@ class ResponseRenderer:
 
     def _part(self, event_type: str, /, **data: Any) -> bytes:
         place = len(self._items) - 1
-        return self._sse(event_type, item_id=self._item_id(place), output_index=place, content_index=0, **data)
+        return self._sse(
+            event_type, item_id=self._item_id(place), output_index=place, content_index=0, **data
+        )
 
     def _into(self, kind: str, number: int) -> bytes:
         """Make (kind, number) the item being written."""
@@ -92,7 +102,11 @@ class ResponseRenderer:
         out = self._finish_item()
         self._items.append((kind, number))
         place = len(self._items) - 1
-        out += self._sse("response.output_item.added", output_index=place, item=self._item(place, "in_progress", empty=True))
+        out += self._sse(
+            "response.output_item.added",
+            output_index=place,
+            item=self._item(place, "in_progress", empty=True),
+        )
         if kind == "message":
             out += self._part("response.content_part.added", part=wire.OutputTextOut(text=""))
         elif kind == "reasoning":
@@ -151,13 +165,26 @@ class ResponseRenderer:
             output[-1] = msgspec.structs.replace(output[-1], status="incomplete")
         reply = self._reply("incomplete" if short else "completed", output, end.usage)
         details = wire.IncompleteDetails(reason="max_output_tokens") if short else None
-        return msgspec.structs.replace(reply, incomplete_details=details, timings=wire_timings(end.usage, end.timings))
+        return msgspec.structs.replace(
+            reply, incomplete_details=details, timings=wire_timings(end.usage, end.timings)
+        )
 
     def _output_item(
-        self, item_id: str, kind: str, number: int, answer: Answer, status: wire.ItemStatus, *, empty: bool
+        self,
+        item_id: str,
+        kind: str,
+        number: int,
+        answer: Answer,
+        status: wire.ItemStatus,
+        *,
+        empty: bool,
     ) -> wire.OutputItem:
         if kind == "message":
-            logprobs = msgspec.to_builtins(wire_logprobs(answer.logprobs).content) if answer.logprobs and not empty else []
+            logprobs = (
+                msgspec.to_builtins(wire_logprobs(answer.logprobs).content)
+                if answer.logprobs and not empty
+                else []
+            )
             content = [] if empty else [wire.OutputTextOut(text=answer.text, logprobs=logprobs)]
             return wire.MessageOut(id=item_id, content=content, status=status)
         if kind == "reasoning":
@@ -165,9 +192,13 @@ class ResponseRenderer:
             return wire.ReasoningOut(id=item_id, content=content_out, status=status)
         call = answer.calls[number]
         arguments = "" if empty else call.arguments
-        return wire.FunctionCallOut(id=item_id, call_id=call.id, name=call.name, arguments=arguments, status=status)
+        return wire.FunctionCallOut(
+            id=item_id, call_id=call.id, name=call.name, arguments=arguments, status=status
+        )
 
-    def _reply(self, status: Any, output: list[wire.OutputItem], usage: Usage | None) -> wire.ResponseReply:
+    def _reply(
+        self, status: Any, output: list[wire.OutputItem], usage: Usage | None
+    ) -> wire.ResponseReply:
         body = self._request
         choice = body.tool_choice
         return wire.ResponseReply(
@@ -178,7 +209,11 @@ class ResponseRenderer:
             output=output,
             usage=None if usage is None else _wire_usage(usage),
             tools=msgspec.to_builtins(body.tools or []),
-            tool_choice=choice if isinstance(choice, str) else msgspec.to_builtins(choice) if choice else "auto",
+            tool_choice=choice
+            if isinstance(choice, str)
+            else msgspec.to_builtins(choice)
+            if choice
+            else "auto",
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text={"format": msgspec.to_builtins(body.text.format)}
             if body.text and body.text.format

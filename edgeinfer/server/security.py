@@ -1,7 +1,8 @@
 """Who may ask: Host, Origin and API key, checked on every route before anything of the body is read.
 
-A web page can reach a local endpoint: by name (DNS rebinding; the Host check stops it), by fetch (the Origin check), and by
-a plain `<img>` or navigation without Origin (the Sec-Fetch-Site check). CORS headers are sent to named origins only.
+A web page can reach a local endpoint: by name (DNS rebinding; the Host check stops it), by fetch (the
+Origin check), and by a plain `<img>` or navigation without Origin (the Sec-Fetch-Site check). CORS
+headers are sent to named origins only.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Headers = Mapping[str, str]
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
     """The rules. `hosts` are names without a port, lower case; `origins` are as browsers spell them.
 
-    `any_address` accepts every IP address as Host: for binds beyond loopback, where a key is required anyway, and where
-    rebinding (which needs a name) gains nothing.
+    `any_address` accepts every IP address as Host: for binds beyond loopback, where a key is required
+    anyway, and where rebinding (which needs a name) gains nothing.
     """
 
     keys: Keys
@@ -53,12 +54,17 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def check_origin(self, headers: Headers, scheme: str) -> str | None:
-        """The allowed origin of a cross-origin request, or None when there is none. Raises Problem 403."""
+        """The allowed origin of a cross-origin request, or None when there is none. Raises
+        Problem 403.
+        """
         origin = headers.get("origin")
         if origin is None:
             if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
                 raise Problem(
-                    403, "Requests from other web pages are refused.", kind="permission_error", code="origin_not_allowed"
+                    403,
+                    "Requests from other web pages are refused.",
+                    kind="permission_error",
+                    code="origin_not_allowed",
                 )
             return None
         if origin in self.origins:
@@ -82,7 +88,11 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         if name is None:
             if path in OPEN_ROUTES:
                 return ""
-            said = "Incorrect API key provided." if offered else "An API key is required: send `Authorization: Bearer KEY`."
+            said = (
+                "Incorrect API key provided."
+                if offered
+                else "An API key is required: send `Authorization: Bearer KEY`."
+            )
             raise Problem(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return name
 
@@ -103,7 +113,9 @@ def _is_address(name: str) -> bool:
 
 
 def cors_headers(origin: str, *, preflight: bool = False) -> dict[str, str]:
-    """What a named origin's browser needs to read the answer. Credentials are never allowed: keys travel in headers."""
+    """What a named origin's browser needs to read the answer. Credentials are never allowed: keys
+    travel in headers.
+    """
     headers = {
         "access-control-allow-origin": origin,
         "vary": "Origin",

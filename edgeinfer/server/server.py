@@ -1,7 +1,8 @@
 """Running the endpoint: uvicorn on given sockets, readiness, draining, leaving when idle.
 
-uvicorn's own signal handling is replaced: SIGTERM and SIGINT begin a drain (no new requests, running ones finish within
-`drain_s`, then are told that the endpoint shuts down); a second signal ends it at once.
+uvicorn's own signal handling is replaced: SIGTERM and SIGINT begin a drain (no new requests, running
+ones finish within `drain_s`, then are told that the endpoint shuts down); a second signal ends it at
+once.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.logs import capture_uvicorn
 from edgeinfer.server.protocol import guarded
 
-#: After generations were cancelled at the drain's limit, this long for their last words to reach the clients.
+#: After generations were cancelled at the drain's limit, this long for their last words to reach the
+#: clients.
 _LAST_WORDS_S = 2.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`idle_exit_s` None never exits by itself; certificates are files in PEM. `preload` loads the default model at once."""
+    """`idle_exit_s` None never exits by itself; certificates are files in PEM. `preload` loads the
+    default model at once.
+    """
 
     idle_exit_s: float | None = None
     tls_cert: str | None = None
@@ -44,9 +48,14 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 async def run(
-    endpoint: Endpoint, listeners: Sequence[socket.socket], options: RunOptions, copies: Copies | None = None
+    endpoint: Endpoint,
+    listeners: Sequence[socket.socket],
+    options: RunOptions,
+    copies: Copies | None = None,
 ) -> Ended:
-    """Serve until a signal or idleness. The endpoint's models are closed at the end. `copies`: see `Host.keep_copies`."""
+    """Serve until a signal or idleness. The endpoint's models are closed at the end. `copies`: see
+    `Host.keep_copies`.
+    """
     capture_uvicorn(endpoint.log)
     config = uvicorn.Config(
         build_app(endpoint),
@@ -115,7 +124,9 @@ class _Server(uvicorn.Server):
         self._endpoint.draining = True
         self._endpoint.log.info("draining", why=why, running=self._endpoint.in_flight)
         sockets.notify("STOPPING=1", f"STATUS=finishing {self._endpoint.in_flight} requests")
-        self._guillotine = asyncio.get_running_loop().call_later(self._endpoint.limits.drain_s, self._cut)
+        self._guillotine = asyncio.get_running_loop().call_later(
+            self._endpoint.limits.drain_s, self._cut
+        )
         self.should_exit = True
 
     def _cut(self) -> None:
@@ -130,7 +141,9 @@ class _Server(uvicorn.Server):
             self._guillotine.cancel()
 
 
-async def _tend(server: _Server, endpoint: Endpoint, listeners: Sequence[socket.socket], options: RunOptions) -> None:
+async def _tend(
+    server: _Server, endpoint: Endpoint, listeners: Sequence[socket.socket], options: RunOptions
+) -> None:
     """Load the default model, say when ready, watch for idleness."""
     loading = asyncio.create_task(_preload(endpoint)) if options.preload else None
     while not server.started:

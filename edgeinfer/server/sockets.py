@@ -1,4 +1,5 @@
-"""Where the endpoint listens: sockets from the launcher, from systemd, or bound here. And telling systemd how it goes.
+"""Where the endpoint listens: sockets from the launcher, from systemd, or bound here. And telling
+systemd how it goes.
 
 Sources: sd_listen_fds(3), sd_notify(3).
 """
@@ -16,7 +17,9 @@ _FIRST_ACTIVATED = 3
 
 
 def activated() -> list[socket.socket]:
-    """Listening sockets that systemd passed to this process; the variables are removed so that no child believes them."""
+    """Listening sockets that systemd passed to this process; the variables are removed so that no child
+    believes them.
+    """
     count, pid = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
     os.environ.pop("LISTEN_FDNAMES", None)
     if not count.isdigit() or pid != str(os.getpid()):
@@ -33,7 +36,9 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ServeError(f"{host} is not an address of this machine: {error.strerror or error}") from error
+        raise ServeError(
+            f"{host} is not an address of this machine: {error.strerror or error}"
+        ) from error
     found: list[socket.socket] = []
     for family, kind, protocol, _, address in dict.fromkeys(addresses):
         if found and port == 0:
@@ -55,7 +60,9 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
 
 
 def is_loopback(listeners: Sequence[socket.socket]) -> bool:
-    """Whether only this machine can reach all of them. A unix socket is the file system's business, so it counts as local."""
+    """Whether only this machine can reach all of them. A unix socket is the file system's business, so
+    it counts as local.
+    """
     return all(_local(listener) for listener in listeners)
 
 
@@ -85,7 +92,9 @@ def own_names(listeners: Sequence[socket.socket]) -> set[str]:
 
 
 def notify(*lines: str) -> bool:
-    """Tell the service manager, if there is one. Whether it was told; a failure is not worth stopping for."""
+    """Tell the service manager, if there is one. Whether it was told; a failure is not worth stopping
+    for.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False

@@ -1,8 +1,9 @@
 """From a begun job to an answer: send what the engine says, streamed or whole.
 
-One request costs one task for its disconnect and, when streamed, one for its keep-alive comments; a token costs no task, and
-where it can it does not wake the event loop (docs/decisions/055-past-the-event-loop.md). A client that leaves cancels its
-generations at their next step, wherever they are.
+One request costs one task for its disconnect and, when streamed, one for its keep-alive comments; a
+token costs no task, and where it can it does not wake the event loop
+(docs/decisions/055-past-the-event-loop.md). A client that leaves cancels its generations at their next
+step, wherever they are.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def answer(exchange: Exchange, job: Job) -> Response:
-    """Raises Problem and EdgeInferError while the status can still say so; later failures are in the stream."""
+    """Raises Problem and EdgeInferError while the status can still say so; later failures are in the
+    stream.
+    """
     endpoint = exchange.endpoint
     exchange.model = endpoint.models.resolve(job.model)
     if not job.stream:
@@ -97,7 +100,13 @@ class _Answering:
     def _check_cancelled(self, event: Event) -> None:
         """A generation that we cancelled ourselves is a failure to its client, not an answer."""
         if isinstance(event, Finished) and event.reason == "cancelled" and not self.gone:
-            raise Problem(503, "The endpoint is shutting down.", kind="server_error", code="shutting_down", retry_after_s=2)
+            raise Problem(
+                503,
+                "The endpoint is shutting down.",
+                kind="server_error",
+                code="shutting_down",
+                retry_after_s=2,
+            )
 
     def _problem(self, error: Exception) -> Problem:
         """What to tell the client of a failure."""
@@ -106,7 +115,9 @@ class _Answering:
         if isinstance(error, EngineClosedError) and self.begun is not None:
             self.begun.lease.failed()
         if isinstance(error, EdgeInferError):
-            self.endpoint.log.warning("generation-failed", request_id=self.exchange.id, code=error.code, message=error.message)
+            self.endpoint.log.warning(
+                "generation-failed", request_id=self.exchange.id, code=error.code, message=error.message
+            )
             return from_error(error)
         self.endpoint.log.error("internal", error, request_id=self.exchange.id)
         return internal(self.exchange.id)
@@ -197,7 +208,11 @@ class _SseResponse(_Answering, Response):
             watcher.cancel()
             if not self._opening.done():
                 self._opening.cancel()
-            elif self.begun is None and not self._opening.cancelled() and self._opening.exception() is None:
+            elif (
+                self.begun is None
+                and not self._opening.cancelled()
+                and self._opening.exception() is None
+            ):
                 self.begun = self._opening.result()
             self._leave()
 
@@ -235,14 +250,20 @@ class _SseResponse(_Answering, Response):
         except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
             problem = self._problem(error)
             self.exchange.how = problem.code or "error"
-            renderer = self.begun.renderer if self.begun else self._job.renderer(self.exchange.model, EngineInfo(model=""))
+            renderer = (
+                self.begun.renderer
+                if self.begun
+                else self._job.renderer(self.exchange.model, EngineInfo(model=""))
+            )
             return renderer.failure(problem, self.exchange.id)
         finally:
             if self._short_cut is not None:
                 self._short_cut.close()
 
     def _pass_by(self, begun: Begun) -> None:
-        """From the first token on, have tokens sent by the thread that makes them, where nothing speaks against it."""
+        """From the first token on, have tokens sent by the thread that makes them, where nothing speaks
+        against it.
+        """
         alone = len(begun.generations) == 1 and self._texts is None
         if self._short_cut is None and self._last_token and alone and self._connection is not None:
             self._short_cut = self._connection.short_cut(self._passing)
@@ -285,7 +306,11 @@ class _SseResponse(_Answering, Response):
     def _write_payload(self) -> None:
         if self._texts is not None:
             said = [
-                {"text": a.text, "reasoning": a.reasoning, "calls": [c.arguments for c in a.calls.values()]}
+                {
+                    "text": a.text,
+                    "reasoning": a.reasoning,
+                    "calls": [c.arguments for c in a.calls.values()],
+                }
                 for a in self._texts
             ]
             self.exchange.payload(said)

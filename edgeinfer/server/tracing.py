@@ -1,8 +1,10 @@
-"""OpenTelemetry spans (queue, prefill, decode) when the extra is installed and an endpoint is configured; else nothing.
+"""OpenTelemetry spans (queue, prefill, decode) when the extra is installed and an endpoint is
+configured; else nothing.
 
-The extra is `edgeinfer[tracing]`; the endpoint is OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT. Spans are
-made after the fact from the engine's own timings, so tracing costs nothing per token. Attributes follow OpenTelemetry's
-conventions for generative AI; no prompt and no answer is in them.
+The extra is `edgeinfer[tracing]`; the endpoint is OTEL_EXPORTER_OTLP_ENDPOINT or
+OTEL_EXPORTER_OTLP_TRACES_ENDPOINT. Spans are made after the fact from the engine's own timings, so
+tracing costs nothing per token. Attributes follow OpenTelemetry's conventions for generative AI; no
+prompt and no answer is in them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from edgeinfer.runtime.events import Finished
 class Tracer(Protocol):
     """What the endpoint needs of a tracer."""
 
-    def generation(self, headers: dict[str, str], model: str, route: str, started_ns: int, end: Finished) -> None:
+    def generation(
+        self, headers: dict[str, str], model: str, route: str, started_ns: int, end: Finished
+    ) -> None:
         """Record one generation. `started_ns` is Unix time; `headers` may carry a `traceparent`."""
 
     def close(self) -> None:
@@ -27,7 +31,9 @@ class Tracer(Protocol):
 class NoTracer:
     """Tracing is off."""
 
-    def generation(self, headers: dict[str, str], model: str, route: str, started_ns: int, end: Finished) -> None:
+    def generation(
+        self, headers: dict[str, str], model: str, route: str, started_ns: int, end: Finished
+    ) -> None:
         return
 
     def close(self) -> None:
@@ -41,7 +47,9 @@ class OtelTracer:
         self._provider = provider
         self._tracer = provider.get_tracer("edgeinfer.server")
 
-    def generation(self, headers: dict[str, str], model: str, route: str, started_ns: int, end: Finished) -> None:
+    def generation(
+        self, headers: dict[str, str], model: str, route: str, started_ns: int, end: Finished
+    ) -> None:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -62,7 +70,11 @@ class OtelTracer:
         )
         inside = trace.set_span_in_context(root)
         at_ns = started_ns
-        for name, span_ms in (("queue", timings.queue_ms), ("prefill", timings.prefill_ms), ("decode", timings.decode_ms)):
+        for name, span_ms in (
+            ("queue", timings.queue_ms),
+            ("prefill", timings.prefill_ms),
+            ("decode", timings.decode_ms),
+        ):
             span = self._tracer.start_span(name, context=inside, start_time=at_ns)
             at_ns += int(span_ms * 1e6)
             span.end(end_time=at_ns)
@@ -73,9 +85,13 @@ class OtelTracer:
 
 
 def tracer_from_environment() -> Tracer:
-    """A tracer when an endpoint is configured. Raises ServeError when one is and the extra is missing."""
+    """A tracer when an endpoint is configured. Raises ServeError when one is and the extra is
+    missing.
+    """
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not any(os.environ.get(name) for name in names):
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not any(
+        os.environ.get(name) for name in names
+    ):
         return NoTracer()
     try:  # 120–200 ms, and only where tracing is configured
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

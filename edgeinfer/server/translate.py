@@ -67,8 +67,14 @@ def chat(body: openai.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **_shared(body, info, constraint(body.response_format, body)),
     )
-    if body.continue_final_message and body.messages and not isinstance(body.messages[-1], openai.AssistantMessage):
-        raise InvalidRequestError("the last message must be the assistant's", param="continue_final_message")
+    if (
+        body.continue_final_message
+        and body.messages
+        and not isinstance(body.messages[-1], openai.AssistantMessage)
+    ):
+        raise InvalidRequestError(
+            "the last message must be the assistant's", param="continue_final_message"
+        )
     return copies(request, body.n or 1)
 
 
@@ -84,7 +90,9 @@ def completion(body: openai.CompletionRequest, info: EngineInfo) -> list[Generat
         raise InvalidRequestError("at most 64 answers a request: prompts times n", param="n")
     requests = []
     for prompt in found:
-        request = GenerateRequest(prompt=prompt, max_tokens=body.max_tokens or 16, logprobs=body.logprobs, **shared)
+        request = GenerateRequest(
+            prompt=prompt, max_tokens=body.max_tokens or 16, logprobs=body.logprobs, **shared
+        )
         requests += copies(request, body.n or 1)
     return requests
 
@@ -99,8 +107,12 @@ def infer(body: native.InferRequest | native.InferQuery, info: EngineInfo) -> Ge
     user = Message(role="user", content=body.prompt)
     stop = tuple(body.stop or ()) if isinstance(body, native.InferRequest) else ()
     if not info.has_chat_template:
-        return GenerateRequest(prompt=body.prompt, sampling=sampling, max_tokens=body.max_tokens or 256, stop=stop)
-    return GenerateRequest(messages=(*turns, user), sampling=sampling, max_tokens=body.max_tokens, stop=stop)
+        return GenerateRequest(
+            prompt=body.prompt, sampling=sampling, max_tokens=body.max_tokens or 256, stop=stop
+        )
+    return GenerateRequest(
+        messages=(*turns, user), sampling=sampling, max_tokens=body.max_tokens, stop=stop
+    )
 
 
 def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
@@ -110,7 +122,9 @@ def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
         return [request]
     if seed is None:
         return [request] * n
-    samplings = [msgspec.structs.replace(request.sampling, seed=(seed + i) & 0xFFFF_FFFF) for i in range(n)]
+    samplings = [
+        msgspec.structs.replace(request.sampling, seed=(seed + i) & 0xFFFF_FFFF) for i in range(n)
+    ]
     return [msgspec.structs.replace(request, sampling=sampling) for sampling in samplings]
 
 
@@ -130,9 +144,12 @@ def _message(turn: openai.ChatMessage, place: int) -> Message:
         case openai.ToolMessage():
             return Message(role="tool", content=text_of(turn.content), tool_call_id=turn.tool_call_id)
     if turn.content is None and not turn.tool_calls:
-        raise InvalidRequestError("an assistant message needs content or tool_calls", param=f"messages[{place}].content")
+        raise InvalidRequestError(
+            "an assistant message needs content or tool_calls", param=f"messages[{place}].content"
+        )
     calls = tuple(
-        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in turn.tool_calls or ()
+        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        for call in turn.tool_calls or ()
     )
     return Message(
         role="assistant",
@@ -149,7 +166,11 @@ def text_of(content: str | Sequence[openai.TextPart]) -> str:
 
 def tools_of(tools: Sequence[openai.ToolParam] | None) -> tuple[Tool, ...]:
     found = tuple(
-        Tool(name=t.function.name, description=t.function.description or "", parameters=t.function.parameters or {})
+        Tool(
+            name=t.function.name,
+            description=t.function.description or "",
+            parameters=t.function.parameters or {},
+        )
         for t in tools or ()
     )
     return unique_tools(found)
@@ -162,7 +183,9 @@ def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     return tools
 
 
-def tool_choice(choice: str | openai.NamedToolChoice | None, parallel: bool | None, tools: tuple[Tool, ...]) -> ToolChoice:
+def tool_choice(
+    choice: str | openai.NamedToolChoice | None, parallel: bool | None, tools: tuple[Tool, ...]
+) -> ToolChoice:
     """Raises InvalidRequestError when a call is demanded of a tool that is not there."""
     both = parallel is not False
     if choice is None:
@@ -170,26 +193,36 @@ def tool_choice(choice: str | openai.NamedToolChoice | None, parallel: bool | No
     if isinstance(choice, openai.NamedToolChoice):
         return named_tool(choice.function.name, both, tools)
     if choice == "required" and not tools:
-        raise InvalidRequestError("tool_choice is 'required' but there are no tools", param="tool_choice")
+        raise InvalidRequestError(
+            "tool_choice is 'required' but there are no tools", param="tool_choice"
+        )
     return ToolChoice(mode=choice, parallel=both)  # type: ignore[arg-type]  # the wire type allows exactly these words
 
 
 def named_tool(name: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
     """Raises InvalidRequestError when no tool has this name."""
     if all(tool.name != name for tool in tools):
-        raise InvalidRequestError(f"tool_choice names '{name}', which is not among the tools", param="tool_choice")
+        raise InvalidRequestError(
+            f"tool_choice names '{name}', which is not among the tools", param="tool_choice"
+        )
     return ToolChoice(mode="named", name=name, parallel=parallel)
 
 
 def template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Variables for the chat template. Effort is spelled both ways that templates in the wild read it."""
+    """Variables for the chat template. Effort is spelled both ways that templates in the wild
+    read it.
+    """
     options: dict[str, Any] = {}
     if effort is not None:
-        options = {"enable_thinking": effort != "none"} | ({} if effort == "none" else {"reasoning_effort": effort})
+        options = {"enable_thinking": effort != "none"} | (
+            {} if effort == "none" else {"reasoning_effort": effort}
+        )
     return options | (given or {})
 
 
-def constraint(response_format: openai.ResponseFormat | None, body: openai.GenerationFields) -> Constraint | None:
+def constraint(
+    response_format: openai.ResponseFormat | None, body: openai.GenerationFields
+) -> Constraint | None:
     """The one constraint that was asked for. Raises InvalidRequestError when there are two."""
     asked: list[tuple[str, Constraint]] = []
     if isinstance(response_format, openai.JsonObjectFormat):
@@ -201,7 +234,9 @@ def constraint(response_format: openai.ResponseFormat | None, body: openai.Gener
     if body.structured_outputs is not None:
         asked += _structured(body.structured_outputs)
     if len(asked) > 1:
-        raise InvalidRequestError(f"{asked[1][0]} cannot be combined with {asked[0][0]}", param=asked[1][0])
+        raise InvalidRequestError(
+            f"{asked[1][0]} cannot be combined with {asked[0][0]}", param=asked[1][0]
+        )
     return asked[0][1] if asked else None
 
 
@@ -216,19 +251,27 @@ def _structured(given: openai.StructuredOutputs) -> list[tuple[str, Constraint]]
     if given.grammar is not None:
         asked.append(("structured_outputs.grammar", Grammar(given.grammar)))
     if not asked:
-        raise InvalidRequestError("structured_outputs needs json, regex, choice or grammar", param="structured_outputs")
+        raise InvalidRequestError(
+            "structured_outputs needs json, regex, choice or grammar", param="structured_outputs"
+        )
     return asked
 
 
-def prompts(given: str | Sequence[str | int | Sequence[int]], param: str) -> list[str | tuple[int, ...]]:
-    """One or several prompts, as text or token ids. Raises InvalidRequestError for a list of mixed kinds."""
+def prompts(
+    given: str | Sequence[str | int | Sequence[int]], param: str
+) -> list[str | tuple[int, ...]]:
+    """One or several prompts, as text or token ids. Raises InvalidRequestError for a list of mixed
+    kinds.
+    """
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
     if kinds == {int}:
         return [tuple(given)]  # type: ignore[arg-type]  # every item is an int
     if len(kinds) != 1:
-        raise InvalidRequestError("a list holds texts, token ids, or lists of token ids, not a mixture", param=param)
+        raise InvalidRequestError(
+            "a list holds texts, token ids, or lists of token ids, not a mixture", param=param
+        )
     if len(given) > 64:
         raise InvalidRequestError("at most 64 prompts a request", param=param)
     return [item if isinstance(item, str) else tuple(item) for item in given]  # type: ignore[arg-type]  # no int is left
@@ -261,12 +304,18 @@ def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...]:
 
 
 def _max_tokens(body: openai.ChatRequest) -> int | None:
-    if body.max_tokens is not None and body.max_completion_tokens is not None and body.max_tokens != body.max_completion_tokens:
+    if (
+        body.max_tokens is not None
+        and body.max_completion_tokens is not None
+        and body.max_tokens != body.max_completion_tokens
+    ):
         raise InvalidRequestError("max_tokens and max_completion_tokens differ", param="max_tokens")
     return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
 
 
-def _shared(body: openai.GenerationFields, info: EngineInfo, limit: Constraint | None) -> dict[str, Any]:
+def _shared(
+    body: openai.GenerationFields, info: EngineInfo, limit: Constraint | None
+) -> dict[str, Any]:
     """Fields of GenerateRequest that chat and plain completions fill alike."""
     return {
         "sampling": sampling_of(body, info.sampling),

@@ -15,7 +15,9 @@ from edgeinfer.server.wire import anthropic
 
 
 def messages_request(body: anthropic.MessagesRequest, info: EngineInfo) -> GenerateRequest:
-    """One request. A last turn of the assistant is continued (Anthropic's prefill). Raises InvalidRequestError."""
+    """One request. A last turn of the assistant is continued (Anthropic's prefill). Raises
+    InvalidRequestError.
+    """
     given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     tools = tools_of(body)
     form = body.output_config.format if body.output_config else None
@@ -25,7 +27,9 @@ def messages_request(body: anthropic.MessagesRequest, info: EngineInfo) -> Gener
         tool_choice=_tool_choice(body, tools),
         template_options=_thinking(body),
         continue_final=isinstance(body.messages[-1], anthropic.AssistantTurn),
-        sampling=msgspec.structs.replace(info.sampling, **{k: v for k, v in given.items() if v is not None}),
+        sampling=msgspec.structs.replace(
+            info.sampling, **{k: v for k, v in given.items() if v is not None}
+        ),
         max_tokens=body.max_tokens,
         stop=stops(body.stop_sequences),
         constraint=None if form is None else JsonSchema(form.schema),
@@ -34,7 +38,9 @@ def messages_request(body: anthropic.MessagesRequest, info: EngineInfo) -> Gener
 
 
 def conversation(body: anthropic.CountRequest) -> tuple[Message, ...]:
-    """System prompt and turns; a user turn's tool results become turns of their own, before its text."""
+    """System prompt and turns; a user turn's tool results become turns of their own, before its
+    text.
+    """
     turns: list[Message] = []
     if body.system:
         turns.append(Message(role="system", content=_joined(body.system, "\n")))
@@ -51,7 +57,8 @@ def conversation(body: anthropic.CountRequest) -> tuple[Message, ...]:
 
 def tools_of(body: anthropic.CountRequest) -> tuple[Tool, ...]:
     tools = tuple(
-        Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema) for tool in body.tools or ()
+        Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
+        for tool in body.tools or ()
     )
     return unique_tools(tools)
 
@@ -61,7 +68,10 @@ def _user(turn: anthropic.UserTurn) -> list[Message]:
         return [Message(role="user", content=turn.content)]
     results = [block for block in turn.content if isinstance(block, anthropic.ToolResultBlock)]
     texts = [block.text for block in turn.content if isinstance(block, anthropic.TextBlock)]
-    said = [Message(role="tool", content=_result(block), tool_call_id=block.tool_use_id) for block in results]
+    said = [
+        Message(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
+        for block in results
+    ]
     if texts or not results:
         said.append(Message(role="user", content="\n".join(texts)))
     return said
@@ -85,7 +95,9 @@ def _assistant(turn: anthropic.AssistantTurn, place: int) -> Message:
     return Message(
         role="assistant",
         content="".join(block.text for block in turn.content if isinstance(block, anthropic.TextBlock)),
-        reasoning="".join(block.thinking for block in turn.content if isinstance(block, anthropic.ThinkingBlock)),
+        reasoning="".join(
+            block.thinking for block in turn.content if isinstance(block, anthropic.ThinkingBlock)
+        ),
         tool_calls=calls,
     )
 
@@ -104,7 +116,9 @@ def _tool_choice(body: anthropic.CountRequest, tools: tuple[Tool, ...]) -> ToolC
             return named_tool(name, not alone, tools)
         case anthropic.AnyChoice(disable_parallel_tool_use=alone):
             if not tools:
-                raise InvalidRequestError("tool_choice is 'any' but there are no tools", param="tool_choice")
+                raise InvalidRequestError(
+                    "tool_choice is 'any' but there are no tools", param="tool_choice"
+                )
             return ToolChoice(mode="required", parallel=not alone)
         case anthropic.AutoChoice(disable_parallel_tool_use=alone):
             return ToolChoice(parallel=not alone)

@@ -9,7 +9,15 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.requests import Constraint, GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
+from edgeinfer.runtime.requests import (
+    Constraint,
+    GenerateRequest,
+    JsonSchema,
+    Message,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from edgeinfer.server.problems import from_validation
 from edgeinfer.server.translate import named_tool, template_options, unique_tools
 from edgeinfer.server.wire import responses as wire
@@ -26,7 +34,10 @@ _ITEMS: dict[str, type[_Item]] = {
 def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateRequest:
     """One request. Raises InvalidRequestError and Problem, each naming the place."""
     tools = unique_tools(
-        tuple(Tool(name=t.name, description=t.description or "", parameters=t.parameters or {}) for t in body.tools or ())
+        tuple(
+            Tool(name=t.name, description=t.description or "", parameters=t.parameters or {})
+            for t in body.tools or ()
+        )
     )
     given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p}
     wants_logprobs = bool(body.include) or body.top_logprobs is not None
@@ -35,7 +46,9 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         template_options=template_options(None, body.reasoning.effort if body.reasoning else None),
-        sampling=msgspec.structs.replace(info.sampling, **{k: v for k, v in given.items() if v is not None}),
+        sampling=msgspec.structs.replace(
+            info.sampling, **{k: v for k, v in given.items() if v is not None}
+        ),
         max_tokens=body.max_output_tokens,
         constraint=_constraint(body),
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
@@ -59,7 +72,9 @@ def conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
 def _item(raw: dict[str, Any], place: int) -> _Item:
     kind = raw.get("type", "message")
     if not isinstance(kind, str) or kind not in _ITEMS:
-        raise InvalidRequestError(f"input items of type '{kind}' are not supported", param=f"input[{place}].type")
+        raise InvalidRequestError(
+            f"input items of type '{kind}' are not supported", param=f"input[{place}].type"
+        )
     try:
         return msgspec.convert(raw, _ITEMS[kind])
     except msgspec.ValidationError as error:
@@ -71,7 +86,13 @@ def _item(raw: dict[str, Any], place: int) -> _Item:
 def _append(turns: list[Message], item: _Item) -> None:
     match item:
         case wire.MessageItem():
-            turns.append(Message(role=item.role, content=_text(item.content), reasoning=_pending_reasoning(turns, item)))
+            turns.append(
+                Message(
+                    role=item.role,
+                    content=_text(item.content),
+                    reasoning=_pending_reasoning(turns, item),
+                )
+            )
         case wire.FunctionOutputItem():
             turns.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
         case wire.ReasoningItem():
@@ -108,7 +129,9 @@ def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolCh
     if isinstance(body.tool_choice, wire.ChosenFunction):
         return named_tool(body.tool_choice.name, parallel, tools)
     if body.tool_choice == "required" and not tools:
-        raise InvalidRequestError("tool_choice is 'required' but there are no tools", param="tool_choice")
+        raise InvalidRequestError(
+            "tool_choice is 'required' but there are no tools", param="tool_choice"
+        )
     return ToolChoice(mode=body.tool_choice or "auto", parallel=parallel)
 
 

@@ -1,9 +1,11 @@
-"""A model inside the shipped file: writing such a file from a pulled model, and bringing the model out at its first start.
+"""A model inside the shipped file: writing such a file from a pulled model, and bringing the model out
+at its first start.
 
-The bundle section of the file (`shipping.payload`) starts with a u64 and so much JSON, then the model's files, each at a
-page boundary. llama.cpp maps a GGUF from its first byte on, so the model has to become a file of its own once: a clone of
-the same blocks where the file system can do that (btrfs, xfs), otherwise one copy. There is never a second: what is copied
-is hashed on the way and is the store's own file.
+The bundle section of the file (`shipping.payload`) starts with a u64 and so much JSON, then the model's
+files, each at a page boundary. llama.cpp maps a GGUF from its first byte on, so the model has to become
+a file of its own once: a clone of the same blocks where the file system can do that (btrfs, xfs),
+otherwise one copy. There is never a second: what is copied is hashed on the way and is the store's own
+file.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class BundledFile(msgspec.Struct, frozen=True):
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """What the bundle section starts with: the model's record as it was pulled, and where its files are."""
+    """What the bundle section starts with: the model's record as it was pulled, and where its files
+    are.
+    """
 
     record: PulledModel
     files: tuple[BundledFile, ...]
@@ -58,7 +62,8 @@ def field(record: PulledModel) -> str:
 
 
 def write(shipped: Shipped, record: PulledModel, out: Path, progress: Progress) -> int:
-    """Write `out`: `shipped` (whatever model it carries now) with the pulled model inside. Returns its size in bytes.
+    """Write `out`: `shipped` (whatever model it carries now) with the pulled model inside. Returns its
+    size in bytes.
 
     Raises DiskFullError, ChecksumError when a file of the model is not what was pulled.
     """
@@ -106,7 +111,9 @@ def _pad(file: BinaryIO) -> None:
 
 
 def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
-    """Write the section at the end of `new`; returns its length. The header has room for the offsets it cannot know yet."""
+    """Write the section at the end of `new`; returns its length. The header has room for the offsets it
+    cannot know yet.
+    """
     start, at, files = new.tell(), 64 << 10, []
     for path, file in zip(record.paths, record.files, strict=True):
         files.append(BundledFile(path.name, at, file.size_bytes, file.sha256))
@@ -125,13 +132,17 @@ def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
                 done += len(chunk)
                 progress(done, record.size_bytes)
         if hasher.hexdigest() != bundled.sha256:
-            raise ChecksumError(f"{path} is not what was pulled", hint=f"`edgeinfer pull {record.name} --again`")
+            raise ChecksumError(
+                f"{path} is not what was pulled", hint=f"`edgeinfer pull {record.name} --again`"
+            )
         _pad(new)
     return new.tell() - start
 
 
 def read(shipped: Shipped) -> Bundle:
-    """The header of the bundle section. Raises EdgeInferError when there is none, ChecksumError when it is damaged."""
+    """The header of the bundle section. Raises EdgeInferError when there is none, ChecksumError when it
+    is damaged.
+    """
     if not shipped.bundle_length:
         raise EdgeInferError(f"{shipped.path} carries no model")
     with shipped.path.open("rb") as file:
@@ -141,9 +152,14 @@ def read(shipped: Shipped) -> Bundle:
     try:
         bundle = msgspec.json.decode(raw, type=Bundle)
     except msgspec.MsgspecError as error:
-        raise ChecksumError(f"{shipped.path} is damaged: its model has no header", hint="fetch the file again") from error
+        raise ChecksumError(
+            f"{shipped.path} is damaged: its model has no header", hint="fetch the file again"
+        ) from error
     if field(bundle.record) != shipped.model:
-        raise ChecksumError(f"{shipped.path} is damaged: it carries another model than it says", hint="fetch the file again")
+        raise ChecksumError(
+            f"{shipped.path} is damaged: it carries another model than it says",
+            hint="fetch the file again",
+        )
     return bundle
 
 
@@ -174,7 +190,14 @@ def _store(shipped: Shipped, bundle: Bundle, progress: Progress) -> PulledModel:
         _take(shipped, bundled, folder / bundled.name, progress, done)
         done += bundled.size_bytes
         info = (folder / bundled.name).stat()
-        files.append(PulledFile(path=bundled.name, size_bytes=info.st_size, sha256=bundled.sha256, mtime_ns=info.st_mtime_ns))
+        files.append(
+            PulledFile(
+                path=bundled.name,
+                size_bytes=info.st_size,
+                sha256=bundled.sha256,
+                mtime_ns=info.st_mtime_ns,
+            )
+        )
     flush(folder)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = msgspec.structs.replace(bundle.record, files=tuple(files), pulled_at=now)
@@ -183,8 +206,12 @@ def _store(shipped: Shipped, bundle: Bundle, progress: Progress) -> PulledModel:
     return record
 
 
-def _take(shipped: Shipped, bundled: BundledFile, target: Path, progress: Progress, before: int) -> None:
-    """One file out of the bundle: cloned or copied, hashed, renamed into place. `before` bytes are done already."""
+def _take(
+    shipped: Shipped, bundled: BundledFile, target: Path, progress: Progress, before: int
+) -> None:
+    """One file out of the bundle: cloned or copied, hashed, renamed into place. `before` bytes are done
+    already.
+    """
     start = shipped.bundle_offset + bundled.offset
     scratch = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
@@ -203,7 +230,9 @@ def _take(shipped: Shipped, bundled: BundledFile, target: Path, progress: Progre
             out.flush()
             os.fsync(out.fileno())
         if hasher.hexdigest() != bundled.sha256:
-            raise ChecksumError(f"{bundled.name} in {shipped.path} is damaged", hint="fetch the file again")
+            raise ChecksumError(
+                f"{bundled.name} in {shipped.path} is damaged", hint="fetch the file again"
+            )
         scratch.chmod(0o600)
         os.replace(scratch, target)
     finally:
@@ -211,7 +240,9 @@ def _take(shipped: Shipped, bundled: BundledFile, target: Path, progress: Progre
 
 
 def _clone(source: int, start: int, length: int, target: int) -> bool:
-    """Let the target share the source's blocks. Ranges are whole pages; what lies behind the file's end is cut off again."""
+    """Let the target share the source's blocks. Ranges are whole pages; what lies behind the file's end
+    is cut off again.
+    """
     whole = length + (-length % PAGE)
     try:
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("<qQQQ", source, start, whole, 0))
@@ -223,7 +254,9 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """`edgeinfer.shipping.bundle FILE`: bring the model out of the shipped file. Run by the first start."""
+    """`edgeinfer.shipping.bundle FILE`: bring the model out of the shipped file. Run by the first
+    start.
+    """
     from edgeinfer import words
     from edgeinfer.catalog.progress import Job
     from edgeinfer.commands.progress import progress_on

@@ -1,4 +1,5 @@
-"""The shipped file's format: what follows the bootloader in it, and how to read that. Standard library only.
+"""The shipped file's format: what follows the bootloader in it, and how to read that. Standard library
+only.
 
     bootloader                     ELF; its field EDGEINFER-APP= names the application's folder, EDGEINFER-MODEL= the model
     payload   (page aligned)       "EDGEPAY1", u64 length of the index, the index (JSON), then the blocks it lists
@@ -6,9 +7,10 @@
     trailer                        "EDGETRL1", u64 offset and length of the payload, u64 offset and length of the bundle
     archive                        PyInstaller's, with its cookie as the file's last bytes
 
-Numbers are little-endian. The folder's name is `VERSION-` and the first 20 digits of the index's SHA-256; the index holds
-the SHA-256 of every file. So the name vouches for every byte that is unpacked, and equal inputs have equal names. The values
-here are NamedTuples because `dataclasses` imports `inspect`, 10 ms of a first start.
+Numbers are little-endian. The folder's name is `VERSION-` and the first 20 digits of the index's
+SHA-256; the index holds the SHA-256 of every file. So the name vouches for every byte that is unpacked,
+and equal inputs have equal names. The values here are NamedTuples because `dataclasses` imports
+`inspect`, 10 ms of a first start.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ MODEL_FIELD = b"EDGEINFER-MODEL="
 PAYLOAD_MAGIC = b"EDGEPAY1"
 TRAILER = struct.Struct("<8sQQQQ")
 TRAILER_MAGIC = b"EDGETRL1"
-#: PyInstaller's cookie: magic, length of its archive, table of contents, Python's version and library; big-endian.
+#: PyInstaller's cookie: magic, length of its archive, table of contents, Python's version and library;
+#: big-endian.
 COOKIE = struct.Struct("!8sIIII64s")
 COOKIE_MAGIC = b"MEI\014\013\012\013\016"
 #: The bootloader's fields lie within so many first bytes of the file.
@@ -40,7 +43,9 @@ MAX_INDEX_BYTES = 8 << 20
 
 
 class Entry(NamedTuple):
-    """One file of the payload. `block` is the number of the block that holds it, after those listed before it there."""
+    """One file of the payload. `block` is the number of the block that holds it, after those listed
+    before it there.
+    """
 
     path: str
     mode: int
@@ -50,7 +55,9 @@ class Entry(NamedTuple):
 
 
 class Block(NamedTuple):
-    """`size` compressed bytes (xz) at `offset` of the payload, which become `raw` bytes: its files, one after the other."""
+    """`size` compressed bytes (xz) at `offset` of the payload, which become `raw` bytes: its files, one
+    after the other.
+    """
 
     offset: int
     size: int
@@ -58,7 +65,9 @@ class Block(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What the payload holds. `relocate` lists executables whose ELF interpreter names the folder they are unpacked to."""
+    """What the payload holds. `relocate` lists executables whose ELF interpreter names the folder they
+    are unpacked to.
+    """
 
     version: str
     files: tuple[Entry, ...]
@@ -101,20 +110,26 @@ def find_field(head: bytes, key: bytes) -> int:
 
 
 def open_shipped(path: Path) -> Shipped:
-    """Read the places of a shipped file's parts. Raises EdgeInferError when it is none, OSError when it cannot be read."""
+    """Read the places of a shipped file's parts. Raises EdgeInferError when it is none, OSError when it
+    cannot be read.
+    """
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - COOKIE.size))
         cookie = file.read(COOKIE.size)
         if len(cookie) != COOKIE.size or not cookie.startswith(COOKIE_MAGIC):
-            raise EdgeInferError(f"{path} is no edgeinfer binary, or it was truncated", hint="fetch the file again")
+            raise EdgeInferError(
+                f"{path} is no edgeinfer binary, or it was truncated", hint="fetch the file again"
+            )
         archive = end - int(COOKIE.unpack(cookie)[1])
         file.seek(archive - TRAILER.size)
         trailer = file.read(TRAILER.size)
     magic, *places = TRAILER.unpack(trailer)
     if magic != TRAILER_MAGIC or any(place > end for place in places):
-        raise EdgeInferError(f"{path} is no edgeinfer binary, or it was damaged", hint="fetch the file again")
+        raise EdgeInferError(
+            f"{path} is no edgeinfer binary, or it was damaged", hint="fetch the file again"
+        )
     payload, payload_length, bundle, bundle_length = places
     app, model = read_field(head, APP_FIELD), read_field(head, MODEL_FIELD)
     return Shipped(path, app, model, payload, payload_length, bundle, bundle_length, archive)
@@ -159,7 +174,9 @@ def folder_name(version: str, index: bytes) -> str:
 
 
 def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
-    """The raw bytes of one block of the open file `fd`; safe to call from several threads. Raises ChecksumError."""
+    """The raw bytes of one block of the open file `fd`; safe to call from several threads. Raises
+    ChecksumError.
+    """
     import lzma  # 1 ms, only while unpacking and checking
 
     packed = os.pread(fd, block.size, shipped.payload_offset + block.offset)
@@ -184,10 +201,13 @@ def split_block(raw: bytes, entries: list[Entry], path: Path) -> Iterator[tuple[
 
 
 def _damaged(path: Path, why: str) -> ChecksumError:
-    return ChecksumError(f"{path} is damaged: {why}", hint="fetch the file again and compare it with its SHA256SUMS")
+    return ChecksumError(
+        f"{path} is damaged: {why}", hint="fetch the file again and compare it with its SHA256SUMS"
+    )
 
 
-# --- executables that name their own folder --------------------------------------------------------------------------
+# --- executables that name their own folder
+# --------------------------------------------------------------------------
 
 
 def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
@@ -197,21 +217,30 @@ def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
     """
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
-        kind, _flags, offset, _vaddr, _paddr, length = struct.unpack_from("<IIQQQQ", elf, table + n * size)
+        kind, _flags, offset, _vaddr, _paddr, length = struct.unpack_from(
+            "<IIQQQQ", elf, table + n * size
+        )
         if kind == 3:  # PT_INTERP
             return offset, length - 1
     raise EdgeInferError("an executable without an interpreter cannot be relocated")
 
 
 def padded(path: str, length: int) -> bytes:
-    """`path` with so many leading slashes that it has `length` bytes. Raises EdgeInferError when it is longer."""
+    """`path` with so many leading slashes that it has `length` bytes. Raises EdgeInferError when it is
+    longer.
+    """
     raw = os.fsencode(path)
     if len(raw) > length:
-        raise EdgeInferError(f"{path} is too long a path for CRIU's libraries", hint="set EDGEINFER_HOME to a shorter one")
+        raise EdgeInferError(
+            f"{path} is too long a path for CRIU's libraries",
+            hint="set EDGEINFER_HOME to a shorter one",
+        )
     return b"/" * (length - len(raw)) + raw
 
 
 def relocated(elf: bytes | memoryview, interpreter: str) -> bytes:
-    """The executable with `interpreter` as its ELF interpreter; "" gives the neutral form that is hashed and shipped."""
+    """The executable with `interpreter` as its ELF interpreter; "" gives the neutral form that is
+    hashed and shipped.
+    """
     at, length = interpreter_span(elf)
     return bytes(elf[:at]) + padded(interpreter, length) + bytes(elf[at + length :])

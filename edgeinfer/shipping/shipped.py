@@ -1,8 +1,10 @@
-"""What this process knows of the shipped file: where it is, and where its application was unpacked. Standard library only.
+"""What this process knows of the shipped file: where it is, and where its application was unpacked.
+Standard library only.
 
-The launcher runs inside the shipped file's own process (build/handover.c), with Python from the unpacked application; the
-application proper is `APP/edgeinfer-app`, made by PyInstaller. Both are `sys.frozen`, and in both `sys.executable` is
-`APP/edgeinfer-app`, which is what `edgeinfer.process` starts.
+The launcher runs inside the shipped file's own process (build/handover.c), with Python from the
+unpacked application; the application proper is `APP/edgeinfer-app`, made by PyInstaller. Both are
+`sys.frozen`, and in both `sys.executable` is `APP/edgeinfer-app`, which is what `edgeinfer.process`
+starts.
 """
 
 from __future__ import annotations
@@ -50,16 +52,20 @@ def program_file() -> Path | None:
 
 
 def bundled_criu() -> Path | None:
-    """The CRIU unpacked with the application, or None when there is none (`--without-criu`, or no shipped file)."""
+    """The CRIU unpacked with the application, or None when there is none (`--without-criu`, or no
+    shipped file).
+    """
     app = app_dir()
     criu = app / "criu/bin/criu" if app else None
     return criu if criu and criu.is_file() else None
 
 
 def trust_certificates() -> None:
-    """Let OpenSSL find certificate authorities: the bundled one looks where Debian has them, and a bare machine has none.
+    """Let OpenSSL find certificate authorities: the bundled one looks where Debian has them, and a bare
+    machine has none.
 
-    An environment that names them is left alone; then this system's, then those of Mozilla that are shipped (certifi).
+    An environment that names them is left alone; then this system's, then those of Mozilla that are
+    shipped (certifi).
     """
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return
@@ -70,7 +76,9 @@ def trust_certificates() -> None:
 
 
 def start() -> NoReturn:
-    """The launcher's main, in the shipped file's own process. `handover.c` has put the places into `sys`."""
+    """The launcher's main, in the shipped file's own process. `handover.c` has put the places into
+    `sys`.
+    """
     app: str = sys._edgeinfer_app  # type: ignore[attr-defined]
     sys.frozen = True  # type: ignore[attr-defined]
     sys.executable = f"{app}/{APP_PROGRAM}"

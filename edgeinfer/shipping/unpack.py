@@ -1,4 +1,5 @@
-"""The first start of a shipped file: unpack its application under the user's data directory, once. Standard library only.
+"""The first start of a shipped file: unpack its application under the user's data directory, once.
+Standard library only.
 
     DATA/app/.lock                   flock of whoever unpacks or removes
     DATA/app/.unpacking-XXXX/        an unpacking in progress; a dead one is removed by the next
@@ -6,8 +7,9 @@
     DATA/app/VERSION-DIGEST/.source  the shipped file it came from
     DATA/app/MODEL-DIGEST.model      says that the model of a bundle is in the store
 
-A version is removed when no process uses it and its shipped file is gone or carries another version. Every file is checked
-against the index while it is written, and the index against the name in the bootloader.
+A version is removed when no process uses it and its shipped file is gone or carries another version.
+Every file is checked against the index while it is written, and the index against the name in the
+bootloader.
 """
 
 from __future__ import annotations
@@ -44,10 +46,13 @@ def app_root() -> Path:
     return paths.data_dir() / "app"
 
 
-def ensure_unpacked(file: Path, progress: Progress | None = None, waiting: Callable[[], None] | None = None) -> Path:
+def ensure_unpacked(
+    file: Path, progress: Progress | None = None, waiting: Callable[[], None] | None = None
+) -> Path:
     """The application of the shipped `file`, unpacked now unless it is there.
 
-    Raises ChecksumError, DiskFullError, and EdgeInferError when the folder cannot be written or `file` is no shipped file.
+    Raises ChecksumError, DiskFullError, and EdgeInferError when the folder cannot be written or `file`
+    is no shipped file.
     """
     shipped = payload.open_shipped(file)
     folder = app_root() / shipped.app
@@ -64,7 +69,9 @@ def ensure_unpacked(file: Path, progress: Progress | None = None, waiting: Calla
 def _trusted(folder: Path) -> Path:
     info = os.lstat(folder)
     if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise SnapshotUnsafeError(f"{folder} does not belong to this user alone", hint=f"remove it and start again: {folder}")
+        raise SnapshotUnsafeError(
+            f"{folder} does not belong to this user alone", hint=f"remove it and start again: {folder}"
+        )
     return folder
 
 
@@ -76,7 +83,8 @@ def _words_for_os_errors(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(_existing(folder)).free
             raise DiskFullError(
-                f"the disk of {folder.parent} became full while unpacking ({free >> 20} MiB free); nothing is left behind"
+                f"the disk of {folder.parent} became full while unpacking ({free >> 20} MiB free); "
+                f"nothing is left behind"
             ) from error
         raise EdgeInferError(
             f"cannot unpack to {folder.parent}: {error.filename or ''}: {error.strerror}",
@@ -110,7 +118,8 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
         free = shutil.disk_usage(folder.parent).free
         if free < index.size + _MARGIN_BYTES:
             raise DiskFullError(
-                f"{folder.parent} has {free >> 20} MiB free, and the application needs {(index.size + _MARGIN_BYTES) >> 20}"
+                f"{folder.parent} has {free >> 20} MiB free, and the application needs "
+                f"{(index.size + _MARGIN_BYTES) >> 20}"
             )
         scratch = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder.parent))
         try:
@@ -129,9 +138,13 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
 
 
 class _Unpacking:
-    """Blocks are independent, and xz gives up the interpreter's lock: as many threads as cores, four at most."""
+    """Blocks are independent, and xz gives up the interpreter's lock: as many threads as cores, four at
+    most.
+    """
 
-    def __init__(self, shipped: Shipped, index: Index, scratch: Path, folder: Path, progress: Progress) -> None:
+    def __init__(
+        self, shipped: Shipped, index: Index, scratch: Path, folder: Path, progress: Progress
+    ) -> None:
         self._shipped, self._index, self._scratch, self._folder = shipped, index, scratch, folder
         self._progress = progress
         self._done = 0
@@ -200,17 +213,24 @@ def flush(folder: Path) -> None:
         os.close(fd)
 
 
-# --- versions nobody uses ---------------------------------------------------------------------------------------------
+# --- versions nobody uses
+# --------------------------------------------------------------------------------
 
 
 def versions() -> list[Path]:
     """The unpacked applications, whoever uses them."""
     root = app_root()
-    return sorted(p for p in root.iterdir() if p.is_dir() and (p / INDEX).is_file()) if root.is_dir() else []
+    return (
+        sorted(p for p in root.iterdir() if p.is_dir() and (p / INDEX).is_file())
+        if root.is_dir()
+        else []
+    )
 
 
 def remove_unused(keep: Path | None = None) -> list[Path]:
-    """Remove versions that no process runs from and whose shipped file is gone or carries another. Hold the lock."""
+    """Remove versions that no process runs from and whose shipped file is gone or carries another. Hold
+    the lock.
+    """
     removed = []
     for folder in versions():
         if folder != keep and not _wanted(folder) and not users(folder):
@@ -229,7 +249,9 @@ def _wanted(folder: Path) -> bool:
 
 
 def users(folder: Path) -> list[int]:
-    """Other processes that have a file of `folder` mapped. Only this user's can: the folder is private."""
+    """Other processes that have a file of `folder` mapped. Only this user's can: the folder is
+    private.
+    """
     needle = os.fsencode(folder) + b"/"
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -242,7 +264,9 @@ def users(folder: Path) -> list[int]:
 
 
 def tidy() -> None:
-    """Remove versions nobody uses, if there are any and nobody else is at it; silent. 0.1 ms when this is the only one."""
+    """Remove versions nobody uses, if there are any and nobody else is at it; silent. 0.1 ms when this
+    is the only one.
+    """
     if len(versions()) < 2:
         return
     with contextlib.suppress(OSError), open(app_root() / ".lock", "w") as lock:
@@ -251,7 +275,9 @@ def tidy() -> None:
 
 
 def remove_version(folder: Path) -> None:
-    """Remove one unpacked application: out of the way by a rename first, so that it is whole or gone."""
+    """Remove one unpacked application: out of the way by a rename first, so that it is whole or
+    gone.
+    """
     grave = folder.with_name(_REMOVING + folder.name)
     shutil.rmtree(grave, ignore_errors=True)
     os.rename(folder, grave)
@@ -264,16 +290,21 @@ def _remove_leftovers() -> None:
             shutil.rmtree(child, ignore_errors=True)
 
 
-# --- the main of the first start -------------------------------------------------------------------------------------
+# --- the main of the first start
+# --------------------------------------------------------------------------------
 
 
 def main() -> int:
-    """Unpack, put a bundled model into the store, and execute the shipped file again. Runs in PyInstaller's small Python."""
+    """Unpack, put a bundled model into the store, and execute the shipped file again. Runs in
+    PyInstaller's small Python.
+    """
     from edgeinfer import words
 
     file = Path(os.path.realpath("/proc/self/exe"))
     try:
-        app = ensure_unpacked(file, _Said(), lambda: _say("another first start is unpacking: waiting for it"))
+        app = ensure_unpacked(
+            file, _Said(), lambda: _say("another first start is unpacking: waiting for it")
+        )
         _bring_model(file, app)
     except EdgeInferError as error:
         print(words.words(error), file=sys.stderr)  # noqa: T201
@@ -298,8 +329,12 @@ def _bring_model(file: Path, app: Path) -> None:
 
 
 def _outer_environment() -> dict[str, str]:
-    """The environment this start was given, without what PyInstaller's bootloader added for its own processes."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("_PYI_", "LD_LIBRARY_PATH"))}
+    """The environment this start was given, without what PyInstaller's bootloader added for its own
+    processes.
+    """
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("_PYI_", "LD_LIBRARY_PATH"))
+    }
     if "LD_LIBRARY_PATH_ORIG" in os.environ:
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH_ORIG"]
     environment.pop("EDGEINFER_UNPACKED", None)

@@ -1,1 +1,3 @@
-"""Park, bake, dump, resume: the on-disk format, the fingerprint, CRIU, and the process that is parked."""
+"""Park, bake, dump, resume: the on-disk format, the fingerprint, CRIU, and the process that is
+parked.
+"""

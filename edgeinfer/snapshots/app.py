@@ -1,7 +1,8 @@
 """The app process: what a parked process becomes when it is resumed, and what a cold start runs.
 
-Both take a launch request from the link to their launcher (`frames`), become whoever launched them (`freshness`), and then run
-a verb, serve an engine to another process, or answer the canary. The launcher learns how they ended from the supervisor.
+Both take a launch request from the link to their launcher (`frames`), become whoever launched them
+(`freshness`), and then run a verb, serve an engine to another process, or answer the canary. The
+launcher learns how they ended from the supervisor.
 
 `python -m edgeinfer.snapshots.app FD` is the cold one; it has nothing loaded yet.
 """
@@ -32,12 +33,15 @@ from edgeinfer.snapshots.idle import IdleWatch
 #: Roles of a launch request.
 VERB, WORKER, CANARY, FACTS = b"verb", b"worker", b"canary", b"facts"
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
-#: Seconds without work after which a cold chat or endpoint has the snapshot built that its next start will want.
+#: Seconds without work after which a cold chat or endpoint has the snapshot built that its next start
+#: will want.
 REST_S = 15.0
 
 
 class AppHost(Host):
-    """A process with a launcher behind it: it may hold a resumed model, and gets others from worker processes."""
+    """A process with a launcher behind it: it may hold a resumed model, and gets others from worker
+    processes.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,8 @@ class AppHost(Host):
         return self._held.model if self._held and self._held.is_open else ""
 
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """The resumed engine when it is this model with these options, else one from a worker; loaded here when cold.
+        """The resumed engine when it is this model with these options, else one from a worker; loaded
+        here when cold.
 
         Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
         """
@@ -79,16 +84,20 @@ class AppHost(Host):
         return engine
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """The engine of `model` in a process of its own, resumed when it is warm; closing it ends the process.
+        """The engine of `model` in a process of its own, resumed when it is warm; closing it ends the
+        process.
 
-        Raises what loading it raises there, EngineClosedError when that process dies before it is ready.
+        Raises what loading it raises there, EngineClosedError when that process dies before it is
+        ready.
         """
         from edgeinfer.snapshots.worker import RemoteEngine  # 5 ms in a cold process
 
         with self._asking:
             requested = frames.join(word for item in asked(options).items() for word in item)
             raw = msgspec.json.encode(options)
-            frames.send(self._link, {"op": "worker", "model": model, "options": raw, "requested": requested})
+            frames.send(
+                self._link, {"op": "worker", "model": model, "options": raw, "requested": requested}
+            )
             answer = frames.receive(self._link)
         if answer is None:
             raise EngineClosedError("the launcher is gone")
@@ -97,19 +106,29 @@ class AppHost(Host):
         return RemoteEngine(socket.socket(fileno=answer[1][0]), progress)
 
     def warm_models(self) -> frozenset[str]:
-        from edgeinfer.snapshots.records import listed  # reads every manifest: only the model picker asks
+        from edgeinfer.snapshots.records import (
+            listed,
+        )  # reads every manifest: only the model picker asks
 
         return frozenset(one.details.model for one in listed() if one.fresh)
 
     def warm(
-        self, model: str, options: LoadOptions, progress: LoadProgress | None = None, cancel: threading.Event | None = None
+        self,
+        model: str,
+        options: LoadOptions,
+        progress: LoadProgress | None = None,
+        cancel: threading.Event | None = None,
     ) -> None:
-        """`edgeinfer warm` in a process of the launcher's: none can be dumped from inside a resumed one's namespaces."""
+        """`edgeinfer warm` in a process of the launcher's: none can be dumped from inside a resumed
+        one's namespaces.
+        """
         from edgeinfer.snapshots.warming import listen, words  # only the model picker asks
 
         read_fd, write_fd = os.pipe()
         with self._asking:
-            frames.send(self._link, {"op": "warm-now", "words": frames.join(words(model, options))}, [write_fd])
+            frames.send(
+                self._link, {"op": "warm-now", "words": frames.join(words(model, options))}, [write_fd]
+            )
         os.close(write_fd)
         listen(model, read_fd, progress, cancel, self._stop_warming)
 
@@ -125,11 +144,18 @@ class AppHost(Host):
         return last_words.Copies(channel, states_fd)
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
-        """Tell the launcher which snapshot would have served this cold start. It has one built when this verb has ended, or,
-        of a verb that goes on for long, as soon as the engine has rested for a while."""
+        """Tell the launcher which snapshot would have served this cold start. It has one built when
+        this verb has ended, or, of a verb that goes on for long, as soon as the engine has rested for a
+        while.
+        """
         if not self.config.snapshots.auto_warm or self.start.how != "cold":
             return
-        request: dict[str, frames.Value] = {"op": "warm", "model": model, "options": msgspec.json.encode(options), "now": 0}
+        request: dict[str, frames.Value] = {
+            "op": "warm",
+            "model": model,
+            "options": msgspec.json.encode(options),
+            "now": 0,
+        }
         self._tell(request)
         if self._long_lived:
 
@@ -192,14 +218,20 @@ def _take_over(fields: Mapping[str, bytes], fds: list[int], held: Held | None) -
 
 
 def _stop(_number: int, _frame: object) -> None:
-    """Ctrl-Z. The default action does nothing in a session without a terminal; the supervisor sees this one."""
+    """Ctrl-Z. The default action does nothing in a session without a terminal; the supervisor sees this
+    one.
+    """
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _start(fields: Mapping[str, bytes], resumed_ns: int) -> Start:
     """How this launch went, in milliseconds from exec of the launcher."""
     began = int(fields["exec_ns"])
-    stages = {"launcher": int(fields["main_ns"]), "restore": int(fields["spawn_ns"]), "running": resumed_ns}
+    stages = {
+        "launcher": int(fields["main_ns"]),
+        "restore": int(fields["spawn_ns"]),
+        "running": resumed_ns,
+    }
     ms = {name: round((at - began) / 1e6, 1) for name, at in stages.items()}
     ms["request"] = round((time.monotonic_ns() - began) / 1e6, 1)
     return Start(
@@ -211,20 +243,28 @@ def _start(fields: Mapping[str, bytes], resumed_ns: int) -> Start:
 
 
 def _play(
-    link: socket.socket, fields: Mapping[str, bytes], held: Held | None, start: Start, sockets: list[socket.socket]
+    link: socket.socket,
+    fields: Mapping[str, bytes],
+    held: Held | None,
+    start: Start,
+    sockets: list[socket.socket],
 ) -> int:
     role = fields["role"]
     if role == VERB:
         from edgeinfer import cli  # 20 ms in a cold process
 
         argv = frames.split(fields["argv"])
-        return cli.main(argv, AppHost(start, link, held, tuple(sockets), long_lived=argv[0] in ("chat", "serve")))
+        return cli.main(
+            argv, AppHost(start, link, held, tuple(sockets), long_lived=argv[0] in ("chat", "serve"))
+        )
     if role == WORKER:
         from edgeinfer.snapshots.worker import serve  # 5 ms in a cold process
 
         host = AppHost(start, link, held)
         options = msgspec.json.decode(fields["options"], type=LoadOptions)
-        serve(sockets[0], start, lambda progress: host.engine(fields["model"].decode(), options, progress))
+        serve(
+            sockets[0], start, lambda progress: host.engine(fields["model"].decode(), options, progress)
+        )
         return 0
     if role == CANARY and held is not None:
         frames.send(link, {"op": "canary", "value": held.sing()})
@@ -246,7 +286,9 @@ def _flush() -> None:
 
 
 def _trace_imports(before: set[str]) -> None:
-    """For the test that keeps the parked process's list of modules complete: what was imported after the resume."""
+    """For the test that keeps the parked process's list of modules complete: what was imported after
+    the resume.
+    """
     path = os.environ.get(TRACE_IMPORTS)
     if path:
         with open(path, "w", encoding="utf-8") as file:
@@ -261,6 +303,8 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots import app  # classes and functions of the imported module, not of `__main__`
+    from edgeinfer.snapshots import (
+        app,
+    )  # classes and functions of the imported module, not of `__main__`
 
     app.main()

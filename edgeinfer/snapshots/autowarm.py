@@ -1,8 +1,10 @@
-"""The background warm: after a cold launch has ended, build the snapshot that would have served it. Nobody waits for it.
+"""The background warm: after a cold launch has ended, build the snapshot that would have served it.
+Nobody waits for it.
 
-`python -m edgeinfer.snapshots.autowarm MODEL OPTIONS`, started by the launcher when its app has ended, so a foreground that is
-still there is somebody else's. It runs as idle-class work: any other process of the machine goes first. What it did, or why
-it did nothing, goes to one line of `auto-warm.log` in the state directory.
+`python -m edgeinfer.snapshots.autowarm MODEL OPTIONS`, started by the launcher when its app has ended,
+so a foreground that is still there is somebody else's. It runs as idle-class work: any other process of
+the machine goes first. What it did, or why it did nothing, goes to one line of `auto-warm.log` in the
+state directory.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _LOG_BYTES = 256 << 10
 
 
 def step_back() -> None:
-    """Idle-class scheduling and the lowest niceness: this process and all it starts get what nobody else wants."""
+    """Idle-class scheduling and the lowest niceness: this process and all it starts get what nobody
+    else wants.
+    """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError):
@@ -85,7 +89,9 @@ def log(words: str) -> None:
 def main() -> None:
     """The background process; one at a time."""
     step_back()
-    turn = os.open(paths.private_dir(paths.state_dir()) / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    turn = os.open(
+        paths.private_dir(paths.state_dir()) / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+    )
     fcntl.flock(turn, fcntl.LOCK_EX)
     log(build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions)))
 

@@ -1,15 +1,17 @@
 """Baking: turn a dump that a restore would have to read into one that it maps.
 
-CRIU writes a process's private memory to one file of pages and, on a restore, reads all of it into fresh anonymous memory:
-0.75 to 0.95 s for every GB. Here that file becomes `memory.img`, and every long run of pages in it becomes, in CRIU's
-description of the address space, a private mapping of that file. A restore then maps and reads nothing: pages come from the
-page cache when touched, all processes resumed from one snapshot share them, and only what one of them writes is its own.
+CRIU writes a process's private memory to one file of pages and, on a restore, reads all of it into
+fresh anonymous memory: 0.75 to 0.95 s for every GB. Here that file becomes `memory.img`, and every long
+run of pages in it becomes, in CRIU's description of the address space, a private mapping of that file.
+A restore then maps and reads nothing: pages come from the page cache when touched, all processes
+resumed from one snapshot share them, and only what one of them writes is its own.
 
-The process was frozen while CRIU wrote its pages, so this is one moment of all of its memory, Python's heap and the threads'
-stacks included (docs/decisions/040-bake-the-images.md).
+The process was frozen while CRIU wrote its pages, so this is one moment of all of its memory, Python's
+heap and the threads' stacks included (docs/decisions/040-bake-the-images.md).
 
-What is left for CRIU to read: runs too short to be worth a mapping, and what may not be mapped (the stack, which grows, and
-the vDSO). Pages of zeros become anonymous memory again: an empty KV cache takes no room on the disk.
+What is left for CRIU to read: runs too short to be worth a mapping, and what may not be mapped (the
+stack, which grows, and the vDSO). Pages of zeros become anonymous memory again: an empty KV cache takes
+no room on the disk.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _MODE = 0o100600
 
 
 class Run(NamedTuple):
-    """Pages that follow each other in memory and in the file of pages: address, length and file offset in bytes."""
+    """Pages that follow each other in memory and in the file of pages: address, length and file offset
+    in bytes.
+    """
 
     start: int
     length: int
@@ -50,7 +54,9 @@ class Run(NamedTuple):
 
 
 class Baked(NamedTuple):
-    """What became of the dump. `memory_bytes` is the size of `memory.img`, `disk_bytes` what it takes without its holes."""
+    """What became of the dump. `memory_bytes` is the size of `memory.img`, `disk_bytes` what it takes
+    without its holes.
+    """
 
     memory_bytes: int
     disk_bytes: int
@@ -59,7 +65,8 @@ class Baked(NamedTuple):
 
 
 def bake(folder: Path, memory: Path, pid: int, progress: Callable[[int, int], None]) -> Baked:
-    """Bake the dump of process `pid` in `folder`, its pages into the new file `memory`. Progress in bytes: done, of.
+    """Bake the dump of process `pid` in `folder`, its pages into the new file `memory`. Progress in
+    bytes: done, of.
 
     Raises DumpError when the images are not what this module knows, OSError when there is no room.
     """
@@ -83,8 +90,13 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
     offset = 0
     for raw in images.read(pagemap).messages[1:]:
         entry = images.decode(raw)
-        start, flags = images.number(entry, images.PAGEMAP_VADDR), images.number(entry, images.PAGEMAP_FLAGS)
-        length = PAGE * (images.number(entry, images.PAGEMAP_PAGES) or images.number(entry, images.PAGEMAP_PAGES32))
+        start, flags = (
+            images.number(entry, images.PAGEMAP_VADDR),
+            images.number(entry, images.PAGEMAP_FLAGS),
+        )
+        length = PAGE * (
+            images.number(entry, images.PAGEMAP_PAGES) or images.number(entry, images.PAGEMAP_PAGES32)
+        )
         if runs and runs[-1].end == start and runs[-1].flags == flags:
             runs[-1] = runs[-1]._replace(length=runs[-1].length + length)
         else:
@@ -108,7 +120,9 @@ def _scan(memory: Path, progress: Callable[[int, int], None]) -> list[tuple[int,
                 if chunk[block : block + BLOCK_BYTES] == zero:
                     begin = at + block
                     joined = bool(zeros) and zeros[-1][1] == begin
-                    zeros[-1 if joined else len(zeros) :] = [(zeros[-1][0] if joined else begin, begin + BLOCK_BYTES)]
+                    zeros[-1 if joined else len(zeros) :] = [
+                        (zeros[-1][0] if joined else begin, begin + BLOCK_BYTES)
+                    ]
             progress(at + len(chunk), size)
         for begin, end in zeros:
             _punch(fd, begin, end - begin)
@@ -125,7 +139,9 @@ def _punch(fd: int, offset: int, length: int) -> None:
 
 
 def _forget_scheduling(core: Path) -> None:
-    """A snapshot built in the background was built niced; what is resumed takes the niceness of its launcher instead."""
+    """A snapshot built in the background was built niced; what is resumed takes the niceness of its
+    launcher instead.
+    """
     image = images.read(core)
     message = images.decode(image.messages[0])
     gone = (images.THREAD_NICE, images.THREAD_POLICY, images.THREAD_PRIORITY)
@@ -140,7 +156,9 @@ def _forget_scheduling(core: Path) -> None:
 class _Baker:
     """The edit of one dump's images."""
 
-    def __init__(self, folder: Path, memory: Path, pid: int, runs: list[Run], zeros: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, folder: Path, memory: Path, pid: int, runs: list[Run], zeros: list[tuple[int, int]]
+    ) -> None:
         self._folder, self._memory, self._pid = folder, memory, pid
         self._runs = runs
         self._content = [part for run in runs for part in _without(run, zeros)]
@@ -156,7 +174,9 @@ class _Baker:
         """Add `memory.img` to the files CRIU opens."""
         path = self._folder / "files.img"
         image = images.read(path)
-        self._file_id = 1 + max(images.number(images.decode(raw), images.FILE_ID) for raw in image.messages)
+        self._file_id = 1 + max(
+            images.number(images.decode(raw), images.FILE_ID) for raw in image.messages
+        )
         owner = images.encode([(n, images.VARINT, 0) for n in range(1, 6)])
         regular: Message = [
             (images.REG_ID, images.VARINT, self._file_id),
@@ -189,7 +209,8 @@ class _Baker:
     def _cut(self, area: Message) -> Iterator[Message]:
         start, end = images.number(area, images.AREA_START), images.number(area, images.AREA_END)
         status = images.number(area, images.AREA_STATUS)
-        # Zeros read as such without content only in anonymous memory: under a file's mapping they hide the file's bytes.
+        # Zeros read as such without content only in anonymous memory: under a file's mapping they hide
+        # the file's bytes.
         runs = self._content if status & images.AREA_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_PAGES * PAGE if _may_be_mapped(area) else end
         at = start
@@ -208,13 +229,17 @@ class _Baker:
             yield area if at == start else _piece(area, at, end)
 
     def _mapping(self, area: Message, run: Run) -> Message:
-        status = images.number(area, images.AREA_STATUS) & ~images.AREA_ANON_PRIVATE | images.AREA_FILE_PRIVATE
+        status = (
+            images.number(area, images.AREA_STATUS) & ~images.AREA_ANON_PRIVATE
+            | images.AREA_FILE_PRIVATE
+        )
         changes = {
             images.AREA_START: run.start,
             images.AREA_END: run.end,
             images.AREA_OFFSET: run.offset,
             images.AREA_FILE: self._file_id,
-            images.AREA_FLAGS: images.number(area, images.AREA_FLAGS) & ~images.MAP_ANONYMOUS | images.MAP_PRIVATE,
+            images.AREA_FLAGS: images.number(area, images.AREA_FLAGS) & ~images.MAP_ANONYMOUS
+            | images.MAP_PRIVATE,
             images.AREA_STATUS: status,
             images.AREA_OPEN_FLAGS: os.O_RDONLY,
         }
@@ -234,7 +259,9 @@ class _Baker:
                     pages.write(os.pread(fd, run.length, run.offset))
         finally:
             os.close(fd)
-        images.write(pagemap, images.Image(image.magic, [image.messages[0], *map(_pagemap_entry, rest)]))
+        images.write(
+            pagemap, images.Image(image.magic, [image.messages[0], *map(_pagemap_entry, rest)])
+        )
 
 
 def _may_be_mapped(area: Message) -> bool:
@@ -248,13 +275,18 @@ def _piece(area: Message, start: int, end: int) -> Message:
     """A part of an area that stays what it was."""
     offset = images.number(area, images.AREA_OFFSET)
     if images.number(area, images.AREA_STATUS) & images.AREA_FILE_PRIVATE:
-        area = images.with_number(area, images.AREA_OFFSET, offset + start - images.number(area, images.AREA_START))
+        area = images.with_number(
+            area, images.AREA_OFFSET, offset + start - images.number(area, images.AREA_START)
+        )
     return images.with_number(images.with_number(area, images.AREA_START, start), images.AREA_END, end)
 
 
 def _pagemap_entry(run: Run) -> bytes:
     pages = run.length // PAGE
-    message: Message = [(images.PAGEMAP_VADDR, images.VARINT, run.start), (images.PAGEMAP_PAGES32, images.VARINT, pages)]
+    message: Message = [
+        (images.PAGEMAP_VADDR, images.VARINT, run.start),
+        (images.PAGEMAP_PAGES32, images.VARINT, pages),
+    ]
     return images.encode([*message, (images.PAGEMAP_FLAGS, images.VARINT, run.flags)])
 
 

@@ -1,11 +1,13 @@
-"""Builds one snapshot: starts the parked process in namespaces of its own, has CRIU dump it, bakes the dump, tries it out.
+"""Builds one snapshot: starts the parked process in namespaces of its own, has CRIU dump it, bakes the
+dump, tries it out.
 
-`python -m edgeinfer.snapshots.builder FD FOLDER`, a small process with one thread (it clones into namespaces), started by
-`edgeinfer.snapshots.warm` and ended by it, whatever way `warm` ends. FD is a socket to it: it takes one build request, and
-answers with "stage" messages and then "built" or "failed".
+`python -m edgeinfer.snapshots.builder FD FOLDER`, a small process with one thread (it clones into
+namespaces), started by `edgeinfer.snapshots.warm` and ended by it, whatever way `warm` ends. FD is a
+socket to it: it takes one build request, and answers with "stage" messages and then "built" or
+"failed".
 
-The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it has sung the canary's
-four tokens bit for bit as they were sung before the dump.
+The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
+has sung the canary's four tokens bit for bit as they were sung before the dump.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _NEAR_FULL_BYTES = 16 << 20
 
 
 class Builder:
-    """One build. `fields` is the request: model, name, files, options, requested, system, criu, version, tier."""
+    """One build. `fields` is the request: model, name, files, options, requested, system, criu,
+    version, tier.
+    """
 
     def __init__(self, warm: socket.socket, folder: Path, fields: dict[str, bytes]) -> None:
         self._warm, self._folder, self._fields = warm, folder, fields
@@ -49,7 +53,9 @@ class Builder:
         parked_fields, parked = self._park_and_dump()
         self._stages.update(parked.stages_ms)
         began = time.monotonic()
-        baked = bake(self._images, self._folder / format.MEMORY, int(parked_fields["pid"]), self._bake_progress)
+        baked = bake(
+            self._images, self._folder / format.MEMORY, int(parked_fields["pid"]), self._bake_progress
+        )
         self._stages["bake"] = _ms_since(began)
         manifest = self._manifest(parked_fields, parked)
         self._say("verify", None)
@@ -61,7 +67,10 @@ class Builder:
         return details
 
     def _say(self, stage: str, fraction: float | None) -> None:
-        frames.send(self._warm, {"op": "stage", "name": stage, "fraction": "" if fraction is None else f"{fraction:.4f}"})
+        frames.send(
+            self._warm,
+            {"op": "stage", "name": stage, "fraction": "" if fraction is None else f"{fraction:.4f}"},
+        )
 
     def _bake_progress(self, done: int, total: int) -> None:
         self._say("bake", done / total if total else 1.0)
@@ -92,9 +101,13 @@ class Builder:
         return parked_fields, parked
 
     def _converse(self, link: socket.socket) -> tuple[dict[str, bytes], Parked]:
-        """Send the request to the process that parks, pass on its stages, and wait until it has let go of us."""
+        """Send the request to the process that parks, pass on its stages, and wait until it has let go
+        of us.
+        """
         frames.send(
-            link, {name: self._fields[name] for name in ("model", "files", "options", "system")} | {"folder": str(self._folder)}
+            link,
+            {name: self._fields[name] for name in ("model", "files", "options", "system")}
+            | {"folder": str(self._folder)},
         )
         answer: dict[str, bytes] = {}
         while (received := frames.receive(link)) is not None:
@@ -108,10 +121,15 @@ class Builder:
             else:
                 answer = fields
         if not answer:
-            raise DumpError("the process to be snapshot died while it loaded", hint=_tail(self._folder / format.PARK_LOG))
+            raise DumpError(
+                "the process to be snapshot died while it loaded",
+                hint=_tail(self._folder / format.PARK_LOG),
+            )
         return answer, msgspec.json.decode(answer["parked"], type=Parked)
 
-    def _init(self, flags: int, user: int, group: int, link: socket.socket, wake: int, orders: socket.socket) -> NoReturn:
+    def _init(
+        self, flags: int, user: int, group: int, link: socket.socket, wake: int, orders: socket.socket
+    ) -> NoReturn:
         """Init of the namespaces: starts the process that parks, then CRIU when told to."""
         try:
             native.die_with_parent()
@@ -155,7 +173,9 @@ class Builder:
         if child == 0:
             try:
                 signal.alarm(_DUMP_TIMEOUT_S)
-                criu.exec_dump(self._criu, self._tier, pid, str(self._images), str(self._folder / format.DUMP_LOG))
+                criu.exec_dump(
+                    self._criu, self._tier, pid, str(self._images), str(self._folder / format.DUMP_LOG)
+                )
             finally:
                 os._exit(127)
         while True:
@@ -203,10 +223,17 @@ class Builder:
 
     def _listen_to_the_canary(self, manifest: format.Manifest, expected: bytes) -> None:
         if facts.ask(manifest, str(self._folder), "canary") != expected:
-            raise RestoreError("the new snapshot computes other tokens than the process it was taken of; it was thrown away")
+            raise RestoreError(
+                "the new snapshot computes other tokens than the process it was taken of; it was "
+                "thrown away"
+            )
 
     def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
-        images_bytes = sum(size for name, size in manifest.images.items() if name not in (format.MEMORY, format.BUFFERS))
+        images_bytes = sum(
+            size
+            for name, size in manifest.images.items()
+            if name not in (format.MEMORY, format.BUFFERS)
+        )
         return Details(
             name=manifest.name,
             model=manifest.model,
@@ -246,9 +273,16 @@ class Builder:
 
 
 def parked_environment() -> dict[str, str]:
-    """All that the parked process is told of the world: nothing of the user's. One malloc arena, because glibc gives pages
-    of the others back and expects zeros, where a mapping of `memory.img` would show what was there before."""
-    ours = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    """All that the parked process is told of the world: nothing of the user's. One malloc arena,
+    because glibc gives pages of the others back and expects zeros, where a mapping of `memory.img`
+    would show what was there before.
+    """
+    ours = {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "MALLOC_ARENA_MAX": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     return ours | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
@@ -270,7 +304,9 @@ def _disk_full(folder: Path) -> DiskFullError | None:
     free = room.f_bavail * room.f_frsize
     if free > _NEAR_FULL_BYTES:
         return None
-    return DiskFullError(f"no room left on the disk of {folder}: {free >> 20} MiB free; nothing of the snapshot is kept")
+    return DiskFullError(
+        f"no room left on the disk of {folder}: {free >> 20} MiB free; nothing of the snapshot is kept"
+    )
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -299,7 +335,9 @@ def main() -> None:
     try:
         details = Builder(warm, folder, request[0]).build()
     except (EdgeInferError, OSError) as error:
-        problem = error if isinstance(error, EdgeInferError) else _disk_full(folder) or DumpError(f"{error}")
+        problem = (
+            error if isinstance(error, EdgeInferError) else _disk_full(folder) or DumpError(f"{error}")
+        )
         shutil.rmtree(folder, ignore_errors=True)
         code, hint = problem.code, problem.hint or ""
         frames.send(warm, {"op": "failed", "code": code, "message": problem.message, "hint": hint})

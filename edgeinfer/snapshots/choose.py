@@ -1,7 +1,9 @@
-"""Which snapshot a launch resumes: from the words typed and the configuration, without a parser of either.
+"""Which snapshot a launch resumes: from the words typed and the configuration, without a parser of
+either.
 
-This is a guess that must be cheap (the launcher makes it). The app that is resumed reads the same words with the real parser,
-and takes another model, or other options, from a worker process when the guess was wrong: an answer never depends on it.
+This is a guess that must be cheap (the launcher makes it). The app that is resumed reads the same words
+with the real parser, and takes another model, or other options, from a worker process when the guess
+was wrong: an answer never depends on it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _ANY = ("0", "auto")
 
 
 class Wish:
-    """What a launch would like to resume: model, options that must hold, and whether it insists (auto, always, never)."""
+    """What a launch would like to resume: model, options that must hold, and whether it insists (auto,
+    always, never).
+    """
 
     __slots__ = ("model", "options", "resume")
 
@@ -90,7 +94,8 @@ def read_config() -> dict[str, Any]:
 
 
 def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
-    """The folder and manifest of the snapshot to resume: one made with exactly these options, else the newest that fits.
+    """The folder and manifest of the snapshot to resume: one made with exactly these options, else the
+    newest that fits.
 
     Raises SnapshotMissingError when there is none, else what refused the best one.
     """
@@ -110,7 +115,9 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
             refused = error
             continue
         if not fingerprint.conflict(manifest, options):
-            found.append((manifest.requested == options, folder.rpartition(format.SEPARATOR)[2], manifest))
+            found.append(
+                (manifest.requested == options, folder.rpartition(format.SEPARATOR)[2], manifest)
+            )
     for _, generation, manifest in sorted(found, key=lambda item: item[:2], reverse=True):
         folder = f"{root}/{manifest.name}{format.SEPARATOR}{generation}"
         try:

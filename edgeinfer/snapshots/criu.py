@@ -43,12 +43,16 @@ class Probe:
 
     __slots__ = ("criu", "fix", "reason", "tier", "version")
 
-    def __init__(self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = "") -> None:
+    def __init__(
+        self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
+    ) -> None:
         self.tier, self.reason, self.fix, self.criu, self.version = tier, reason, fix, criu, version
 
 
 def candidates() -> list[str]:
-    """Where CRIU may be, best first: EDGEINFER_CRIU alone when set; ours (bundled, venv, data directory); PATH."""
+    """Where CRIU may be, best first: EDGEINFER_CRIU alone when set; ours (bundled, venv, data
+    directory); PATH.
+    """
     named = os.environ.get("EDGEINFER_CRIU")
     if named:
         return [named]
@@ -65,7 +69,12 @@ def _output(*command: str) -> str:
 
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -104,19 +113,24 @@ def _tier(criu: str, version: str) -> Probe:
     tier = ROOT if os.geteuid() == 0 else UNPRIVILEGED
     why_not = namespaces_refused(tier)
     if not why_not:
-        return Probe(tier, f"CRIU {version} at {criu}, in namespaces of its own", criu=criu, version=version)
+        return Probe(
+            tier, f"CRIU {version} at {criu}, in namespaces of its own", criu=criu, version=version
+        )
     if _has_file_capabilities(criu):
         reason = f"CRIU {version} at {criu} has file capabilities; one resumed process at a time, because {why_not}"
         return Probe(CAPABILITIES, reason, criu=criu, version=version)
     fix = (
-        "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), "
+        "allow user namespaces (sysctl user.max_user_namespaces, "
+        "kernel.apparmor_restrict_unprivileged_userns), "
         f"or `sudo setcap {FILE_CAPABILITIES} {criu}`"
     )
     return Probe(None, why_not, fix, criu, version)
 
 
 def namespaces_refused(tier: str) -> str:
-    """Why this process may not have the namespaces of a tier, or "" when it may. Makes them, in a child."""
+    """Why this process may not have the namespaces of a tier, or "" when it may. Makes them, in a
+    child.
+    """
     import subprocess  # 8 ms; only while warming and in doctor
 
     from edgeinfer.process import child_command
@@ -145,7 +159,9 @@ def _has_file_capabilities(criu: str) -> bool:
 
 
 def work_dir() -> str:
-    """Where CRIU keeps what it learned of the kernel, on a tmpfs where there is one: elsewhere it asks again, 20 to 40 ms."""
+    """Where CRIU keeps what it learned of the kernel, on a tmpfs where there is one: elsewhere it asks
+    again, 20 to 40 ms.
+    """
     path = f"{_TMPFS}/edgeinfer-{os.getuid()}" if os.path.isdir(_TMPFS) else places.runtime()
     try:
         os.makedirs(path, 0o700, exist_ok=True)
@@ -163,12 +179,16 @@ def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn
 
 
 def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int) -> NoReturn:
-    """Become `criu restore`, which ends when the process runs; its descriptors are replaced by ours. It talks on stderr.
+    """Become `criu restore`, which ends when the process runs; its descriptors are replaced by ours. It
+    talks on stderr.
 
-    The restored process is our caller's child from its first instruction, CRIU's sibling (`-S`): as CRIU's child it would be
-    killed with CRIU's end, having asked to die with its parent before that.
+    The restored process is our caller's child from its first instruction, CRIU's sibling (`-S`): as
+    CRIU's child it would be killed with CRIU's end, having asked to die with its parent before that.
     """
-    inherited = [f"fd[{link_fd}]:socket:[{manifest.link_inode}]", f"fd[{wake_fd}]:pipe:[{manifest.wake_inode}]"]
+    inherited = [
+        f"fd[{link_fd}]:socket:[{manifest.link_inode}]",
+        f"fd[{wake_fd}]:pipe:[{manifest.wake_inode}]",
+    ]
     arguments = ["restore", "-D", images, "-d", "-S", "-v1"]
     for descriptor in inherited:
         arguments += ["--inherit-fd", descriptor]
@@ -186,8 +206,12 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 
 def available() -> Probe:
-    """`probe`, for whoever cannot go on without. Raises SnapshotsUnavailableError with the fix as its hint."""
+    """`probe`, for whoever cannot go on without. Raises SnapshotsUnavailableError with the fix as its
+    hint.
+    """
     found = probe()
     if found.tier is None:
-        raise SnapshotsUnavailableError(f"snapshots do not work here: {found.reason}", hint=found.fix or None)
+        raise SnapshotsUnavailableError(
+            f"snapshots do not work here: {found.reason}", hint=found.fix or None
+        )
     return found

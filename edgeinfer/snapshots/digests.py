@@ -1,4 +1,6 @@
-"""The digest of a snapshot's file: SHA-256 of the SHA-256s of its pieces, so that all cores hash, and while it is written."""
+"""The digest of a snapshot's file: SHA-256 of the SHA-256s of its pieces, so that all cores hash, and
+while it is written.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _READ_BYTES = 1 << 20
 
 
 class Hashing:
-    """Hashes a file in the background, as far as it is written. A context; leaving it stops the threads."""
+    """Hashes a file in the background, as far as it is written. A context; leaving it stops the
+    threads.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -23,7 +27,9 @@ class Hashing:
     def __enter__(self) -> Hashing:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def written(self, size: int) -> None:

@@ -1,4 +1,5 @@
-"""What a resumed process can say of itself, asked by `edgeinfer snapshots verify` and by the tests: randomness, place, modules.
+"""What a resumed process can say of itself, asked by `edgeinfer snapshots verify` and by the tests:
+randomness, place, modules.
 
 Two processes resumed from one snapshot must agree on nothing random.
 """
@@ -90,8 +91,12 @@ def _sampled(held: Held) -> str:
     return "".join(event.text for event in held.engine.submit(request) if isinstance(event, TextDelta))
 
 
-def ask(manifest: Manifest, folder: str, role: str, extra: dict[str, frames.Value] | None = None) -> bytes:
-    """Resume the snapshot once for a role that answers with one value ("canary", "facts"). Raises RestoreError, OSError."""
+def ask(
+    manifest: Manifest, folder: str, role: str, extra: dict[str, frames.Value] | None = None
+) -> bytes:
+    """Resume the snapshot once for a role that answers with one value ("canary", "facts"). Raises
+    RestoreError, OSError.
+    """
     ours, link = socket.socketpair()
     child = supervise.resume(manifest, folder, link.fileno())
     link.close()

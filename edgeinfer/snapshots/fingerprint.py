@@ -1,6 +1,8 @@
-"""What a snapshot depends on, and whether this machine still is that: checked before CRIU runs, because CRIU checks sizes only.
+"""What a snapshot depends on, and whether this machine still is that: checked before CRIU runs, because
+CRIU checks sizes only.
 
-Standard library only: the launcher compares at every launch. Everything costs together about a millisecond.
+Standard library only: the launcher compares at every launch. Everything costs together about a
+millisecond.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from edgeinfer.snapshots.format import IMAGES, MEMORY, FileStamp, Manifest, refu
 
 #: The folder of our own package.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_CPU_LINES = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
+_CPU_LINES = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "stepping",
+    "flags",
+    "CPU implementer",
+    "CPU part",
+    "Features",
+)
 
 
 def stamp(path: str) -> FileStamp:
@@ -38,7 +49,9 @@ def machine_keys() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """The first processor's family and features. Only 4 KB are read: every processor more costs the kernel time."""
+    """The first processor's family and features. Only 4 KB are read: every processor more costs the
+    kernel time.
+    """
     try:
         fd = os.open("/proc/cpuinfo", os.O_RDONLY)
     except OSError:
@@ -56,17 +69,27 @@ def _cpu() -> str:
 
 
 def own_files() -> list[FileStamp]:
-    """Our own sources, and the folder that other packages are installed in: a new version of either makes snapshots stale."""
-    packages = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)]
+    """Our own sources, and the folder that other packages are installed in: a new version of either
+    makes snapshots stale.
+    """
+    packages = [
+        p
+        for p in sys.path
+        if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)
+    ]
     found = [stamp(p) for p in packages]
     for folder, _, names in os.walk(PACKAGE):
-        ours = [f"{folder}/{name}" for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))]
+        ours = [
+            f"{folder}/{name}" for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))
+        ]
         found += [stamp(path) for path in ours if os.path.exists(path)]
     return sorted(found, key=lambda s: s.path)
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:
-    """Raise SnapshotStaleError naming the first key that differs, SnapshotCorruptError when a file of it is not whole."""
+    """Raise SnapshotStaleError naming the first key that differs, SnapshotCorruptError when a file of
+    it is not whole.
+    """
     here = machine_keys()
     for key, value in here.items():
         before = manifest.keys.get(key, "")
@@ -93,13 +116,19 @@ def _refuse_changed(name: str, file: FileStamp) -> None:
     try:
         info = os.stat(file.path)
     except OSError as error:
-        raise SnapshotStaleError(f"{file.path}, which the snapshot {name} needs, is gone", key=file.path) from error
+        raise SnapshotStaleError(
+            f"{file.path}, which the snapshot {name} needs, is gone", key=file.path
+        ) from error
     if info.st_size != file.size or info.st_mtime_ns != file.mtime_ns or info.st_ino != file.inode:
-        raise SnapshotStaleError(f"{file.path} was changed after the snapshot {name} was made", key=file.path)
+        raise SnapshotStaleError(
+            f"{file.path} was changed after the snapshot {name} was made", key=file.path
+        )
 
 
 def conflict(manifest: Manifest, wanted: dict[str, str]) -> str:
-    """The option of `wanted` that this snapshot was not made with, or "". An option that is not wanted may be anything."""
+    """The option of `wanted` that this snapshot was not made with, or "". An option that is not wanted
+    may be anything.
+    """
     for option, value in wanted.items():
         if value not in (manifest.requested.get(option), manifest.actual.get(option)):
             return option

@@ -1,4 +1,5 @@
-"""The on-disk format of a snapshot: every name a constant, every document a type, a version. Standard library only.
+"""The on-disk format of a snapshot: every name a constant, every document a type, a version. Standard
+library only.
 
     SNAPSHOTS/                          0700, this user's
       NAME@GENERATION/                  0700; GENERATION is a time in hexadecimal, the newest of a NAME counts
@@ -10,10 +11,12 @@
         images/                         CRIU's images: what is left to restore after these
         resume.log                      CRIU's words on the last resume that failed
 
-A folder without `manifest` is being built, or was left behind by a process that died (its lock is free then).
+A folder without `manifest` is being built, or was left behind by a process that died (its lock is free
+then).
 
-The manifest is lines of tab-separated words, because the launcher reads it in each of its 40 ms: the first line names format
-and version, the last is "end". A backslash, tab or newline in a word is escaped. Text in UTF-8, undecodable bytes kept.
+The manifest is lines of tab-separated words, because the launcher reads it in each of its 40 ms: the
+first line names format and version, the last is "end". A backslash, tab or newline in a word is
+escaped. Text in UTF-8, undecodable bytes kept.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ from __future__ import annotations
 import os
 
 from edgeinfer import places
-from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError, SnapshotUnsafeError
+from edgeinfer.errors import (
+    SnapshotCorruptError,
+    SnapshotMissingError,
+    SnapshotStaleError,
+    SnapshotUnsafeError,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,9 +49,11 @@ DUMP_LOG = "dump.log"
 PARK_LOG = "park.log"
 SEPARATOR, OPTION_SEPARATOR = "@", ","
 
-#: CRIU restores the parked process under this pid in a namespace of its own: so high that no helper there has it.
+#: CRIU restores the parked process under this pid in a namespace of its own: so high that no helper
+#: there has it.
 PARKED_PID = 30000
-#: The parked process's two descriptors beside stdio: the socket that becomes the link, the pipe that wakes it.
+#: The parked process's two descriptors beside stdio: the socket that becomes the link, the pipe that
+#: wakes it.
 LINK_FD, WAKE_FD = 60, 61
 
 
@@ -56,7 +66,9 @@ class FileStamp:
         self.path, self.size, self.mtime_ns, self.inode = path, size, mtime_ns, inode
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileStamp) and all(getattr(self, a) == getattr(other, a) for a in self.__slots__)
+        return isinstance(other, FileStamp) and all(
+            getattr(self, a) == getattr(other, a) for a in self.__slots__
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -64,15 +76,18 @@ class FileStamp:
 class Manifest:
     """What must hold for a snapshot to be resumed, and how to resume it.
 
-    `requested` are the load options it was warmed with that differ from their defaults, `actual` what they became.
-    `keys` are values compared with this machine's by name. `images` maps the names of all files of content to sizes in bytes.
+    `requested` are the load options it was warmed with that differ from their defaults, `actual` what
+    they became. `keys` are values compared with this machine's by name. `images` maps the names of all
+    files of content to sizes in bytes.
     """
 
     __slots__ = (
         "actual", "criu", "files", "images", "keys", "link_inode", "model", "name", "pid", "requested", "tier", "wake_inode",
     )  # fmt: skip
 
-    def __init__(self, *, name: str, model: str, criu: str, tier: str, pid: int, link_inode: int, wake_inode: int) -> None:
+    def __init__(
+        self, *, name: str, model: str, criu: str, tier: str, pid: int, link_inode: int, wake_inode: int
+    ) -> None:
         self.name, self.model, self.criu, self.tier, self.pid = name, model, criu, tier, pid
         self.link_inode, self.wake_inode = link_inode, wake_inode
         self.requested: dict[str, str] = {}
@@ -82,7 +97,9 @@ class Manifest:
         self.images: dict[str, int] = {}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Manifest) and all(getattr(self, a) == getattr(other, a) for a in self.__slots__)
+        return isinstance(other, Manifest) and all(
+            getattr(self, a) == getattr(other, a) for a in self.__slots__
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -99,7 +116,12 @@ def _plain(word: str) -> str:
 
 def manifest_text(m: Manifest) -> str:
     """The manifest as it is written."""
-    rows: list[tuple[object, ...]] = [(MAGIC, VERSION), ("name", m.name), ("model", m.model), ("criu", m.criu)]
+    rows: list[tuple[object, ...]] = [
+        (MAGIC, VERSION),
+        ("name", m.name),
+        ("model", m.model),
+        ("criu", m.criu),
+    ]
     rows += [("tier", m.tier), ("pid", m.pid), ("link", m.link_inode), ("wake", m.wake_inode)]
     rows += [("requested", *item) for item in m.requested.items()]
     rows += [("actual", *item) for item in m.actual.items()]
@@ -110,7 +132,9 @@ def manifest_text(m: Manifest) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """The manifest of a text. Raises SnapshotStaleError for another version, SnapshotCorruptError when it is not whole."""
+    """The manifest of a text. Raises SnapshotStaleError for another version, SnapshotCorruptError when
+    it is not whole.
+    """
     rows = [line.split("\t") for line in text.split("\n")]
     if rows[0][0] != MAGIC or rows[-2:] != [["end"], [""]]:
         raise SnapshotCorruptError(f"{where} is not a whole manifest")
@@ -156,28 +180,37 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
         raise SnapshotMissingError(f"{path} is not there: {error.strerror}") from error
     kind = info.st_mode & 0o170000
     if kind != (0o040000 if directory else 0o100000):
-        raise SnapshotUnsafeError(f"{path} must be a {'directory' if directory else 'plain file'}, and no symlink")
+        raise SnapshotUnsafeError(
+            f"{path} must be a {'directory' if directory else 'plain file'}, and no symlink"
+        )
     if info.st_uid != os.getuid():
         raise SnapshotUnsafeError(f"{path} belongs to user {info.st_uid}, not to you")
     if info.st_mode & 0o077:
-        raise SnapshotUnsafeError(f"{path} must be yours alone, with mode {info.st_mode & 0o700:o}", hint=f"chmod go= {path}")
+        raise SnapshotUnsafeError(
+            f"{path} must be yours alone, with mode {info.st_mode & 0o700:o}", hint=f"chmod go= {path}"
+        )
     return info
 
 
 def refuse_unsafe_ancestors(path: str) -> None:
-    """Raise SnapshotUnsafeError when a folder above `path` lets others replace it: not ours, or writable and not sticky."""
+    """Raise SnapshotUnsafeError when a folder above `path` lets others replace it: not ours, or
+    writable and not sticky.
+    """
     while path != "/":
         path = os.path.dirname(path)
         info = os.stat(path)
         others_write = info.st_mode & 0o022 and not info.st_mode & 0o1000
         if info.st_uid not in (0, os.getuid()) or others_write:
-            raise SnapshotUnsafeError(f"{path}, above the snapshots, can be changed by others", hint=f"chmod go-w {path}")
+            raise SnapshotUnsafeError(
+                f"{path}, above the snapshots, can be changed by others", hint=f"chmod go-w {path}"
+            )
 
 
 def read_manifest(folder: str) -> Manifest:
     """The manifest in a snapshot's folder.
 
-    Raises SnapshotMissingError when there is none, SnapshotUnsafeError, SnapshotCorruptError, SnapshotStaleError.
+    Raises SnapshotMissingError when there is none, SnapshotUnsafeError, SnapshotCorruptError,
+    SnapshotStaleError.
     """
     refuse_unsafe(folder, directory=True)
     path = f"{folder}/{MANIFEST}"
@@ -187,18 +220,27 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def safe_name(model: str) -> str:
-    """A model's name, or the path of its file, as the first part of a snapshot's name: no separator, no slash."""
+    """A model's name, or the path of its file, as the first part of a snapshot's name: no separator, no
+    slash.
+    """
     if "/" in model or model.endswith(".gguf"):
         import zlib  # 0.2 ms, only for a model that is a path
 
         path = os.path.abspath(os.path.expanduser(model))
         model = f"{os.path.basename(path)}+{zlib.crc32(os.fsencode(path)):08x}"
-    return "".join(c if c.isascii() and (c.isalnum() or c in "._+-") else "+" for c in model).lstrip(".") or "model"
+    return (
+        "".join(c if c.isascii() and (c.isalnum() or c in "._+-") else "+" for c in model).lstrip(".")
+        or "model"
+    )
 
 
 def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str:
     """`MODEL`, `MODEL,ctx8192,…` after the options that are not default, or `MODEL,GIVEN`."""
-    words = [given] if given else [name.removeprefix("n_") + value for name, value in sorted(requested.items())]
+    words = (
+        [given]
+        if given
+        else [name.removeprefix("n_") + value for name, value in sorted(requested.items())]
+    )
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, words)])
 
 
@@ -213,7 +255,9 @@ def folder_name(name: str, generation: int) -> str:
 
 
 def generations(root: str | None = None) -> dict[str, list[str]]:
-    """The folders of every name that have a manifest, newest first; empty when there are no snapshots."""
+    """The folders of every name that have a manifest, newest first; empty when there are no
+    snapshots.
+    """
     root = root or places.snapshots()
     found: dict[str, list[str]] = {}
     for folder in sorted(_folders(root), reverse=True):

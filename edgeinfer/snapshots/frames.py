@@ -1,8 +1,10 @@
-"""Messages between the launcher and its app processes: named byte strings and descriptors over a unix stream socket.
+"""Messages between the launcher and its app processes: named byte strings and descriptors over a unix
+stream socket.
 
-A message is four bytes of length, then for every field four bytes of length, its name, four bytes of length, its value.
-Descriptors ride with a message's first byte. No JSON: importing it costs the launcher 6 ms, and arguments, environments and
-paths are bytes anyway. Several strings in one field are joined by NUL, as in /proc/PID/environ; none can contain one.
+A message is four bytes of length, then for every field four bytes of length, its name, four bytes of
+length, its value. Descriptors ride with a message's first byte. No JSON: importing it costs the
+launcher 6 ms, and arguments, environments and paths are bytes anyway. Several strings in one field are
+joined by NUL, as in /proc/PID/environ; none can contain one.
 
 Only what comes with the interpreter for nothing is imported here.
 """
@@ -56,7 +58,9 @@ def join(strings: Iterable[str]) -> bytes:
 
 
 def split(value: bytes) -> list[str]:
-    """The strings of a value made by `join`; none for an empty value, so a list of one empty string does not survive."""
+    """The strings of a value made by `join`; none for an empty value, so a list of one empty string
+    does not survive.
+    """
     return [os.fsdecode(part) for part in value.split(b"\0")] if value else []
 
 
@@ -85,14 +89,21 @@ def receive(link: _socket.socket) -> tuple[dict[str, bytes], list[int]] | None:
 
 
 def _exactly(link: _socket.socket, size: int, fds: list[int]) -> bytes:
-    """`size` bytes, fewer at the end of the stream; descriptors that come along are added to `fds`, close-on-exec."""
+    """`size` bytes, fewer at the end of the stream; descriptors that come along are added to `fds`,
+    close-on-exec.
+    """
     parts: list[bytes] = []
     while size:
-        part, control, _flags, _address = link.recvmsg(size, _socket.CMSG_SPACE(MAX_FDS * _FD_BYTES), _socket.MSG_CMSG_CLOEXEC)
+        part, control, _flags, _address = link.recvmsg(
+            size, _socket.CMSG_SPACE(MAX_FDS * _FD_BYTES), _socket.MSG_CMSG_CLOEXEC
+        )
         for level, kind, data in control:
             if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
                 whole = len(data) - len(data) % _FD_BYTES
-                fds += [int.from_bytes(data[i : i + _FD_BYTES], "little") for i in range(0, whole, _FD_BYTES)]
+                fds += [
+                    int.from_bytes(data[i : i + _FD_BYTES], "little")
+                    for i in range(0, whole, _FD_BYTES)
+                ]
         if not part:
             break
         parts.append(part)

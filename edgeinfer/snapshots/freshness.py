@@ -1,8 +1,9 @@
 """Making a resumed process one that has never run before: entropy, environment, place, clock, limits.
 
-Every process resumed from one image starts with the same memory. Whatever draws randomness must be reseeded before anything
-else happens, and what belongs to the launch (environment, working directory, umask, time zone, locale, processors, limits)
-comes with the launch request. No reseed, no service: an error here ends the process.
+Every process resumed from one image starts with the same memory. Whatever draws randomness must be
+reseeded before anything else happens, and what belongs to the launch (environment, working directory,
+umask, time zone, locale, processors, limits) comes with the launch request. No reseed, no service: an
+error here ends the process.
 """
 
 from __future__ import annotations
@@ -24,13 +25,23 @@ from edgeinfer.snapshots import frames, native
 #: Limits that go with a launch; the kernel refuses to raise a hard one, so only soft ones are set.
 LIMITS = {
     name: getattr(resource, name)
-    for name in ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_DATA", "RLIMIT_AS", "RLIMIT_STACK")
+    for name in (
+        "RLIMIT_NOFILE",
+        "RLIMIT_CORE",
+        "RLIMIT_CPU",
+        "RLIMIT_FSIZE",
+        "RLIMIT_DATA",
+        "RLIMIT_AS",
+        "RLIMIT_STACK",
+    )
 }
 _Range = tuple[int, int]
 
 
 def droppable_ranges(smaps: str) -> list[_Range]:
-    """The memory that the kernel may drop: where glibc >= 2.41 keeps the vDSO's getrandom state (`dp` among the flags)."""
+    """The memory that the kernel may drop: where glibc >= 2.41 keeps the vDSO's getrandom state (`dp`
+    among the flags).
+    """
     found: list[_Range] = []
     current = (0, 0)
     for line in smaps.splitlines():
@@ -50,16 +61,20 @@ def read_droppable_ranges() -> list[_Range]:
 
 
 def forget_random_state(ranges: list[_Range]) -> None:
-    """Empty those ranges: the vDSO then asks the kernel. Before a dump nothing of them gets into an image; CRIU 4.1
-    restores them as ordinary memory, so the same ranges are emptied again after the restore."""
+    """Empty those ranges: the vDSO then asks the kernel. Before a dump nothing of them gets into an
+    image; CRIU 4.1 restores them as ordinary memory, so the same ranges are emptied again after the
+    restore.
+    """
     for low, high in ranges:
         native.forget_pages(low, high - low)
 
 
 def reseed(entropy: bytes, ranges: list[_Range]) -> bytes:
-    """Give every source of randomness in this process a state of its own; returns entropy for the samplers.
+    """Give every source of randomness in this process a state of its own; returns entropy for the
+    samplers.
 
-    `entropy` comes from the launcher, and is mixed with what the kernel gives. Raises OSError when the kernel gives none.
+    `entropy` comes from the launcher, and is mixed with what the kernel gives. Raises OSError when the
+    kernel gives none.
     """
     forget_random_state(ranges)
     seed = native.getrandom(64) + entropy
@@ -73,7 +88,8 @@ def reseed(entropy: bytes, ranges: list[_Range]) -> bytes:
 
 
 def adopt(fields: Mapping[str, bytes]) -> None:
-    """Take over the launcher's environment, directory, umask, time zone, locale, processors and soft limits.
+    """Take over the launcher's environment, directory, umask, time zone, locale, processors and soft
+    limits.
 
     What the engine set for libgomp stays: in a cold start that is read later, when the model is loaded.
     """
@@ -88,7 +104,9 @@ def adopt(fields: Mapping[str, bytes]) -> None:
     time.tzset()
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "")
-    with contextlib.suppress(OSError):  # the directory may be gone: then we are where the parked process was, at /
+    with contextlib.suppress(
+        OSError
+    ):  # the directory may be gone: then we are where the parked process was, at /
         os.chdir(os.fsdecode(fields["cwd"]))
     os.umask(int(fields["umask"]))
     _take_processors({int(n) for n in frames.split(fields.get("affinity", b""))})
@@ -109,15 +127,25 @@ def _limit(which: int | None, soft: int) -> None:
     if which is None:
         return
     _, hard = resource.getrlimit(which)
-    wanted = hard if hard != resource.RLIM_INFINITY and (soft == resource.RLIM_INFINITY or soft > hard) else soft
+    wanted = (
+        hard
+        if hard != resource.RLIM_INFINITY and (soft == resource.RLIM_INFINITY or soft > hard)
+        else soft
+    )
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(which, (wanted, hard))
 
 
 def new_streams() -> None:
-    """sys.stdin, stdout and stderr over descriptors 0, 1 and 2 as a fresh interpreter would open them."""
+    """sys.stdin, stdout and stderr over descriptors 0, 1 and 2 as a fresh interpreter would open
+    them.
+    """
     encoding = locale.getencoding()
-    lenient = encoding.lower() in ("ascii", "ansi_x3.4-1968", "646")  # the C locale: Python reads it as UTF-8 too
+    lenient = encoding.lower() in (
+        "ascii",
+        "ansi_x3.4-1968",
+        "646",
+    )  # the C locale: Python reads it as UTF-8 too
     if lenient or sys.flags.utf8_mode:
         encoding = "utf-8"
     errors = "surrogateescape" if lenient else "strict"
@@ -129,6 +157,13 @@ def new_streams() -> None:
 def _open(fd: int, mode: str, encoding: str, errors: str) -> object:
     try:
         terminal = os.isatty(fd)
-        return open(fd, mode, buffering=1 if terminal or fd == 2 else -1, encoding=encoding, errors=errors, closefd=False)
+        return open(
+            fd,
+            mode,
+            buffering=1 if terminal or fd == 2 else -1,
+            encoding=encoding,
+            errors=errors,
+            closefd=False,
+        )
     except OSError:  # a closed descriptor: None, as a fresh interpreter has it
         return None

@@ -1,7 +1,8 @@
-"""Who gives the terminal back when the launcher is killed outright: a child of it that does nothing but wait for that.
+"""Who gives the terminal back when the launcher is killed outright: a child of it that does nothing but
+wait for that.
 
-Its app dies with the launcher, and neither can put the terminal right then. The child costs one fork and 0.1 MB of its own.
-Standard library only: it is made on the way of every chat.
+Its app dies with the launcher, and neither can put the terminal right then. The child costs one fork
+and 0.1 MB of its own. Standard library only: it is made on the way of every chat.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-#: Out of the alternate screen; cursor and wrapping on; mouse, focus, paste and key reports off; colours as they were.
+#: Out of the alternate screen; cursor and wrapping on; mouse, focus, paste and key reports off; colours
+#: as they were.
 RESTORE = (
     b"\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2004l\x1b[?2048l"
     b"\x1b[<u\x1b[0m\r\n"
@@ -45,7 +47,9 @@ def put_back(fd: int, modes: list[object]) -> None:
 
 
 def watch(fd: int, modes: list[object]) -> int:
-    """Start the child and return the descriptor that tells it of our end: `dismiss` it before an orderly one."""
+    """Start the child and return the descriptor that tells it of our end: `dismiss` it before an
+    orderly one.
+    """
     read_fd, write_fd = os.pipe()
     if os.fork() == 0:
         try:
@@ -79,7 +83,9 @@ def _wait(read_fd: int, fd: int, modes: list[object]) -> NoReturn:
 
 
 def _mend(fd: int, modes: list[object]) -> None:
-    """Put the terminal right, unless a shell has set it up for its own prompt already: then only the screen is ours to mend."""
+    """Put the terminal right, unless a shell has set it up for its own prompt already: then only the
+    screen is ours to mend.
+    """
     import termios
 
     now = termios.tcgetattr(fd)

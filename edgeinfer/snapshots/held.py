@@ -35,8 +35,9 @@ class Parkable(Engine, Protocol):
 
 
 class Held:
-    """A loaded engine with the name and options it was asked for under. `droppable` are the ranges of `freshness`,
-    `buffers` those of `memory`, `shared` what computing touches of the model's file."""
+    """A loaded engine with the name and options it was asked for under. `droppable` are the ranges of
+    `freshness`, `buffers` those of `memory`, `shared` what computing touches of the model's file.
+    """
 
     def __init__(self, engine: Parkable, model: str, options: LoadOptions) -> None:
         self._engine = engine
@@ -62,8 +63,14 @@ class Held:
         return self._engine
 
     def serves(self, model: str, options: LoadOptions) -> bool:
-        """Whether this engine is that model with those options. An option left at its default may have any value here."""
-        return self.is_open and model == self.model and not unmet(options, self._options, actual(self._engine))
+        """Whether this engine is that model with those options. An option left at its default may have
+        any value here.
+        """
+        return (
+            self.is_open
+            and model == self.model
+            and not unmet(options, self._options, actual(self._engine))
+        )
 
     def take(self, options: LoadOptions) -> Engine:
         """The engine, decoding with the threads that were asked for."""
@@ -75,7 +82,10 @@ class Held:
 
     def resume(self, entropy: bytes) -> None:
         """After a restore: as many threads as this launch has processors, and randomness of its own."""
-        from edgeinfer.runtime.choices import choose_threads, read_machine  # imported already in a parked process
+        from edgeinfer.runtime.choices import (
+            choose_threads,
+            read_machine,
+        )  # imported already in a parked process
 
         self._entropy = entropy
         self._engine.resume(choose_threads(0, read_machine()).value, entropy)
@@ -84,11 +94,17 @@ class Held:
     def release_when_idle(self, idle_s: float) -> None:
         """Give memory back after so many seconds without work, every time; 0 never does."""
         if idle_s > 0 and self._watch is None:
-            self._watch = IdleWatch(self._engine, idle_s, lambda: self._engine.between_steps(lambda: give_back(self.buffers)))
+            self._watch = IdleWatch(
+                self._engine,
+                idle_s,
+                lambda: self._engine.between_steps(lambda: give_back(self.buffers)),
+            )
             self._watch.start()
 
     def sing(self) -> bytes:
-        """Four greedy tokens with their logprobs, or an embedding: bit-equal before the dump and after a restore."""
+        """Four greedy tokens with their logprobs, or an embedding: bit-equal before the dump and after
+        a restore.
+        """
         if self.generates:
             request = GenerateRequest(
                 prompt=_CANARY_PROMPT,
@@ -98,7 +114,9 @@ class Held:
                 cache_prompt=False,
                 sampling=Sampling(temperature=0.0, seed=1),
             )
-            heard = [event.logprobs for event in self._engine.submit(request) if isinstance(event, TextDelta)]
+            heard = [
+                event.logprobs for event in self._engine.submit(request) if isinstance(event, TextDelta)
+            ]
             return msgspec.msgpack.encode([token for part in heard for token in part])
         return msgspec.msgpack.encode(self._engine.embed([_CANARY_PROMPT]))
 
@@ -117,10 +135,21 @@ _DEFAULT = LoadOptions()
 
 def asked(options: LoadOptions) -> dict[str, str]:
     """The options of load time that differ from their defaults, as words."""
-    return {name: str(getattr(options, name)) for name in LOAD_TIME if getattr(options, name) != getattr(_DEFAULT, name)}
+    return {
+        name: str(getattr(options, name))
+        for name in LOAD_TIME
+        if getattr(options, name) != getattr(_DEFAULT, name)
+    }
 
 
 def unmet(wanted: LoadOptions, have: LoadOptions, became: dict[str, str]) -> str:
     """The first option that is wanted and not had, or ""."""
     had = asked(have)
-    return next((name for name, value in asked(wanted).items() if value not in (had.get(name), became.get(name))), "")
+    return next(
+        (
+            name
+            for name, value in asked(wanted).items()
+            if value not in (had.get(name), became.get(name))
+        ),
+        "",
+    )

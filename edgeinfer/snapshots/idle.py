@@ -1,7 +1,7 @@
 """An idle app costs nothing: after `idle_release_s` without work it gives llama.cpp's clean pages back.
 
-They stay in the page cache, or on the disk; the next request takes them again as it touches them. What was written since the
-resume, the KV cache, is not dropped but paged out where there is swap.
+They stay in the page cache, or on the disk; the next request takes them again as it touches them. What
+was written since the resume, the KV cache, is not dropped but paged out where there is swap.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from edgeinfer.snapshots import memory
 
 
 class IdleWatch:
-    """Watches one engine from a thread. `release` runs between two decode steps, so nothing computes meanwhile."""
+    """Watches one engine from a thread. `release` runs between two decode steps, so nothing computes
+    meanwhile.
+    """
 
     def __init__(self, engine: Engine, idle_s: float, release: Callable[[], Any]) -> None:
         self._engine, self._idle_s, self._release = engine, idle_s, release

@@ -1,7 +1,9 @@
-"""CRIU's image files as values: a magic number, then length-prefixed protobuf messages, some followed by raw bytes.
+"""CRIU's image files as values: a magic number, then length-prefixed protobuf messages, some followed
+by raw bytes.
 
-Only as much protobuf as editing needs: a message is a list of (field number, wire type, value), order and unknown fields kept,
-so what this module does not know passes through unchanged. The field numbers below are those of CRIU's `images/*.proto`.
+Only as much protobuf as editing needs: a message is a list of (field number, wire type, value), order
+and unknown fields kept, so what this module does not know passes through unchanged. The field numbers
+below are those of CRIU's `images/*.proto`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ Message = list[Field]
 
 #: A memory area, in field MM_VMAS of an `mm` message.
 MM_VMAS = 14
-AREA_START, AREA_END, AREA_OFFSET, AREA_FILE, AREA_FLAGS, AREA_STATUS, AREA_OPEN_FLAGS = 1, 2, 3, 4, 6, 7, 10
+AREA_START, AREA_END, AREA_OFFSET, AREA_FILE, AREA_FLAGS, AREA_STATUS, AREA_OPEN_FLAGS = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    7,
+    10,
+)
 PAGEMAP_VADDR, PAGEMAP_PAGES32, PAGEMAP_FLAGS, PAGEMAP_PAGES = 1, 2, 4, 5
 FILE_TYPE, FILE_ID, FILE_REG = 1, 2, 3
 REG_ID, REG_FLAGS, REG_POS, REG_OWNER, REG_NAME, REG_SIZE, REG_MODE = 1, 2, 3, 5, 6, 8, 10
@@ -95,7 +105,9 @@ def number(message: Message, field: int, default: int = 0) -> int:
 
 def part(message: Message, field: int) -> Message:
     """The message in a field; empty when there is none."""
-    return next((decode(value) for n, _, value in message if n == field and isinstance(value, bytes)), [])
+    return next(
+        (decode(value) for n, _, value in message if n == field and isinstance(value, bytes)), []
+    )
 
 
 def with_number(message: Message, field: int, value: int) -> Message:

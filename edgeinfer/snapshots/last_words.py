@@ -1,11 +1,14 @@
-"""What clients are told when the app is killed under them: copies of its connections, and what to say on each.
+"""What clients are told when the app is killed under them: copies of its connections, and what to say
+on each.
 
-The app gives the launcher, over a channel of their own, a copy of every connection on which a model was asked for, and keeps a
-byte of state for each in a file of shared memory that outlives it: an index into the words it left beforehand. The launcher
-knows no HTTP; when the app is gone it writes those words and closes.
+The app gives the launcher, over a channel of their own, a copy of every connection on which a model was
+asked for, and keeps a byte of state for each in a file of shared memory that outlives it: an index into
+the words it left beforehand. The launcher knows no HTTP; when the app is gone it writes those words and
+closes.
 
-On the channel a message is the number of the connection's descriptor in the app: with a descriptor the copy to keep, without
-one the copy to close. Standard library only, and of that what is cheap: the launcher imports this.
+On the channel a message is the number of the connection's descriptor in the app: with a descriptor the
+copy to keep, without one the copy to close. Standard library only, and of that what is cheap: the
+launcher imports this.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ _NOW = _socket.MSG_DONTWAIT | _socket.MSG_NOSIGNAL
 
 
 class Copies:
-    """The app's end. Nothing here waits or fails: what the launcher cannot be told now, its client will not be told later."""
+    """The app's end. Nothing here waits or fails: what the launcher cannot be told now, its client will
+    not be told later.
+    """
 
     def __init__(self, channel: _socket.socket, states_fd: int) -> None:
         self._channel, self._states_fd = channel, states_fd
@@ -33,11 +38,15 @@ class Copies:
         self._send(raw, [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, raw)])
 
     def mark(self, number: int, state: int) -> None:
-        """Note which of the words hold for this connection from now on: a write of one byte, under a microsecond."""
+        """Note which of the words hold for this connection from now on: a write of one byte, under a
+        microsecond.
+        """
         os.pwrite(self._states_fd, bytes((state,)), number)
 
     def drop(self, number: int) -> None:
-        """The connection ends. Its client sees that only when the copy is closed too, or after a shutdown."""
+        """The connection ends. Its client sees that only when the copy is closed too, or after a
+        shutdown.
+        """
         self._send(number.to_bytes(_BYTES, "little"), [])
 
     def _send(self, raw: bytes, rights: list[tuple[int, int, bytes]]) -> None:
@@ -48,7 +57,9 @@ class Copies:
 
 
 class Kept:
-    """The launcher's end: `fds` are the channel and the states. `words` are indexed by state; an empty one is only closed."""
+    """The launcher's end: `fds` are the channel and the states. `words` are indexed by state; an empty
+    one is only closed.
+    """
 
     def __init__(self, fds: Sequence[int], words: Sequence[bytes]) -> None:
         channel_fd, self._states_fd = fds
@@ -91,7 +102,9 @@ class Kept:
                 if words:
                     copy.send(words, _NOW)
                 copy.shutdown(_socket.SHUT_WR)
-                copy.recv(1 << 16, _NOW)  # what was left unread would make the close a reset, which takes the words back
+                copy.recv(
+                    1 << 16, _NOW
+                )  # what was left unread would make the close a reset, which takes the words back
             except OSError:
                 pass  # the client left, or has not read for so long that nothing more fits
             copy.close()

@@ -1,8 +1,9 @@
-"""The launcher's work for a verb that needs a model: start the app, stand in for it at the terminal, end as it ended.
+"""The launcher's work for a verb that needs a model: start the app, stand in for it at the terminal,
+end as it ended.
 
-One loop over pipes and sockets. An app is resumed from a snapshot or started cold; either way it has a supervisor that reports
-on a pipe, and a link on which it may ask for workers (`{"op": "worker"}`), name the snapshot that would have helped
-(`"warm"`), and say that it has ended (`"exit"`).
+One loop over pipes and sockets. An app is resumed from a snapshot or started cold; either way it has a
+supervisor that reports on a pipe, and a link on which it may ask for workers (`{"op": "worker"}`), name
+the snapshot that would have helped (`"warm"`), and say that it has ended (`"exit"`).
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -37,7 +38,9 @@ _UNEXPECTED = 70
 
 
 class App:
-    """A running app: its supervisor and its link. `payload` is what a worker serves its engine on, until it has it."""
+    """A running app: its supervisor and its link. `payload` is what a worker serves its engine on,
+    until it has it.
+    """
 
     def __init__(self, child: supervise.Child, link: _socket.socket, role: str) -> None:
         self.child, self.link, self.role = child, link, role
@@ -89,7 +92,9 @@ class Launcher:
             self._turn()
 
     def _start(self, wish: choose.Wish, request: dict[str, frames.Value], fds: list[int]) -> App:
-        """Resume when that is wished and possible, else start cold. Raises what `find` raises when it is insisted on."""
+        """Resume when that is wished and possible, else start cold. Raises what `find` raises when it
+        is insisted on.
+        """
         reason = "you asked for a cold start (--resume=never)"
         if wish.resume != "never":
             try:
@@ -100,10 +105,14 @@ class Launcher:
                     raise
                 reason = self._explain(error, str(request["role"]))
             except OSError as error:
-                reason = self._explain(EdgeInferError(f"the snapshot could not be resumed: {error}"), str(request["role"]))
+                reason = self._explain(
+                    EdgeInferError(f"the snapshot could not be resumed: {error}"), str(request["role"])
+                )
         return self._cold(request, fds, reason)
 
-    def _resume(self, folder: str, manifest: format.Manifest, request: dict[str, frames.Value], fds: list[int]) -> App:
+    def _resume(
+        self, folder: str, manifest: format.Manifest, request: dict[str, frames.Value], fds: list[int]
+    ) -> App:
         ours, theirs = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
         child = supervise.resume(manifest, folder, theirs.fileno())
@@ -111,7 +120,9 @@ class Launcher:
         app = self._adopt(App(child, ours, str(request["role"])), request, fds)
         app.how, app.snapshot = "resumed", manifest.name
         self._send(app, spawn_ns, "")
-        _quietly(os.utime, f"{folder}/{format.LOCK}")  # the last use, for the least recently used to be pruned
+        _quietly(
+            os.utime, f"{folder}/{format.LOCK}"
+        )  # the last use, for the least recently used to be pruned
         return app
 
     def _cold(self, request: dict[str, frames.Value], fds: list[int], reason: str) -> App:
@@ -142,10 +153,14 @@ class Launcher:
             stamps = dict.fromkeys(stamps, spawn_ns)
         how: dict[str, frames.Value] = {"how": app.how, "snapshot": app.snapshot, "reason": reason}
         message = {"op": "launch", **app.request, **surroundings.of_this_process(), **stamps, **how}
-        _quietly(frames.send, app.link, message, app.fds)  # it may be gone already: its supervisor tells why
+        _quietly(
+            frames.send, app.link, message, app.fds
+        )  # it may be gone already: its supervisor tells why
 
     def _explain(self, error: EdgeInferError, role: str) -> str:
-        """One line on stderr about a cold start: the reason and the fix. A chat shows it in its status line instead."""
+        """One line on stderr about a cold start: the reason and the fix. A chat shows it in its status
+        line instead.
+        """
         reason = error.message
         if role == "verb" and self.argv[0] != "chat":
             if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
@@ -161,7 +176,9 @@ class Launcher:
 
     def _turn(self) -> None:
         """Wait for something to happen, and deal with it. Signals are handled in between."""
-        apps = list(self._apps)  # one that starts meanwhile may have a descriptor that was another's at the poll
+        apps = list(
+            self._apps
+        )  # one that starts meanwhile may have a descriptor that was another's at the poll
         for fd, _ in self._poll.poll():
             for app in apps:
                 if app not in self._apps:
@@ -174,7 +191,9 @@ class Launcher:
                     self._poll.unregister(fd)
 
     def _forward(self, number: int, _frame: object) -> None:
-        """A signal from the terminal or from outside goes to the app. A stop stops us when the app has stopped."""
+        """A signal from the terminal or from outside goes to the app. A stop stops us when the app has
+        stopped.
+        """
         self._asked_to_end |= number in _ASKED_TO_END
         for app in self._apps:
             if app.role == "verb" or number == _signal.SIGCONT:
@@ -210,8 +229,14 @@ class Launcher:
             self._finish(app, f"exit {_UNEXPECTED}", why)
             return
         if self._verb[0].resume == "always" and app.role == "verb":
-            _fail(EdgeInferError(f"the snapshot could not be resumed: {why}", hint="build it again: `edgeinfer warm`"))
-        reason = self._explain(EdgeInferError(f"CRIU could not restore the snapshot: {why[:300]}"), app.role)
+            _fail(
+                EdgeInferError(
+                    f"the snapshot could not be resumed: {why}", hint="build it again: `edgeinfer warm`"
+                )
+            )
+        reason = self._explain(
+            EdgeInferError(f"CRIU could not restore the snapshot: {why[:300]}"), app.role
+        )
         again = self._cold(app.request, app.fds, reason)
         if app is self._main:
             self._main = again
@@ -264,18 +289,33 @@ class Launcher:
         theirs, ours = _socket.socketpair()
         model, options = os.fsdecode(fields["model"]), fields["options"]
         wish = choose.Wish(model, choose.from_words(fields.get("requested", b"")), self._verb[0].resume)
-        request: dict[str, frames.Value] = {"role": "worker", "model": model, "options": options, "argv": b""}
+        request: dict[str, frames.Value] = {
+            "role": "worker",
+            "model": model,
+            "options": options,
+            "argv": b"",
+        }
         try:
             self._start(wish, request, [0, 1, 2, ours.detach()])
         except EdgeInferError as error:
             theirs.close()
-            frames.send(app.link, {"op": "refused", "code": error.code, "message": error.message, "hint": error.hint or ""})
+            frames.send(
+                app.link,
+                {
+                    "op": "refused",
+                    "code": error.code,
+                    "message": error.message,
+                    "hint": error.hint or "",
+                },
+            )
             return
         frames.send(app.link, {"op": "worker"}, [theirs.fileno()])
         theirs.close()
 
     def _warm_now(self, app: App, fields: dict[str, bytes], fds: list[int]) -> None:
-        """Run `edgeinfer warm` for the app, which cannot from inside its namespaces; what it says goes to the app's pipe."""
+        """Run `edgeinfer warm` for the app, which cannot from inside its namespaces; what it says goes
+        to the app's pipe.
+        """
         from edgeinfer.process import child_command
 
         self._warm_stop()
@@ -314,8 +354,16 @@ class Launcher:
             return
         if what == "exit":
             self._leave(int(number))
-        if int(number) not in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGPIPE):
-            sys.stderr.write(f"\nedgeinfer: the app was killed by signal {number}{f' ({why})' if why else ''}\n")
+        if int(number) not in (
+            _signal.SIGINT,
+            _signal.SIGTERM,
+            _signal.SIGHUP,
+            _signal.SIGQUIT,
+            _signal.SIGPIPE,
+        ):
+            sys.stderr.write(
+                f"\nedgeinfer: the app was killed by signal {number}{f' ({why})' if why else ''}\n"
+            )
             sys.stderr.flush()
             self._leave(128 + int(number))
         self._dismiss_guard()
@@ -333,7 +381,10 @@ class Launcher:
         alive_s = time.monotonic() - app.began
         self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
         wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]
-        sys.stderr.write(f"edgeinfer: the app ended ({how}) after {alive_s:.1f} s; starting it again in {wait_s:g} s\n")
+        sys.stderr.write(
+            f"edgeinfer: the app ended ({how}) after {alive_s:.1f} s; starting it again in {wait_s:g} "
+            f"s\n"
+        )
         sys.stderr.flush()
         self._main = None
         if wait_s:
@@ -351,7 +402,11 @@ class Launcher:
         """Build the snapshots that would have helped, each in a process that nobody waits for."""
         while self._warm:
             _, fields = self._warm.popitem()
-            surroundings.detach("edgeinfer.snapshots.autowarm", os.fsdecode(fields["model"]), os.fsdecode(fields["options"]))
+            surroundings.detach(
+                "edgeinfer.snapshots.autowarm",
+                os.fsdecode(fields["model"]),
+                os.fsdecode(fields["options"]),
+            )
 
 
 def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:
@@ -360,7 +415,9 @@ def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:
 
 
 def _quietly(call: Callable[..., object], *arguments: object) -> None:
-    """What `contextlib.suppress` does, whose import costs 3 ms: the other side, or what is undone, may be gone already."""
+    """What `contextlib.suppress` does, whose import costs 3 ms: the other side, or what is undone, may
+    be gone already.
+    """
     try:  # noqa: SIM105
         call(*arguments)
     except (OSError, KeyError):

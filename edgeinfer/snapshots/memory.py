@@ -1,8 +1,9 @@
 """The memory of a resumed process: what it maps, where llama.cpp's buffers are, and giving them back.
 
-A buffer of llama.cpp is one large allocation. glibc takes such a one from the kernel by itself and writes its size in front:
-`buffers` finds them by that, exactly, so nothing of Python's is ever among them. Where that is not found (another libc, another
-allocator) there are none, and nothing is given back: the kernel still can, it only takes longer to want to.
+A buffer of llama.cpp is one large allocation. glibc takes such a one from the kernel by itself and
+writes its size in front: `buffers` finds them by that, exactly, so nothing of Python's is ever among
+them. Where that is not found (another libc, another allocator) there are none, and nothing is given
+back: the kernel still can, it only takes longer to want to.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def large(kind: str) -> list[Area]:
     return [
         area
         for area in areas()
-        if area.path.startswith("/") and area.permissions.endswith(kind) and area.high - area.low >= LARGE_BYTES
+        if area.path.startswith("/")
+        and area.permissions.endswith(kind)
+        and area.high - area.low >= LARGE_BYTES
     ]
 
 
@@ -56,9 +59,11 @@ def _chunk_bytes(at: int, limit: int) -> int:
 
 
 def give_back(ranges: list[tuple[int, int]]) -> int:
-    """Drop the pages of these ranges that come from a file and were not written since; page out the windows that were.
+    """Drop the pages of these ranges that come from a file and were not written since; page out the
+    windows that were.
 
-    Returns the bytes dropped from this process; they stay in the page cache. Nothing may write to the ranges meanwhile.
+    Returns the bytes dropped from this process; they stay in the page cache. Nothing may write to the
+    ranges meanwhile.
     """
     clean: list[tuple[int, int]] = []
     own: list[tuple[int, int]] = []
@@ -66,7 +71,10 @@ def give_back(ranges: list[tuple[int, int]]) -> int:
         for low, high in ranges:
             for at in range(low, high, WINDOW_BYTES):
                 end = min(at + WINDOW_BYTES, high)
-                written = any(e & _SWAPPED or (e & _PRESENT and not e & _OF_FILE) for e in _entries(pagemap, at, end))
+                written = any(
+                    e & _SWAPPED or (e & _PRESENT and not e & _OF_FILE)
+                    for e in _entries(pagemap, at, end)
+                )
                 (own if written else clean).append((at, end))
     advise(own, PAGEOUT)
     advise(clean, DONTNEED)
@@ -79,8 +87,9 @@ def give_back_shared() -> None:
 
 
 def touched_shared() -> list[Area]:
-    """What was touched of large shared file mappings, in windows: all of a model's file where its weights are used as they
-    are, and next to nothing where they were repacked."""
+    """What was touched of large shared file mappings, in windows: all of a model's file where its
+    weights are used as they are, and next to nothing where they were repacked.
+    """
     found = []
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         for area in large("s"):
@@ -97,5 +106,7 @@ def _entries(pagemap: FileIO, low: int, high: int) -> memoryview[int]:
 
 
 def want_huge_pages(mapped: Iterable[Area]) -> None:
-    """Have what is read into the page cache for these mappings read in huge pages, where the file system has them."""
+    """Have what is read into the page cache for these mappings read in huge pages, where the file
+    system has them.
+    """
     advise(((area.low, area.high) for area in mapped), HUGEPAGE)

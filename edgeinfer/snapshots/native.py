@@ -1,4 +1,5 @@
-"""The system calls Python 3.11 has no function for: namespaces, mounts, capabilities, parent-death signals. Linux only.
+"""The system calls Python 3.11 has no function for: namespaces, mounts, capabilities, parent-death
+signals. Linux only.
 
 Standard library only; `ctypes` costs 1.7 ms.
 """
@@ -12,11 +13,18 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _SIGCHLD = 17
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_SET_NAME, _PR_CAPBSET_DROP = 1, 38, 47, 15, 24
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_SET_NAME, _PR_CAPBSET_DROP = (
+    1,
+    38,
+    47,
+    15,
+    24,
+)
 _PR_CAP_AMBIENT_RAISE, _PR_CAP_AMBIENT_CLEAR_ALL = 2, 4
 _PR_SET_CHILD_SUBREAPER = 36
 _CAPABILITY_VERSION_3 = 0x20080522
-#: checkpoint_restore, sys_ptrace, setpcap, sys_admin: what CRIU needs; in a user namespace they count only there.
+#: checkpoint_restore, sys_ptrace, setpcap, sys_admin: what CRIU needs; in a user namespace they count
+#: only there.
 CRIU_CAPABILITIES = (40, 19, 8, 21)
 MADV_DONTNEED = 4
 _PROT_READ_WRITE, _MAP_PRIVATE_FIXED = 3, 0x12
@@ -25,7 +33,9 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def _libc() -> ctypes.CDLL:
-    """The C library, opened on first use: importing this module must work where there is none to open."""
+    """The C library, opened on first use: importing this module must work where there is none to
+    open.
+    """
     if not _loaded:
         _loaded.append(ctypes.CDLL(None, use_errno=True))
     return _loaded[0]
@@ -39,21 +49,36 @@ def _checked(result: int, what: str) -> int:
 
 
 def clone(flags: int) -> int:
-    """fork() into new namespaces: 0 in the child. Only for a process with one thread. Raises OSError."""
+    """fork() into new namespaces: 0 in the child. Only for a process with one thread. Raises
+    OSError.
+    """
     number = _CLONE[os.uname().machine]
-    return _checked(_libc().syscall(number, ctypes.c_ulong(flags | _SIGCHLD), None, None, None, None), "clone")
+    return _checked(
+        _libc().syscall(number, ctypes.c_ulong(flags | _SIGCHLD), None, None, None, None), "clone"
+    )
 
 
 def map_this_user(uid: int, gid: int) -> None:
-    """Inside a new user namespace: user and group stay what they are outside. Supplementary groups are kept."""
-    for name, text in (("uid_map", f"{uid} {uid} 1"), ("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1")):
+    """Inside a new user namespace: user and group stay what they are outside. Supplementary groups are
+    kept.
+    """
+    for name, text in (
+        ("uid_map", f"{uid} {uid} 1"),
+        ("setgroups", "deny"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
 def own_proc() -> None:
-    """A /proc for this pid namespace; mounts made outside later are still seen, ours are not seen outside."""
-    _checked(_libc().mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None), "mount --make-rslave /")
+    """A /proc for this pid namespace; mounts made outside later are still seen, ours are not seen
+    outside.
+    """
+    _checked(
+        _libc().mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None),
+        "mount --make-rslave /",
+    )
     _checked(_libc().mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(0), None), "mount /proc")
 
 
@@ -80,7 +105,9 @@ def keep_capabilities(numbers: tuple[int, ...]) -> None:
     sets = (ctypes.c_uint32 * 6)(low, low, low, high, high, high)
     _checked(_libc().capset(header, sets), "capset")
     for number in numbers:
-        _checked(_libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number, 0, 0), "prctl(PR_CAP_AMBIENT)")
+        _checked(
+            _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number, 0, 0), "prctl(PR_CAP_AMBIENT)"
+        )
 
 
 def drop_privileges() -> None:
@@ -97,15 +124,26 @@ def forget_pages(start: int, length: int) -> None:
 
 
 def map_private(start: int, length: int, fd: int, offset: int) -> None:
-    """mmap(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED): this part of the file takes the place of what was mapped there."""
+    """mmap(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED): this part of the file takes the place of
+    what was mapped there.
+    """
     mmap = _libc().mmap
     mmap.restype = ctypes.c_void_p
-    got = mmap(ctypes.c_void_p(start), ctypes.c_size_t(length), _PROT_READ_WRITE, _MAP_PRIVATE_FIXED, fd, ctypes.c_long(offset))
+    got = mmap(
+        ctypes.c_void_p(start),
+        ctypes.c_size_t(length),
+        _PROT_READ_WRITE,
+        _MAP_PRIVATE_FIXED,
+        fd,
+        ctypes.c_long(offset),
+    )
     _checked(0 if got == start else -1, "mmap")
 
 
 def begin_writing(fd: int, offset: int, length: int) -> None:
-    """sync_file_range(SYNC_FILE_RANGE_WRITE): this part goes to the disk from now on, so that an fsync later waits less."""
+    """sync_file_range(SYNC_FILE_RANGE_WRITE): this part goes to the disk from now on, so that an fsync
+    later waits less.
+    """
     _libc().sync_file_range(fd, ctypes.c_long(offset), ctypes.c_long(length), 2)
 
 
@@ -115,7 +153,9 @@ def equal(start: int, other: ctypes.Array[ctypes.c_char], length: int) -> bool:
 
 
 def getrandom(size: int) -> bytes:
-    """Randomness by the system call itself: libc's function may keep a state that a snapshot repeats (glibc >= 2.41)."""
+    """Randomness by the system call itself: libc's function may keep a state that a snapshot repeats
+    (glibc >= 2.41).
+    """
     number = {"x86_64": 318, "aarch64": 278}[os.uname().machine]
     buffer = ctypes.create_string_buffer(size)
     got = _checked(_libc().syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")

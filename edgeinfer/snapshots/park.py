@@ -1,9 +1,11 @@
-"""The process a snapshot is taken of: it loads, warms up, prefills, spills its buffers, lets go of everything, and waits.
+"""The process a snapshot is taken of: it loads, warms up, prefills, spills its buffers, lets go of
+everything, and waits.
 
-`python -m edgeinfer.snapshots.park`, with the builder's socket as descriptor LINK_FD and a pipe of the builder's as WAKE_FD.
-When it is dumped it has its standard streams on /dev/null, an unconnected socket and an empty pipe; a restore puts the
-launcher's link and a pipe with a byte in it in their place. It has never seen a user's environment, terminal, prompt or key:
-the builder gives it an environment of its own.
+`python -m edgeinfer.snapshots.park`, with the builder's socket as descriptor LINK_FD and a pipe of the
+builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an unconnected socket
+and an empty pipe; a restore puts the launcher's link and a pipe with a byte in it in their place. It
+has never seen a user's environment, terminal, prompt or key: the builder gives it an environment of its
+own.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ OWN_PACKAGES = (
     "edgeinfer.arguments", "edgeinfer.chat", "edgeinfer.commands", "edgeinfer.runtime", "edgeinfer.server",
     "edgeinfer.snapshots", "edgeinfer.tui",
 )  # fmt: skip
-#: What others import lazily, and a launch would pay for. Kept complete by tests/snapshots/test_resume.py.
+#: What others import lazily, and a launch would pay for. Kept complete by
+#: tests/snapshots/test_resume.py.
 LAZY_MODULES = (
     "asyncio.selector_events", "asyncio.unix_events", "bz2", "concurrent.futures.thread", "decimal", "edgeinfer.catalog.models",
     "edgeinfer.catalog.store", "edgeinfer.cli", "encodings.ascii", "encodings.idna", "encodings.latin_1", "encodings.utf_8_sig",
@@ -48,7 +51,9 @@ _WIDGETS = "textual.widgets"
 
 
 class Parked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process says of itself before it lets go of the builder. `files` are the files it maps."""
+    """What the process says of itself before it lets go of the builder. `files` are the files it
+    maps.
+    """
 
     info: EngineInfo
     actual: dict[str, str]
@@ -60,7 +65,9 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_everything() -> list[str]:
-    """Import what chat, run and serve need; returns what is not there (an extra that is not installed, a part left out)."""
+    """Import what chat, run and serve need; returns what is not there (an extra that is not installed,
+    a part left out).
+    """
     missing = []
     for package in OWN_PACKAGES:
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
@@ -100,31 +107,42 @@ class _Stages:
             self.report(name, None)
 
     def report(self, name: str, fraction: float | None) -> None:
-        frames.send(self._link, {"op": "stage", "name": name, "fraction": "" if fraction is None else f"{fraction:.4f}"})
+        frames.send(
+            self._link,
+            {"op": "stage", "name": name, "fraction": "" if fraction is None else f"{fraction:.4f}"},
+        )
 
 
 def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]:
-    """Load, warm up, prefill and park as the builder asks; the engine, and the `Parked` of it. Raises what loading raises."""
+    """Load, warm up, prefill and park as the builder asks; the engine, and the `Parked` of it. Raises
+    what loading raises.
+    """
     from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
 
     files = msgspec.json.decode(fields["files"], type=ModelFiles)
     options = msgspec.json.decode(fields["options"], type=LoadOptions)
     stages = _Stages(link)
     stages.begin("load")
-    with ThreadPoolExecutor(1) as loader:  # llama.cpp needs no Python to load, and the imports no llama.cpp
-        loading = loader.submit(load_engine, files, options, lambda _stage, fraction: stages.report("load", fraction))
+    with ThreadPoolExecutor(
+        1
+    ) as loader:  # llama.cpp needs no Python to load, and the imports no llama.cpp
+        loading = loader.submit(
+            load_engine, files, options, lambda _stage, fraction: stages.report("load", fraction)
+        )
         import_everything()
         _rehearse()
         engine: Parkable = loading.result()
     held = Held(engine, fields["model"].decode(), options)
-    memory.give_back_shared()  # loading read it all; what is touched from here on is what computing needs
+    # loading read it all; what is touched from here on is what computing needs
+    memory.give_back_shared()
     system_tokens = 0
     if engine.info.has_chat_template:
         stages.begin("prefill")
         system_tokens = engine.prefill_system(fields["system"].decode())
     stages.begin("warm up")
     engine.warm_up()
-    canary = held.sing()  # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
+    # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
+    canary = held.sing()
     engine.park()
     stages.begin("write")
     held.shared, held.buffers = memory.touched_shared(), memory.buffers()
@@ -144,7 +162,9 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
 
 
 def _rehearse() -> None:
-    """Have the chat parse its styles and run once without a terminal: its first paint is half as long then."""
+    """Have the chat parse its styles and run once without a terminal: its first paint is half as long
+    then.
+    """
     from edgeinfer import tui  # with everything else that is imported here
 
     tui.preload()
@@ -184,10 +204,21 @@ def main() -> None:
     try:
         held, parked = prepare(link, request[0])
     except EdgeInferError as error:
-        frames.send(link, {"op": "failed", "code": error.code, "message": error.message, "hint": error.hint or ""})
+        frames.send(
+            link,
+            {"op": "failed", "code": error.code, "message": error.message, "hint": error.hint or ""},
+        )
         os._exit(1)
     except OSError as error:
-        frames.send(link, {"op": "failed", "code": "", "message": f"while it was made ready to dump: {error}", "hint": ""})
+        frames.send(
+            link,
+            {
+                "op": "failed",
+                "code": "",
+                "message": f"while it was made ready to dump: {error}",
+                "hint": "",
+            },
+        )
         os._exit(1)
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)

@@ -1,8 +1,10 @@
-"""Reading ahead when the page cache is cold: the first decode touches all weights, page by page, in the order of the file.
+"""Reading ahead when the page cache is cold: the first decode touches all weights, page by page, in the
+order of the file.
 
-A thread of the resumed process looks at a few pages; when some are not cached it reads what the first decode will touch, in the
-order of the file, past what is cached already: the decode's own faults read too, and neither waits for the other. When they are
-cached it does nothing: mapping them in advance (MADV_POPULATE_READ) was measured to cost as much as the faults it saves
+A thread of the resumed process looks at a few pages; when some are not cached it reads what the first
+decode will touch, in the order of the file, past what is cached already: the decode's own faults read
+too, and neither waits for the other. When they are cached it does nothing: mapping them in advance
+(MADV_POPULATE_READ) was measured to cost as much as the faults it saves
 (docs/decisions/043-prefetch.md).
 """
 
@@ -25,7 +27,9 @@ Stretch = tuple[int, int]
 
 
 def start(shared: list[Area]) -> threading.Thread:
-    """Look, and read ahead if need be, in the background. `shared`: what is needed of files that are mapped shared."""
+    """Look, and read ahead if need be, in the background. `shared`: what is needed of files that are
+    mapped shared.
+    """
     thread = threading.Thread(target=run, args=[shared], name="prefetch", daemon=True)
     thread.start()
     return thread
@@ -66,7 +70,9 @@ def missing_part(fd: int, stretches: list[Stretch]) -> float:
 
 
 def read_ahead(fd: int, stretches: list[Stretch]) -> int:
-    """Read what is not cached of the stretches into the page cache, in steps that begin at whole huge pages; the bytes read."""
+    """Read what is not cached of the stretches into the page cache, in steps that begin at whole huge
+    pages; the bytes read.
+    """
     into, done = memoryview(bytearray(_STEP_BYTES)), 0
     for offset, length in stretches:
         at, end = offset, offset + length

@@ -26,12 +26,16 @@ def drop_older(root: Path, name: str) -> None:
 
 def by_last_use(root: Path, keep: str = "") -> list[Path]:
     """Every snapshot but those called `keep`, the one used longest ago first."""
-    folders = [Path(f) for name, found in format.generations(str(root)).items() if name != keep for f in found]
+    folders = [
+        Path(f) for name, found in format.generations(str(root)).items() if name != keep for f in found
+    ]
     return sorted(folders, key=records.last_used_s)
 
 
 def to_limit(root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: int = 0) -> list[str]:
-    """Remove the least recently used until all snapshots, and `extra_bytes` more, fit the total limit; their names."""
+    """Remove the least recently used until all snapshots, and `extra_bytes` more, fit the total limit;
+    their names.
+    """
     sizes = {folder: records.disk_bytes(folder) for folder in by_last_use(root)}
     total, removed = sum(sizes.values()) + extra_bytes, []
     for folder in by_last_use(root, keep):
@@ -44,7 +48,9 @@ def to_limit(root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: i
 
 
 def make_room(root: Path, need_bytes: int, config: SnapshotsConfig, keep: str = "") -> list[str]:
-    """Remove the least recently used until `need_bytes` fit both the total limit and the disk's margin; their names."""
+    """Remove the least recently used until `need_bytes` fit both the total limit and the disk's margin;
+    their names.
+    """
     removed = to_limit(root, config, keep, need_bytes)
     for folder in by_last_use(root, keep):
         room = os.statvfs(root)

@@ -13,7 +13,9 @@ from edgeinfer.snapshots import fingerprint, format
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """A built snapshot. Sizes in bytes: `memory_bytes` apparent, `disk_bytes` without holes. `reasons` explains `actual`."""
+    """A built snapshot. Sizes in bytes: `memory_bytes` apparent, `disk_bytes` without holes. `reasons`
+    explains `actual`.
+    """
 
     name: str
     model: str
@@ -35,7 +37,9 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot with its state here and now: "ready", or why it is refused. `last_used_s` is Unix time."""
+    """A snapshot with its state here and now: "ready", or why it is refused. `last_used_s` is Unix
+    time.
+    """
 
     details: Details
     state: str
@@ -88,12 +92,22 @@ def listed() -> list[Listed]:
             continue
         fresh, state = state_of(folder)
         used = last_used_s(folder)
-        found.append(Listed(details=details, state=state, fresh=fresh, last_used_s=used, disk_bytes=disk_bytes(folder)))
+        found.append(
+            Listed(
+                details=details,
+                state=state,
+                fresh=fresh,
+                last_used_s=used,
+                disk_bytes=disk_bytes(folder),
+            )
+        )
     return sorted(found, key=lambda item: item.details.name)
 
 
 def find(name: str) -> Path:
-    """The folder of the snapshot, or of the only one of a model, that `name` says. Raises SnapshotMissingError."""
+    """The folder of the snapshot, or of the only one of a model, that `name` says. Raises
+    SnapshotMissingError.
+    """
     all_of = format.generations(str(paths.snapshots_dir()))
     if name in all_of:
         return Path(all_of[name][0])
@@ -101,5 +115,9 @@ def find(name: str) -> Path:
     if len(of_model) == 1:
         return Path(all_of[of_model[0]][0])
     if of_model:
-        raise SnapshotMissingError(f"{name} has several snapshots", hint=f"name one: {', '.join(sorted(of_model))}")
-    raise SnapshotMissingError(f"there is no snapshot called {name}", hint="run `edgeinfer snapshots list`")
+        raise SnapshotMissingError(
+            f"{name} has several snapshots", hint=f"name one: {', '.join(sorted(of_model))}"
+        )
+    raise SnapshotMissingError(
+        f"there is no snapshot called {name}", hint="run `edgeinfer snapshots list`"
+    )

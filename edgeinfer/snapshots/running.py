@@ -1,7 +1,9 @@
-"""Which of our processes run: found in /proc, where a launcher and its workers cannot lie about being alive.
+"""Which of our processes run: found in /proc, where a launcher and its workers cannot lie about being
+alive.
 
-No records are written: an app has the same pid in a namespace of its own every time it is resumed, and files named after pids
-would outlive a `kill -9`. A launcher is known by its program and its arguments, an app by its launcher being its ancestor.
+No records are written: an app has the same pid in a namespace of its own every time it is resumed, and
+files named after pids would outlive a `kill -9`. A launcher is known by its program and its arguments,
+an app by its launcher being its ancestor.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _APP_NAMES = ("edgeinfer",)
 class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
 
-    `private_bytes` is memory nobody else has, `shared_bytes` what comes from files and is shared or can be given back.
+    `private_bytes` is memory nobody else has, `shared_bytes` what comes from files and is shared or can
+    be given back.
     """
 
     pid: int

@@ -1,10 +1,12 @@
-"""Moving llama.cpp's buffers out of the process before the dump: into a file, mapped copy-on-write in their place.
+"""Moving llama.cpp's buffers out of the process before the dump: into a file, mapped copy-on-write in
+their place.
 
-Nothing runs on them while the engine is parked, so the process can do this itself, which Python's heap would not allow
-(docs/decisions/040-bake-the-images.md). It writes megabytes at a time, and each byte to an offset that equals its address
-modulo the size of a huge page. That is the point: where the file system has large folios the page cache then holds huge pages,
-which a resume maps 512 pages at a fault and reads without missing the TLB. CRIU writes page by page (decision 043 has the
-figures). Zeros, which are what llama.cpp leaves in an empty KV cache, are given back instead.
+Nothing runs on them while the engine is parked, so the process can do this itself, which Python's heap
+would not allow (docs/decisions/040-bake-the-images.md). It writes megabytes at a time, and each byte to
+an offset that equals its address modulo the size of a huge page. That is the point: where the file
+system has large folios the page cache then holds huge pages, which a resume maps 512 pages at a fault
+and reads without missing the TLB. CRIU writes page by page (decision 043 has the figures). Zeros, which
+are what llama.cpp leaves in an empty KV cache, are given back instead.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class Spilled(NamedTuple):
-    """The file: its size and what of it was written, in bytes, and its digest (`digests`), holes and all."""
+    """The file: its size and what of it was written, in bytes, and its digest (`digests`), holes and
+    all.
+    """
 
     size: int
     written: int
@@ -33,9 +37,11 @@ class Spilled(NamedTuple):
 
 
 def spill(buffers: list[tuple[int, int]], path: str, progress: Callable[[float], None]) -> Spilled:
-    """Move the content of these ranges of whole pages (lowest and highest address) into the new file `path`, and map it there.
+    """Move the content of these ranges of whole pages (lowest and highest address) into the new file
+    `path`, and map it there.
 
-    Nothing may write to them meanwhile. Progress from 0 to 1. Without buffers there is no file. Raises OSError.
+    Nothing may write to them meanwhile. Progress from 0 to 1. Without buffers there is no file. Raises
+    OSError.
     """
     if not buffers:
         return Spilled(0, 0, "")
@@ -45,7 +51,9 @@ def spill(buffers: list[tuple[int, int]], path: str, progress: Callable[[float],
         with Hashing(fd) as hashing:
             for at, length in _stretches(buffers, progress):
                 hole = (at - size) % HUGE_PAGE_BYTES
-                _write_all(fd, memoryview((ctypes.c_char * length).from_address(at)).cast("B"), size + hole)
+                _write_all(
+                    fd, memoryview((ctypes.c_char * length).from_address(at)).cast("B"), size + hole
+                )
                 native.map_private(at, length, fd, size + hole)
                 native.begin_writing(fd, size + hole, length)
                 size += hole + length
@@ -56,7 +64,9 @@ def spill(buffers: list[tuple[int, int]], path: str, progress: Callable[[float],
         os.close(fd)
 
 
-def _stretches(buffers: list[tuple[int, int]], progress: Callable[[float], None]) -> Iterator[tuple[int, int]]:
+def _stretches(
+    buffers: list[tuple[int, int]], progress: Callable[[float], None]
+) -> Iterator[tuple[int, int]]:
     """Address and length of what is not zeros; blocks of zeros are given back."""
     zeros = ctypes.create_string_buffer(BLOCK_BYTES)
     total, seen = sum(high - low for low, high in buffers), 0

@@ -1,9 +1,10 @@
-"""The small process between the launcher and an app: init of the app's pid namespace, and the one that knows how it ended.
+"""The small process between the launcher and an app: init of the app's pid namespace, and the one that
+knows how it ended.
 
-The launcher forks it (no new interpreter), so it costs half a millisecond. It passes signals on, tells when the app stops,
-continues and ends, and dies with the launcher, which takes the whole namespace with it: `kill -9` of the launcher ends the
-app whatever the app is doing. What it has to say it writes as lines on a pipe: "restored", "failed WHY", "stopped",
-"exit N", "signal N".
+The launcher forks it (no new interpreter), so it costs half a millisecond. It passes signals on, tells
+when the app stops, continues and ends, and dies with the launcher, which takes the whole namespace with
+it: `kill -9` of the launcher ends the app whatever the app is doing. What it has to say it writes as
+lines on a pipe: "restored", "failed WHY", "stopped", "exit N", "signal N".
 
 Standard library only, and nothing that starts threads.
 """
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
-#: What the launcher passes on. A stop is passed as SIGTSTP, which the app's own handler turns into a real one.
+#: What the launcher passes on. A stop is passed as SIGTSTP, which the app's own handler turns into a
+#: real one.
 FORWARDED = (
     _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGWINCH, _signal.SIGTSTP, _signal.SIGCONT,
     _signal.SIGUSR1, _signal.SIGUSR2,
@@ -40,7 +42,9 @@ class Child:
 
 
 def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
-    """Restore a snapshot; `link_fd` becomes its link. Returns at once; the pipe tells how it went. Raises OSError."""
+    """Restore a snapshot; `link_fd` becomes its link. Returns at once; the pipe tells how it went.
+    Raises OSError.
+    """
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()
     status_read, status_write = os.pipe()
@@ -55,7 +59,12 @@ def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
         else:
             native.adopt_orphans()
         log = os.memfd_create("criu")
-        _supervise(tell, _restore_child(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, log), manifest.pid, log)
+        _supervise(
+            tell,
+            _restore_child(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, log),
+            manifest.pid,
+            log,
+        )
 
     pid = native.clone(flags) if flags else os.fork()
     if pid == 0:
@@ -89,7 +98,9 @@ def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Chil
     return Child(pid, status_read)
 
 
-def _main(work: Callable[[Callable[[str], None]], NoReturn], status_fd: int, keep: tuple[int, ...]) -> NoReturn:
+def _main(
+    work: Callable[[Callable[[str], None]], NoReturn], status_fd: int, keep: tuple[int, ...]
+) -> NoReturn:
     """The supervisor's process from its first instruction to its last."""
 
     def tell(line: str) -> None:
@@ -132,9 +143,11 @@ def _restore_child(manifest: Manifest, images: str, link_fd: int, wake_fd: int, 
 
 
 def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: int) -> NoReturn:
-    """Wait for everything there is to wait for, until the app has ended. `criu_pid` 0: the app runs already.
+    """Wait for everything there is to wait for, until the app has ended. `criu_pid` 0: the app runs
+    already.
 
-    A restore that fails kills the app first and ends then: only CRIU's end tells what an app's early end was.
+    A restore that fails kills the app first and ends then: only CRIU's end tells what an app's early
+    end was.
     """
     alive = criu_pid == 0
     early: list[int] = []

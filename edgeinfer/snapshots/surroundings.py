@@ -1,4 +1,5 @@
-"""What a launch has around it: its process's state for the app to take over, its sockets, and what it leaves behind.
+"""What a launch has around it: its process's state for the app to take over, its sockets, and what it
+leaves behind.
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -11,7 +12,15 @@ import os
 
 from edgeinfer.snapshots import choose, frames, supervise
 
-_LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_DATA", "RLIMIT_AS", "RLIMIT_STACK")
+_LIMITS = (
+    "RLIMIT_NOFILE",
+    "RLIMIT_CORE",
+    "RLIMIT_CPU",
+    "RLIMIT_FSIZE",
+    "RLIMIT_DATA",
+    "RLIMIT_AS",
+    "RLIMIT_STACK",
+)
 
 
 def of_this_process() -> dict[str, frames.Value]:
@@ -39,7 +48,9 @@ def of_this_process() -> dict[str, frames.Value]:
 
 
 def listen(argv: list[str]) -> list[_socket.socket]:
-    """The sockets of `serve`, bound before anything is loaded; none when they cannot be: the app will say why."""
+    """The sockets of `serve`, bound before anything is loaded; none when they cannot be: the app will
+    say why.
+    """
     count = os.environ.get("LISTEN_FDS", "")
     if count.isdigit() and os.environ.get("LISTEN_PID") == str(os.getpid()):
         for name in ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):

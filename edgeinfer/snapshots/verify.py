@@ -1,4 +1,6 @@
-"""Reading every byte of a snapshot, comparing it with what was built, and resuming it. A launch compares sizes only."""
+"""Reading every byte of a snapshot, comparing it with what was built, and resuming it. A launch
+compares sizes only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from edgeinfer.snapshots.digests import digest
 def wrong_files(folder: Path) -> list[str]:
     """The files of a snapshot that are not what was built, by name.
 
-    Raises SnapshotStaleError, SnapshotUnsafeError or SnapshotCorruptError when the manifest alone refuses it.
+    Raises SnapshotStaleError, SnapshotUnsafeError or SnapshotCorruptError when the manifest alone
+    refuses it.
     """
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
@@ -22,7 +25,12 @@ def wrong_files(folder: Path) -> list[str]:
 
 
 def repeated_randomness(folder: Path) -> list[str]:
-    """Resume it twice and name every source of randomness on which the two agree. Raises RestoreError."""
+    """Resume it twice and name every source of randomness on which the two agree. Raises
+    RestoreError.
+    """
     manifest = format.read_manifest(str(folder))
-    drawn = [msgspec.json.decode(facts.ask(manifest, str(folder), "facts"), type=facts.Facts).random for _ in range(2)]
+    drawn = [
+        msgspec.json.decode(facts.ask(manifest, str(folder), "facts"), type=facts.Facts).random
+        for _ in range(2)
+    ]
     return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]

@@ -28,11 +28,17 @@ Progress = Callable[[str, float | None], None]
 _GIB = 1 << 30
 #: Besides the weights: Python's heap, KV cache and compute buffers that were touched.
 _EXTRA_BYTES = 400 << 20
-_CODES = {cls.code: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, EdgeInferError)}
+_CODES = {
+    cls.code: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, EdgeInferError)
+}
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot to build. `given_name` "" derives one from model and options; `system` "" takes the template's own."""
+    """A snapshot to build. `given_name` "" derives one from model and options; `system` "" takes the
+    template's own.
+    """
 
     model: str
     files: ModelFiles
@@ -46,9 +52,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
-    """Build and publish; the snapshot of the same name before is removed, processes resumed from it go on.
+    """Build and publish; the snapshot of the same name before is removed, processes resumed from it go
+    on.
 
-    Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and what loading the model raises.
+    Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and what loading the model
+    raises.
     """
     found = criu.available()
     root = paths.private_dir(paths.snapshots_dir())
@@ -75,8 +83,12 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
     return details
 
 
-def repack_choice(options: LoadOptions, files: ModelFiles, config: SnapshotsConfig) -> tuple[LoadOptions, str]:
-    """`--repack auto` for a snapshot: on unless the disk has no room for the repacked weights. With its reason."""
+def repack_choice(
+    options: LoadOptions, files: ModelFiles, config: SnapshotsConfig
+) -> tuple[LoadOptions, str]:
+    """`--repack auto` for a snapshot: on unless the disk has no room for the repacked weights. With its
+    reason.
+    """
     if options.repack != "auto":
         return options, "as asked"
     need, free = sum(os.path.getsize(path) for path in files.paths), _free_bytes(paths.snapshots_dir())
@@ -91,7 +103,8 @@ def refuse_full(root: Path, order: Order, config: SnapshotsConfig) -> None:
     need, free = _need_bytes(order), _free_bytes(root)
     if free - need < config.disk_margin_gib * _GIB:
         raise DiskFullError(
-            f"a snapshot of {order.model} needs about {bytes_words(need)} and {bytes_words(free)} are free; "
+            f"a snapshot of {order.model} needs about {bytes_words(need)} and {bytes_words(free)} are "
+            f"free; "
             f"{config.disk_margin_gib:g} GiB stay free (snapshots.disk-margin-gib)"
         )
 
@@ -143,7 +156,9 @@ def _is_locked(path: Path) -> bool:
 
 
 def sweep(root: Path) -> None:
-    """Remove what builds that were killed left behind: folders without a manifest whose lock nobody holds."""
+    """Remove what builds that were killed left behind: folders without a manifest whose lock nobody
+    holds.
+    """
     for folder in root.iterdir():
         if format.SEPARATOR not in folder.name or (folder / format.MANIFEST).exists():
             continue
@@ -152,7 +167,9 @@ def sweep(root: Path) -> None:
 
 
 def _run_builder(folder: Path, request: dict[str, frames.Value], progress: Progress) -> Details:
-    """Start the builder, pass its stages on, return what it built. The folder is gone when it fails, or when we do."""
+    """Start the builder, pass its stages on, return what it built. The folder is gone when it fails, or
+    when we do.
+    """
     folder.mkdir(mode=0o700)
     lock = os.open(folder / format.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -162,7 +179,11 @@ def _run_builder(folder: Path, request: dict[str, frames.Value], progress: Progr
     try:
         with open(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as errors_to:
             builder = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=errors_to, stderr=errors_to
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=errors_to,
+                stderr=errors_to,
             )
         theirs.close()
         try:
@@ -179,7 +200,9 @@ def _run_builder(folder: Path, request: dict[str, frames.Value], progress: Progr
         os.close(lock)
 
 
-def _listen(link: socket.socket, request: dict[str, frames.Value], progress: Progress, log: Path) -> Details:
+def _listen(
+    link: socket.socket, request: dict[str, frames.Value], progress: Progress, log: Path
+) -> Details:
     frames.send(link, request)
     while (received := frames.receive(link)) is not None:
         fields = received[0]

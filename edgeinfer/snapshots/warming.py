@@ -1,4 +1,6 @@
-"""A warming that the launcher runs for a chat: its stages as lines, its end as an envelope, and stopping it."""
+"""A warming that the launcher runs for a chat: its stages as lines, its end as an envelope, and
+stopping it.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,28 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 def words(model: str, options: LoadOptions) -> list[str]:
     """What follows `edgeinfer warm`."""
-    return [model, "--json", "--ctx", str(options.n_ctx), "--repack", options.repack, "--kv-type", options.kv_type]
+    return [
+        model,
+        "--json",
+        "--ctx",
+        str(options.n_ctx),
+        "--repack",
+        options.repack,
+        "--kv-type",
+        options.kv_type,
+    ]
 
 
 def listen(
-    model: str, fd: int, progress: LoadProgress | None, cancel: threading.Event | None, stop: Callable[[], None]
+    model: str,
+    fd: int,
+    progress: LoadProgress | None,
+    cancel: threading.Event | None,
+    stop: Callable[[], None],
 ) -> None:
-    """Hear it to its end on `fd`, which is closed then. Raises DumpError with its words, InterruptedByUser once stopped."""
+    """Hear it to its end on `fd`, which is closed then. Raises DumpError with its words,
+    InterruptedByUser once stopped.
+    """
     ended = threading.Event()
     if cancel is not None:
         threading.Thread(target=_stop_when, args=(cancel, ended, stop), daemon=True).start()
@@ -48,7 +65,9 @@ def listen(
         raise InterruptedByUser("stopped; nothing of the snapshot is kept")
     if not said.ok:
         words = said.error.message or last or "it ended without a word"
-        raise DumpError(f"{model} was not warmed: {words}", hint=said.error.hint or f"run `edgeinfer warm {model}`")
+        raise DumpError(
+            f"{model} was not warmed: {words}", hint=said.error.hint or f"run `edgeinfer warm {model}`"
+        )
 
 
 def _decoded(line: str, before: _Envelope) -> _Envelope:

@@ -1,7 +1,8 @@
 """An engine in another process: `RemoteEngine` here, `serve` there, one unix socket between them.
 
-Messages are msgpack with four bytes of length in front. A generation's events come back as they are made; the other calls
-answer once. When the worker dies, everything in flight ends with EngineClosedError; when this side closes, the worker ends.
+Messages are msgpack with four bytes of length in front. A generation's events come back as they are
+made; the other calls answer once. When the worker dies, everything in flight ends with
+EngineClosedError; when this side closes, the worker ends.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class Answer(_Frame, frozen=True):
 _ToWorker = Submit | Cancel | Call
 _FromWorker = Problem | Loading | Ready | Accepted | Item | Answer
 _CLASSES: dict[str, type[EdgeInferError]] = {
-    cls.code: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, EdgeInferError)
+    cls.code: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, EdgeInferError)
 }
 
 
@@ -146,7 +149,9 @@ class RemoteEngine:
     """The `Engine` of a worker process."""
 
     def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
-        """Wait until the worker is ready. Raises what loading raised there, EngineClosedError when it died."""
+        """Wait until the worker is ready. Raises what loading raised there, EngineClosedError when it
+        died.
+        """
         self._wire = _Wire(sock)
         self._decoder = msgspec.msgpack.Decoder(_FromWorker)
         self._ids = itertools.count(1)
@@ -168,7 +173,11 @@ class RemoteEngine:
                     progress(frame.stage, frame.fraction)
                 continue
             self._wire.close()
-            raise _error(frame) if isinstance(frame, Problem) else EngineClosedError("the worker died while it started")
+            raise (
+                _error(frame)
+                if isinstance(frame, Problem)
+                else EngineClosedError("the worker died while it started")
+            )
 
     @property
     def info(self) -> EngineInfo:
@@ -188,8 +197,12 @@ class RemoteEngine:
             raise
         return stream
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        return self._call("tokenize", list[int], text, add_special=add_special, parse_special=parse_special)
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        return self._call(
+            "tokenize", list[int], text, add_special=add_special, parse_special=parse_special
+        )
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         return self._call("detokenize", bytes, list(tokens))
@@ -198,7 +211,11 @@ class RemoteEngine:
         return self._call("apply_template", str, list(messages), list(tools))
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        return self._call("embed", list[list[float]], [text if isinstance(text, str) else list(text) for text in texts])
+        return self._call(
+            "embed",
+            list[list[float]],
+            [text if isinstance(text, str) else list(text) for text in texts],
+        )
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         return self._call("rerank", list[float], query, list(documents))
@@ -243,7 +260,9 @@ class RemoteEngine:
 
     def _gone(self) -> EngineClosedError:
         name = self._info.model if hasattr(self, "_info") else "the model"
-        return EngineClosedError(f"the process of {name} has ended", hint="ask again: it is started anew")
+        return EngineClosedError(
+            f"the process of {name} has ended", hint="ask again: it is started anew"
+        )
 
     def _read(self) -> None:
         while (frame := self._wire.receive(self._decoder)) is not None:
@@ -273,7 +292,9 @@ class RemoteEngine:
             box.put(frame)
         elif stream is not None and isinstance(frame, Problem):
             error = _error(frame)
-            stream.put(error if isinstance(error, EngineError) else EngineError(error.message, hint=error.hint))
+            stream.put(
+                error if isinstance(error, EngineError) else EngineError(error.message, hint=error.hint)
+            )
 
 
 def serve(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:
@@ -334,7 +355,10 @@ class _Server:
             raise EngineError(f"a worker has no {frame.method}")
         arguments, named = msgspec.msgpack.decode(frame.arguments)
         if frame.method == "apply_template":
-            arguments = [msgspec.convert(arguments[0], list[Message]), msgspec.convert(arguments[1], list[Tool])]
+            arguments = [
+                msgspec.convert(arguments[0], list[Message]),
+                msgspec.convert(arguments[1], list[Tool]),
+            ]
         value = getattr(self._engine, frame.method)(*arguments, **named)
         self._wire.send(Answer(frame.id, msgspec.Raw(msgspec.msgpack.encode(value))))
 

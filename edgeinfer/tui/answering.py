@@ -1,7 +1,8 @@
-"""Streams an answer into the transcript: stored first, then shown, as often as the terminal is worth it.
+"""Streams an answer into the transcript: stored first, then shown, as often as the terminal is worth
+it.
 
-Drawing shares the processor with the engine's threads, so it is rationed: a pause follows each drawing, so long that drawing
-takes at most `SHARE` of one core, and at least a thirtieth of a second.
+Drawing shares the processor with the engine's threads, so it is rationed: a pause follows each drawing,
+so long that drawing takes at most `SHARE` of one core, and at least a thirtieth of a second.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from edgeinfer.tui.widgets.transcript import Transcript
 #: Share of one core that drawing may take while an answer streams.
 SHARE = 0.04
 
-#: Seconds after which a thread that draws must let another run, while an answer streams. Python's 5 ms would hold up every
-#: token that comes while something is drawn: the engine needs the interpreter for a moment between two.
+#: Seconds after which a thread that draws must let another run, while an answer streams. Python's 5 ms
+#: would hold up every token that comes while something is drawn: the engine needs the interpreter for a
+#: moment between two.
 _SWITCH_S = 0.0005
 _FASTEST_S = 1 / 30
 _SLOWEST_S = 0.25
 
 
 class Pace:
-    """How long to wait after a drawing, from what drawing has cost: this thread's processor time since the last one."""
+    """How long to wait after a drawing, from what drawing has cost: this thread's processor time since
+    the last one.
+    """
 
     def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
         self._cpu = cpu
@@ -47,7 +51,9 @@ class Pace:
 class Streaming:
     """One answer on its way into its entry. `on_progress` hears how far the prompt is."""
 
-    def __init__(self, answer: Answer, entry: AnswerEntry, transcript: Transcript, pace: Pace | None = None) -> None:
+    def __init__(
+        self, answer: Answer, entry: AnswerEntry, transcript: Transcript, pace: Pace | None = None
+    ) -> None:
         self.answer = answer
         self.entry = entry
         self.transcript = transcript
@@ -89,7 +95,11 @@ class Streaming:
             self.entry.grow(piece.text, piece.reasoning)
         elif not self.answer.text and self.answer.progress is not None:
             self.entry.wait(
-                _waiting(self.answer.progress.done_tokens, self.answer.progress.total_tokens, self.answer.progress.queued)
+                _waiting(
+                    self.answer.progress.done_tokens,
+                    self.answer.progress.total_tokens,
+                    self.answer.progress.queued,
+                )
             )
         else:
             return

@@ -24,7 +24,8 @@ from edgeinfer.tui.themes import DARK, LIGHT
 if TYPE_CHECKING:
     from textual.driver import Driver
 
-#: Parsed style sheets by theme, left by `edgeinfer.tui.preload` in a process that will be parked: 10 ms of the first paint.
+#: Parsed style sheets by theme, left by `edgeinfer.tui.preload` in a process that will be parked: 10 ms
+#: of the first paint.
 PARSED: dict[str, LRUCache[tuple[Any, ...], list[RuleSet]]] = {}
 
 
@@ -34,7 +35,9 @@ class ChatApp(App[None]):
     TITLE = "edgeinfer"
     CSS_PATH = "chat.tcss"
     COMMAND_PALETTE_BINDING = "ctrl+p"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q", "leave", "Quit", show=False, priority=True, id="leave")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+q", "leave", "Quit", show=False, priority=True, id="leave")
+    ]
 
     def __init__(self, launch: Launch, driver_class: type[Driver] | None = None) -> None:
         super().__init__(driver_class=driver_class)
@@ -48,7 +51,9 @@ class ChatApp(App[None]):
         self.chat = ChatScreen(launch)
 
     def _begin_with(self, theme: str) -> str:
-        """Take the theme before anything is styled: set later, it would parse and apply every style a second time."""
+        """Take the theme before anything is styled: set later, it would parse and apply every style a
+        second time.
+        """
         name = theme if theme in self.available_themes else DARK.name
         self.set_reactive(App.theme, name)
         self.stylesheet.set_variables(self.get_css_variables())
@@ -77,7 +82,9 @@ class ChatApp(App[None]):
         for command in slash.COMMANDS:
             if not command.argument or command.argument.startswith("["):
                 title = command.name.replace("-", " ").capitalize()
-                yield SystemCommand(title, command.summary, lambda name=command.name: self.chat.run_command(f"/{name}"))
+                yield SystemCommand(
+                    title, command.summary, lambda name=command.name: self.chat.run_command(f"/{name}")
+                )
 
     def leave(self) -> None:
         """End the app; what is on screen is in the store."""
@@ -96,7 +103,9 @@ class ChatApp(App[None]):
         self.chat.loader.close()
 
     def _handle_exception(self, error: Exception) -> None:
-        """Remember what broke the app; the command says so in words, after the terminal is as it was."""
+        """Remember what broke the app; the command says so in words, after the terminal is as it
+        was.
+        """
         self.crash = self.crash or error
         super()._handle_exception(error)
 

@@ -1,4 +1,6 @@
-"""Files that will ride with the next question: given on the command line, by `/file`, or named with `@` in the text."""
+"""Files that will ride with the next question: given on the command line, by `/file`, or named with `@`
+in the text.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Attaching:
 
     def collect(self, text: str) -> list[Attachment]:
         """What rides along with `text`, read now. Raises UsageError."""
-        return [self._counted(a) for a in self._kept] + [self._counted(read(path)) for path in mentioned(text)]
+        return [self._counted(a) for a in self._kept] + [
+            self._counted(read(path)) for path in mentioned(text)
+        ]
 
     def clear(self) -> None:
         """They were sent."""
@@ -55,7 +59,9 @@ class Attaching:
         self._kept = [self._counted(a) for a in self._kept]
         line = self._screen.query_one("#attachments", Static)
         found = [*self._kept, *self._named.values()]
-        line.update("  ".join(f"+ {a.name}" + (f" · {a.tokens:,} tokens" if a.tokens else "") for a in found))
+        line.update(
+            "  ".join(f"+ {a.name}" + (f" · {a.tokens:,} tokens" if a.tokens else "") for a in found)
+        )
         line.display = bool(found)
 
     def _counted(self, attachment: Attachment) -> Attachment:

@@ -11,7 +11,15 @@ from textual.app import App
 
 
 def copy(app: App[Any], text: str) -> None:
-    """By the terminal's own sequence (OSC 52), which works over SSH; inside tmux by tmux, which swallows that sequence."""
+    """By the terminal's own sequence (OSC 52), which works over SSH; inside tmux by tmux, which
+    swallows that sequence.
+    """
     app.copy_to_clipboard(text)
     if os.environ.get("TMUX") and (tmux := shutil.which("tmux")):
-        subprocess.run([tmux, "load-buffer", "-w", "-"], input=text.encode(), timeout=2, check=False, capture_output=True)
+        subprocess.run(
+            [tmux, "load-buffer", "-w", "-"],
+            input=text.encode(),
+            timeout=2,
+            check=False,
+            capture_output=True,
+        )

@@ -1,7 +1,8 @@
 """The terminal, which may not be this process's controlling terminal.
 
-A resumed process gets its terminal as descriptors, and its signals from the launcher. So: input and output are the
-descriptors this driver is given, the size is asked of them, and a suspension stops whoever the shell waits for.
+A resumed process gets its terminal as descriptors, and its signals from the launcher. So: input and
+output are the descriptors this driver is given, the size is asked of them, and a suspension stops
+whoever the shell waits for.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class TerminalDriver(LinuxDriver):
         self._waker: tuple[int, int] | None = None
 
     def _get_terminal_size(self) -> tuple[int, int]:
-        """The window's size; COLUMNS and LINES are not believed, they were true when the shell started."""
+        """The window's size; COLUMNS and LINES are not believed, they were true when the shell
+        started.
+        """
         with contextlib.suppress(OSError):
             columns, rows = os.get_terminal_size(self.fileno)
             if columns > 0 and rows > 0:
@@ -40,8 +43,9 @@ class TerminalDriver(LinuxDriver):
         return 80, 24
 
     def run_input_thread(self) -> None:
-        """Read keys until told to stop. Unlike Textual's: ends at once, not at the next tenth of a second; takes any byte
-        for what it may be; and a terminal that is gone ends the app instead of breaking it.
+        """Read keys until told to stop. Unlike Textual's: ends at once, not at the next tenth of a
+        second; takes any byte for what it may be; and a terminal that is gone ends the app instead of
+        breaking it.
         """
         self._waker = os.pipe()
         parser = XTermParser(self._debug)
@@ -98,9 +102,11 @@ class TerminalDriver(LinuxDriver):
 
 
 def claim_terminal() -> TextIO | None:
-    """Make descriptor 0 a terminal when stdin is a pipe, and return a stream to the terminal; None where there is none.
+    """Make descriptor 0 a terminal when stdin is a pipe, and return a stream to the terminal; None
+    where there is none.
 
-    Output goes to the first of stdout, stderr, stdin that is a terminal. Nothing needs a controlling terminal.
+    Output goes to the first of stdout, stderr, stdin that is a terminal. Nothing needs a controlling
+    terminal.
     """
     fd = next((n for n in (1, 2, 0) if _is_terminal(n)), None)
     if fd is None:

@@ -15,7 +15,9 @@ from edgeinfer.errors import UsageError
 
 
 def edit(app: App[Any], text: str) -> str:
-    """What the user made of `text` in $VISUAL, $EDITOR or vi. Raises UsageError when the editor cannot be run or fails."""
+    """What the user made of `text` in $VISUAL, $EDITOR or vi. Raises UsageError when the editor cannot
+    be run or fails.
+    """
     command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     fd, name = tempfile.mkstemp(prefix="edgeinfer-", suffix=".md")
     path = Path(name)
@@ -25,7 +27,10 @@ def edit(app: App[Any], text: str) -> str:
         with app.suspend():
             ended = subprocess.run([*command, name], stdin=0, stdout=0, check=False).returncode
         if ended:
-            raise UsageError(f"{command[0]} ended with {ended}; the text is as it was", hint="set EDITOR to an editor")
+            raise UsageError(
+                f"{command[0]} ended with {ended}; the text is as it was",
+                hint="set EDITOR to an editor",
+            )
         return path.read_text("utf-8").rstrip("\n")
     except FileNotFoundError as error:
         raise UsageError(f"there is no editor {command[0]}", hint="set EDITOR to an editor") from error

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class AppFront:
-    """Bound to the chat screen. Screens are imported when first shown: `tui.preload` has them in a parked process."""
+    """Bound to the chat screen. Screens are imported when first shown: `tui.preload` has them in a
+    parked process.
+    """
 
     def __init__(self, screen: ChatScreen) -> None:
         self._screen = screen
@@ -62,9 +64,13 @@ class AppFront:
         self._screen.notify(f"Copied {what}.", timeout=2)
 
     def fold_reasoning(self) -> None:
-        entries = [e for e in self._screen.transcript.entries if isinstance(e, AnswerEntry) and e.has_reasoning]
+        entries = [
+            e for e in self._screen.transcript.entries if isinstance(e, AnswerEntry) and e.has_reasoning
+        ]
         long = [e for e in self._screen.transcript.entries if isinstance(e, Question)]
-        if not self._screen.transcript.toggle_fold(entries[-1] if entries else long[-1] if long else None):
+        if not self._screen.transcript.toggle_fold(
+            entries[-1] if entries else long[-1] if long else None
+        ):
             raise UsageError("there is no reasoning to unfold", hint="")
 
     # models
@@ -84,7 +90,9 @@ class AppFront:
         """No model yet: the first screen."""
         from edgeinfer.tui.screens.models import ModelScreen
 
-        self._screen.app.push_screen(ModelScreen(self._screen.launch, model, first=True), self._model_picked)
+        self._screen.app.push_screen(
+            ModelScreen(self._screen.launch, model, first=True), self._model_picked
+        )
 
     def _model_picked(self, name: str | None) -> None:
         if name:
@@ -97,7 +105,9 @@ class AppFront:
         from edgeinfer.tui.screens.sessions import SessionScreen
 
         screen = self._screen
-        screen.app.push_screen(SessionScreen(screen.session, screen.commander, words), self._session_picked)
+        screen.app.push_screen(
+            SessionScreen(screen.session, screen.commander, words), self._session_picked
+        )
 
     def _session_picked(self, conversation_id: int | None) -> None:
         screen = self._screen
@@ -122,7 +132,9 @@ class AppFront:
         screen = self._screen
         conversation = screen.session.conversation.id
         try:
-            text = "".join([event.text async for event in generation if isinstance(event, TextDelta)]).strip()
+            text = "".join(
+                [event.text async for event in generation if isinstance(event, TextDelta)]
+            ).strip()
             if text and screen.session.conversation.id == conversation:
                 screen.session.cut(kept.id, text)
                 screen.room_made()
@@ -153,7 +165,10 @@ class AppFront:
             app.search_themes()
             return
         if name not in app.available_themes:
-            raise UsageError(f"there is no theme {name!r}", hint=f"there are: {', '.join(sorted(app.available_themes))}")
+            raise UsageError(
+                f"there is no theme {name!r}",
+                hint=f"there are: {', '.join(sorted(app.available_themes))}",
+            )
         app.theme = name
         save(("chat", "theme"), name)
 
@@ -168,7 +183,12 @@ class AppFront:
 
     def names(self) -> Names:
         """What an argument of each kind can be."""
-        return {"model": self._models, "prompt": self._prompts, "preset": self._presets, "theme": self._themes}
+        return {
+            "model": self._models,
+            "prompt": self._prompts,
+            "preset": self._presets,
+            "theme": self._themes,
+        }
 
     def _models(self) -> Sequence[tuple[str, str]]:
         from edgeinfer.catalog.models import load_catalog  # 10 ms, once `/model ` is typed
@@ -179,7 +199,10 @@ class AppFront:
             return []
 
     def _prompts(self) -> Sequence[tuple[str, str]]:
-        return [(name, text.replace("\n", " ")[:60]) for name, text in self._screen.commander.prompts.items()]
+        return [
+            (name, text.replace("\n", " ")[:60])
+            for name, text in self._screen.commander.prompts.items()
+        ]
 
     def _presets(self) -> Sequence[tuple[str, str]]:
         return [(name, describe(values)) for name, values in self._screen.commander.presets.items()]
@@ -191,5 +214,7 @@ class AppFront:
 def context_was_cut(screen: ChatScreen) -> bool:
     """Whether the last command was a cut that a question waits for."""
     head = screen.session.head
-    waits = head is not None and head.role == "assistant" and head.status == "failed" and not head.content
+    waits = (
+        head is not None and head.role == "assistant" and head.status == "failed" and not head.content
+    )
     return waits and any(t.cut_summary is not None for t in screen.session.path)

@@ -1,4 +1,6 @@
-"""Getting a model into memory while the user types: in a thread, with its progress in the status line."""
+"""Getting a model into memory while the user types: in a thread, with its progress in the status
+line.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class Loading:
-    """At most one load at a time; a later one takes an earlier one's place. `words` is "" when nothing is loading."""
+    """At most one load at a time; a later one takes an earlier one's place. `words` is "" when nothing
+    is loading.
+    """
 
     def __init__(self, screen: ChatScreen, launch: Launch) -> None:
         self._screen = screen
@@ -37,7 +41,9 @@ class Loading:
         self.words = f"loading {model}…"
         self._screen.refresh_status()
         # not a worker of Textual's: leaving would wait for it
-        threading.Thread(target=self._load, args=(model, n_ctx, serial), name=f"load {model}", daemon=True).start()
+        threading.Thread(
+            target=self._load, args=(model, n_ctx, serial), name=f"load {model}", daemon=True
+        ).start()
 
     def _load(self, model: str, n_ctx: int | None, serial: int) -> None:
         """In the thread."""
@@ -49,7 +55,9 @@ class Loading:
         try:
             engine = self._engines.get(model, n_ctx, progress)
         except OSError as error:  # the launcher that would have started a worker is gone
-            self._say(self._failed, model, EngineClosedError(f"{model} cannot be started: {error}"), serial)
+            self._say(
+                self._failed, model, EngineClosedError(f"{model} cannot be started: {error}"), serial
+            )
         except EdgeInferError as error:
             self._say(self._failed, model, error, serial)
         else:

@@ -1,4 +1,5 @@
-"""The app once, without a terminal: whatever is imported, parsed or compiled on first use is here afterwards.
+"""The app once, without a terminal: whatever is imported, parsed or compiled on first use is here
+afterwards.
 
 No user, no configuration, no file: the store is in memory, and the engine is a scripted one.
 """
@@ -29,13 +30,29 @@ from edgeinfer.tui.app import ChatApp
 from edgeinfer.tui.themes import DARK, LIGHT
 
 _ANSWER = (
-    "# Title\n\nSome *em*, **strong**, ~~struck~~ `code`, a [link](https://example.com).\n\n> quote\n\n1. one\n   - nested\n\n"
+    "# Title\n\nSome *em*, **strong**, ~~struck~~ `code`, a [link](https://example.com).\n\n> "
+    "quote\n\n1. one\n   - nested\n\n"
     "| a | b |\n|---|---|\n| 1 | 2 |\n\n"
     + "".join(
-        f"```{name}\nx = 1  # one\n```\n\n" for name in ("python", "bash", "c", "javascript", "json", "html", "rust", "sql")
+        f"```{name}\nx = 1  # one\n```\n\n"
+        for name in ("python", "bash", "c", "javascript", "json", "html", "rust", "sql")
     )
 )
-_KEYS = ("f1", "escape", "f4", "escape", "f3", "escape", "slash", "s", "tab", "ctrl+up", "escape", "pageup", "ctrl+end")
+_KEYS = (
+    "f1",
+    "escape",
+    "f4",
+    "escape",
+    "f3",
+    "escape",
+    "slash",
+    "s",
+    "tab",
+    "ctrl+up",
+    "escape",
+    "pageup",
+    "ctrl+end",
+)
 _CHARACTERS = {"slash": "/", "s": "s"}
 #: A key goes from the app to a widget, which may open a screen, which lays itself out and paints.
 _REFRESHES = 4
@@ -85,7 +102,9 @@ def _store() -> Store:
 
 def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
     async def play(pilot: Pilot[Any]) -> None:
-        with contextlib.suppress(TimeoutError):  # what was not rehearsed costs a launch some milliseconds, not the snapshot
+        with contextlib.suppress(
+            TimeoutError
+        ):  # what was not rehearsed costs a launch some milliseconds, not the snapshot
             async with asyncio.timeout(_LONGEST_S):
                 await _perform(app, pilot)
         app.leave()
@@ -105,8 +124,9 @@ async def _perform(app: ChatApp, pilot: Pilot[Any]) -> None:
 
 
 async def _settle(app: ChatApp) -> None:
-    """Until a key has had its effect and that is painted. `Pilot.press` waits for the process to be idle, by its processor
-    time: a second for every key while another thread loads a model."""
+    """Until a key has had its effect and that is painted. `Pilot.press` waits for the process to be
+    idle, by its processor time: a second for every key while another thread loads a model.
+    """
     for _ in range(_REFRESHES):
         painted = asyncio.Event()
         app.screen.call_after_refresh(painted.set)

@@ -1,10 +1,12 @@
 """Run a program in another root, as an ordinary user, with nothing there but what the folder holds.
 
-usage: bare.py ROOT [--uid N] [--read-only PATH]... [--tmpfs PATH=SIZE] [--grow PATH=SIZE] [--no-network] -- PROGRAM ARG...
+usage: bare.py ROOT [--uid N] [--read-only PATH]... [--tmpfs PATH=SIZE] [--grow PATH=SIZE]
+[--no-network] -- PROGRAM ARG...
 
-pivot_root, not chroot: the kernel forbids user namespaces, which resuming needs, in a chrooted process. Run by root it takes
-the given uid; run by anybody else it makes a user namespace with that person's own uid. With `--grow` the program is run
-twice: its first exit status and what it left in the folder are said on stderr, then the tmpfs grows and it is executed again.
+pivot_root, not chroot: the kernel forbids user namespaces, which resuming needs, in a chrooted process.
+Run by root it takes the given uid; run by anybody else it makes a user namespace with that person's own
+uid. With `--grow` the program is run twice: its first exit status and what it left in the folder are
+said on stderr, then the tmpfs grows and it is executed again.
 """
 
 import argparse
@@ -35,7 +37,11 @@ def enter(options):
     uid = options.uid
     if outside:
         uid, gid = outside, os.getegid()
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{uid} {uid} 1"),
+            ("gid_map", f"{gid} {gid} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     mount("none", "/", None, REC | PRIVATE)

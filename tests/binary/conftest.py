@@ -1,7 +1,7 @@
 """The shipped file in a bare root: libc and nothing else, an ordinary user, pivot_root (`bare.py`).
 
-EDGEINFER_BINARY names a file built already; otherwise dist/edgeinfer is taken while it is newer than every source it is made
-of, and built first when it is not.
+EDGEINFER_BINARY names a file built already; otherwise dist/edgeinfer is taken while it is newer than
+every source it is made of, and built first when it is not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def binary() -> Path:
     if named:
         return Path(named)
     built = ROOT / "dist/edgeinfer"
-    sources = [p for folder in ("edgeinfer", "build") for p in (ROOT / folder).rglob("*") if p.suffix not in (".pyc", "")]
+    sources = [
+        p
+        for folder in ("edgeinfer", "build")
+        for p in (ROOT / folder).rglob("*")
+        if p.suffix not in (".pyc", "")
+    ]
     if not built.exists() or built.stat().st_mtime < max(p.stat().st_mtime for p in sources):
         subprocess.run([sys.executable, ROOT / "build/release.py"], check=True, cwd=ROOT)
     return built
@@ -44,7 +49,9 @@ def binary() -> Path:
 
 def libc_files() -> list[str]:
     """The libraries of the package libc6, as they are on this machine."""
-    listed = subprocess.run(["dpkg", "-L", "libc6"], capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        ["dpkg", "-L", "libc6"], capture_output=True, text=True, check=True
+    ).stdout.split()
     return [f for f in listed if ".so" in f and "gconv" not in f and os.path.isfile(f)]
 
 
@@ -84,7 +91,13 @@ class Machine:
         return [sys.executable, str(BARE), str(self.root), *options, "--", PROGRAM, *args]
 
     def environment(self, **more: str) -> dict[str, str]:
-        return {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "xterm-256color", "PATH": "/usr/local/bin", **more}
+        return {
+            "HOME": HOME,
+            "LANG": "C.UTF-8",
+            "TERM": "xterm-256color",
+            "PATH": "/usr/local/bin",
+            **more,
+        }
 
     def run(
         self, *args: str, options: tuple[str, ...] = (), check: bool = True, **more: str
@@ -98,7 +111,9 @@ class Machine:
             check=False,
             stdin=subprocess.DEVNULL,
         )
-        assert not check or done.returncode == 0, f"{args}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert not check or done.returncode == 0, (
+            f"{args}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done
 
     def json(self, *args: str, **more: str):

@@ -21,10 +21,22 @@ ASK = ("run", MODEL, "Name three colours.", "--max-tokens", "6", "--temperature"
 
 @pytest.fixture(scope="module")
 def https(tmp_path_factory, smollm2):
-    """An https server with a certificate of its own that serves the small model; its URL and the certificate."""
+    """An https server with a certificate of its own that serves the small model; its URL and the
+    certificate.
+    """
     folder = tmp_path_factory.mktemp("https")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    keys = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "key.pem", "-out", "cert.pem"]
+    keys = [
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-keyout",
+        "key.pem",
+        "-out",
+        "cert.pem",
+    ]
     command = ["openssl", "req", "-x509", "-days", "2", *keys, *subject]
     subprocess.run(command, check=True, cwd=folder, capture_output=True)
     (folder / "served").mkdir()
@@ -107,7 +119,9 @@ def test_a_resumed_endpoint_answers(warm):
         base = f"http://127.0.0.1:{wait_for_port(serving)}"
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 4}
         request = urllib.request.Request(
-            f"{base}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{base}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             document = json.load(answer)
@@ -121,7 +135,14 @@ def test_a_resumed_endpoint_answers(warm):
 
 def test_a_resumed_chat_in_a_terminal(warm):
     command = warm.command("chat", MODEL, "--resume", "always")
-    chat = pexpect.spawn(command[0], command[1:], env=warm.environment(), dimensions=(30, 100), timeout=60, encoding="utf-8")
+    chat = pexpect.spawn(
+        command[0],
+        command[1:],
+        env=warm.environment(),
+        dimensions=(30, 100),
+        timeout=60,
+        encoding="utf-8",
+    )
     chat.expect(r"\x1b\[\?1049h")  # the alternate screen: Textual has the terminal
     chat.expect("smollm2")
     chat.send("Name three colours.\r")
@@ -143,7 +164,9 @@ def test_uninstall_lists_asks_and_removes(binary, tmp_path, used):
     assert listed.returncode == 2
     assert "--yes" in listed.stderr
     command = used.command("uninstall")
-    asking = pexpect.spawn(command[0], command[1:], env=used.environment(), timeout=60, encoding="utf-8")
+    asking = pexpect.spawn(
+        command[0], command[1:], env=used.environment(), timeout=60, encoding="utf-8"
+    )
     asking.expect("models: ")
     asking.expect(r"\[y/N\]")
     asking.sendline("n")

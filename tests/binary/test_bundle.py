@@ -1,4 +1,6 @@
-"""A file with a model inside: opens a chat on a machine without a network, and its weights are in the store once."""
+"""A file with a model inside: opens a chat on a machine without a network, and its weights are in the
+store once.
+"""
 
 import pytest
 

@@ -29,7 +29,9 @@ def variant(binary, folder, note):
         tree = folder / "tree"
         for number, block in enumerate(index.blocks):
             entries = [e for e in index.files if e.block == number]
-            for entry, content in payload.split_block(payload.block_bytes(file.fileno(), shipped, block), entries, binary):
+            for entry, content in payload.split_block(
+                payload.block_bytes(file.fileno(), shipped, block), entries, binary
+            ):
                 target = tree / entry.path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
@@ -41,7 +43,9 @@ def variant(binary, folder, note):
         (folder / "archive").write_bytes(file.read())
     (tree / "share/NOTE").write_text(note)
     packed = pack.pack(tree, index.version, index.relocate, bootloader.cache_dir() / "blocks")
-    assemble.assemble(bootloader.build(), packed.name, packed.data, folder / "archive", folder / "edgeinfer")
+    assemble.assemble(
+        bootloader.build(), packed.name, packed.data, folder / "archive", folder / "edgeinfer"
+    )
     return folder / "edgeinfer", packed.name
 
 
@@ -102,7 +106,9 @@ def test_a_disk_that_becomes_full_then_has_room(machine):
 
 
 def test_a_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
-    """The check before unpacking cannot see every limit: a file-size limit hits while a library is written."""
+    """The check before unpacking cannot see every limit: a file-size limit hits while a library is
+    written.
+    """
     import resource
 
     def limited():
@@ -110,7 +116,12 @@ def test_a_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     done = subprocess.run(
-        machine.command("--version"), env=machine.environment(), preexec_fn=limited, capture_output=True, text=True, check=False
+        machine.command("--version"),
+        env=machine.environment(),
+        preexec_fn=limited,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode != 0
     assert "error: " in done.stderr
@@ -182,7 +193,9 @@ def wait_for_port(process):
 
 
 def test_needs_no_library_newer_than_debian_12s(binary, tmp_path):
-    """Every symbol version the shipped libraries ask of libc is one that glibc 2.36 has. CRIU brings a libc of its own."""
+    """Every symbol version the shipped libraries ask of libc is one that glibc 2.36 has. CRIU brings a
+    libc of its own.
+    """
     folder = tmp_path / "out"
     folder.mkdir()
     app = variant(binary, folder, "for looking at\n")[0].parent / "tree"
@@ -190,7 +203,9 @@ def test_needs_no_library_newer_than_debian_12s(binary, tmp_path):
     for path in app.rglob("*"):
         if path.is_file() and not path.is_symlink() and "criu" not in path.parts:
             content = path.read_bytes()
-            wanted |= set(re.findall(rb"GLIBC_(\d+)\.(\d+)", content)) if content[:4] == b"\x7fELF" else set()
+            wanted |= (
+                set(re.findall(rb"GLIBC_(\d+)\.(\d+)", content)) if content[:4] == b"\x7fELF" else set()
+            )
     newest = max((int(major), int(minor)) for major, minor in wanted)
     assert newest <= (2, 36)
     assert os.path.exists(app / "criu/bin/criu")

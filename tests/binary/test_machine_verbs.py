@@ -27,7 +27,11 @@ def options(**values):
 
 def fill():
     """A model, a snapshot and a configuration, as a person has them."""
-    for path in (paths.models_dir() / "m/m.gguf", paths.snapshots_dir() / "s/memory.img", paths.config_dir() / "config.toml"):
+    for path in (
+        paths.models_dir() / "m/m.gguf",
+        paths.snapshots_dir() / "s/memory.img",
+        paths.config_dir() / "config.toml",
+    ):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x" * 5000)
 
@@ -119,7 +123,9 @@ def test_bash_completes(typed, wanted):
     words = " ".join(f"'{word}'" for word in typed)
     code = f"COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _edgeinfer; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     script = completion("bash", build_parser()).text
-    out = subprocess.run(["bash", "-c", f"{script}\n{code}"], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        ["bash", "-c", f"{script}\n{code}"], capture_output=True, text=True, check=True
+    )
     assert out.stdout.split() == [wanted]
     assert out.stderr == ""
 

@@ -1,4 +1,6 @@
-"""On a processor of 2008 (x86-64-v2, no AVX), emulated: the application starts and picks the SSE4.2 variant."""
+"""On a processor of 2008 (x86-64-v2, no AVX), emulated: the application starts and picks the SSE4.2
+variant.
+"""
 
 import shutil
 import subprocess
@@ -13,8 +15,8 @@ pytestmark = pytest.mark.skipif(not QEMU, reason="qemu-user is not installed")
 def emulated(used):
     """Run the unpacked application on that processor.
 
-    qemu emulates one process and not what that executes, so the bootloader is told that it has executed itself already, as
-    it does to set LD_LIBRARY_PATH.
+    qemu emulates one process and not what that executes, so the bootloader is told that it has executed
+    itself already, as it does to set LD_LIBRARY_PATH.
     """
     app = used.home / ".local/share/edgeinfer/app" / used.apps[0]
     program = str(app / "edgeinfer-app")

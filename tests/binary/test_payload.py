@@ -22,7 +22,9 @@ PROGRAM, PLACED = "bin/program", "bin/placed"
 
 
 def write_tree(folder):
-    """A folder like the application's: text, two equal libraries, a link, an executable that names its own folder."""
+    """A folder like the application's: text, two equal libraries, a link, an executable that names its
+    own folder.
+    """
     (folder / "lib").mkdir(parents=True)
     (folder / "bin").mkdir()
     (folder / "note").write_text("hello\n")
@@ -52,7 +54,9 @@ def ship(tree, folder, relocate=()):
     (folder / "boot").write_bytes(b"\x7fELF" + b"".join(fields))
     cookie = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 311, b"libpython")
     (folder / "archive").write_bytes(cookie)
-    assemble.assemble(folder / "boot", packed.name, packed.data, folder / "archive", folder / "edgeinfer")
+    assemble.assemble(
+        folder / "boot", packed.name, packed.data, folder / "archive", folder / "edgeinfer"
+    )
     return folder / "edgeinfer"
 
 
@@ -106,7 +110,13 @@ def test_a_truncated_file_is_no_shipped_file(shipped_file):
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/outside", "a/../../outside"])
 def test_an_index_cannot_name_a_file_outside(path):
-    document = {"version": "1", "files": [[path, 420, 0, "", 0]], "links": [], "blocks": [], "relocate": []}
+    document = {
+        "version": "1",
+        "files": [[path, 420, 0, "", 0]],
+        "links": [],
+        "blocks": [],
+        "relocate": [],
+    }
     assert payload.parse_index(json.dumps(document).encode()) is None
 
 
@@ -143,7 +153,9 @@ def test_what_a_dead_unpacking_left_is_removed(shipped_file):
     assert not leftover.exists()
 
 
-def test_a_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replaced(shipped_file, tmp_path):
+def test_a_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replaced(
+    shipped_file, tmp_path
+):
     first = unpack.ensure_unpacked(shipped_file)
     other = tmp_path / "other"
     write_tree(other / "tree")
@@ -160,7 +172,9 @@ def test_a_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replac
 def test_a_version_in_use_is_not_removed(shipped_file):
     app = unpack.ensure_unpacked(shipped_file)
     shipped_file.unlink()
-    process = subprocess.Popen([app / PROGRAM, "-c", "input()"], stdin=subprocess.PIPE, env={"PYTHONHOME": sys.base_prefix})
+    process = subprocess.Popen(
+        [app / PROGRAM, "-c", "input()"], stdin=subprocess.PIPE, env={"PYTHONHOME": sys.base_prefix}
+    )
     try:
         while not unpack.users(app):
             assert process.poll() is None

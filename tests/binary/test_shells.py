@@ -1,4 +1,6 @@
-"""The completions of zsh and fish in the shells themselves; bash completes without a terminal (test_machine_verbs.py)."""
+"""The completions of zsh and fish in the shells themselves; bash completes without a terminal
+(test_machine_verbs.py).
+"""
 
 import shutil
 import subprocess
@@ -19,7 +21,9 @@ TYPED = [
 
 
 def needs(shell):
-    return pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed: tools/setup.sh test does it")
+    return pytest.mark.skipif(
+        shutil.which(shell) is None, reason=f"{shell} is not installed: tools/setup.sh test does it"
+    )
 
 
 @pytest.fixture
@@ -31,7 +35,9 @@ def environment(tmp_path):
 def test_fish_completes(environment, tmp_path):
     script = tmp_path / "edgeinfer.fish"
     with open(script, "wb") as file:
-        subprocess.run([BIN / "edgeinfer", "completion", "fish"], env=environment, stdout=file, check=True)
+        subprocess.run(
+            [BIN / "edgeinfer", "completion", "fish"], env=environment, stdout=file, check=True
+        )
     for typed, wanted in TYPED:
         asked = ["fish", "--no-config", "-c", f"source {script}; complete -C '{typed}'"]
         done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True)
@@ -45,7 +51,10 @@ def test_zsh_completes(environment, tmp_path):
     terminal = Terminal(tmp_path, environment)
     try:
         terminal.run(f"PS1='{PROMPT}' exec zsh -f -i")
-        terminal.run('autoload -U compinit && compinit -u -D; eval "$(edgeinfer completion zsh)"; echo so$((40+2))')
+        terminal.run(
+            'autoload -U compinit && compinit -u -D; eval "$(edgeinfer completion zsh)"; echo '
+            "so$((40+2))"
+        )
         terminal.until_shown("so42")
         for typed, wanted in TYPED:
             line = f"{typed.rsplit(' ', 1)[0]} {wanted}"

@@ -1,4 +1,6 @@
-"""A real web server with faults on order, which also speaks Hugging Face's protocol; and GGUF files made to measure."""
+"""A real web server with faults on order, which also speaks Hugging Face's protocol; and GGUF files
+made to measure.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def tensor_info(name: str, shape: tuple[int, ...], kind: int, offset: int) -> by
 
 
 def gguf_bytes(
-    entries: list[bytes] | None = None, tensors: list[tuple[str, int]] | None = None, *, version: int = 3, seed: int = 0
+    entries: list[bytes] | None = None,
+    tensors: list[tuple[str, int]] | None = None,
+    *,
+    version: int = 3,
+    seed: int = 0,
 ) -> bytes:
     """A small valid GGUF. `tensors` are (name, number of 32-bit floats, a multiple of 8)."""
     entries = entries if entries is not None else model_entries()
@@ -63,7 +69,11 @@ def model_entries() -> list[bytes]:
         entry("llama.embedding_length", 4, struct.pack("<I", 64)),
         entry("llama.attention.head_count", 4, struct.pack("<I", 4)),
         entry("llama.attention.head_count_kv", 4, struct.pack("<I", 2)),
-        entry("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 80) + b"".join(text(f"t{i}") for i in range(80))),
+        entry(
+            "tokenizer.ggml.tokens",
+            9,
+            struct.pack("<IQ", 8, 80) + b"".join(text(f"t{i}") for i in range(80)),
+        ),
         entry("tokenizer.ggml.scores", 9, struct.pack("<IQ", 6, 80) + struct.pack("<80f", *range(80))),
     ]
 
@@ -80,7 +90,9 @@ def hasty() -> Patience:
 
 @dataclass
 class Fault:
-    """What goes wrong with one answer. `cut_after`: bytes of the body before the connection is dropped."""
+    """What goes wrong with one answer. `cut_after`: bytes of the body before the connection is
+    dropped.
+    """
 
     status: int = 0
     cut_after: int | None = None
@@ -185,10 +197,22 @@ def _handler(server: FaultServer) -> type[BaseHTTPRequestHandler]:
                 self.reply(401, {"X-Error-Message": "Invalid username or password."})
                 return
             siblings = [
-                {"rfilename": name, "size": len(body), "lfs": {"sha256": sha(body), "size": len(body), "pointerSize": 1}}
+                {
+                    "rfilename": name,
+                    "size": len(body),
+                    "lfs": {"sha256": sha(body), "size": len(body), "pointerSize": 1},
+                }
                 for name, body in server.repos[repo].items()
             ]
-            about = {"_id": "0", "id": repo, "sha": COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
+            about = {
+                "_id": "0",
+                "id": repo,
+                "sha": COMMIT,
+                "siblings": siblings,
+                "private": False,
+                "tags": [],
+                "downloads": 0,
+            }
             self.reply(200, {"Content-Type": "application/json"}, json.dumps(about).encode())
 
         def resolve(self, path: str) -> None:
@@ -198,7 +222,9 @@ def _handler(server: FaultServer) -> type[BaseHTTPRequestHandler]:
             if body is None:
                 self.reply(404, {"X-Error-Code": "EntryNotFound"})
             elif not self.allowed(repo):
-                self.reply(403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
+                self.reply(
+                    403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."}
+                )
             else:
                 server.files[f"/cdn/{repo}/{name}"] = body
                 headers = {
@@ -237,7 +263,9 @@ def _handler(server: FaultServer) -> type[BaseHTTPRequestHandler]:
             if etag:
                 self.send_header("ETag", etag)
             if start:
-                self.send_header("Content-Range", f"bytes {claimed}-{len(body) - 1}/{len(body) + fault.extra_length}")
+                self.send_header(
+                    "Content-Range", f"bytes {claimed}-{len(body) - 1}/{len(body) + fault.extra_length}"
+                )
             if fault.no_length:
                 self.send_header("Connection", "close")
             else:
@@ -305,7 +333,9 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start_cli() -> Iterator[Start]:
-    """Start the command line in a process of its own; whatever is left of it is killed at the end of the test."""
+    """Start the command line in a process of its own; whatever is left of it is killed at the end of
+    the test.
+    """
     running: list[subprocess.Popen[bytes]] = []
 
     def start(*argv: str, before: str = "", prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:

@@ -88,7 +88,15 @@ def test_words(local: Path, capsys) -> None:
         "FOR",
     ]
     _, out, _ = run(capsys, "show", "mine")
-    for word in ("architecture", "sha256", "KV cache", "for 1,000 tokens", "compute", "available", "trained context"):
+    for word in (
+        "architecture",
+        "sha256",
+        "KV cache",
+        "for 1,000 tokens",
+        "compute",
+        "available",
+        "trained context",
+    ):
         assert word in out
     _, out, _ = run(capsys, "show", "qwen3-8b")
     assert "not here yet: edgeinfer pull qwen3-8b" in out
@@ -144,11 +152,23 @@ def test_offline_is_an_error_with_a_way_out(monkeypatch, capsys) -> None:
 
 
 def test_the_line() -> None:
-    now = PullProgress(stage="downloading", file="x.gguf", index=1, n_files=3, done_bytes=12_000_000, total_bytes=98_400_000)
+    now = PullProgress(
+        stage="downloading",
+        file="x.gguf",
+        index=1,
+        n_files=3,
+        done_bytes=12_000_000,
+        total_bytes=98_400_000,
+    )
     assert line(now) == "downloading x.gguf (2 of 3): 12.0 MB of 98.4 MB"
-    fast = PullProgress(stage="downloading", file="x", done_bytes=5_000, rate_bytes_per_s=3.1e6, left_s=200, note="why")
+    fast = PullProgress(
+        stage="downloading", file="x", done_bytes=5_000, rate_bytes_per_s=3.1e6, left_s=200, note="why"
+    )
     assert line(fast) == "downloading x: 5.0 kB, 3.1 MB/s, 3 min 20 s left: why"
-    assert line(PullProgress(stage="quantizing", file="x", done_bytes=3, total_bytes=9)) == "quantizing x: 3 of 9 tensors"
+    assert (
+        line(PullProgress(stage="quantizing", file="x", done_bytes=3, total_bytes=9))
+        == "quantizing x: 3 of 9 tensors"
+    )
 
 
 def test_plain_lines_are_few() -> None:
@@ -156,7 +176,9 @@ def test_plain_lines_are_few() -> None:
     lines = PlainLines(out, interval_s=3600)
     for done in range(100):
         lines.report(PullProgress(stage="downloading", file="x", done_bytes=done, total_bytes=100))
-    lines.report(PullProgress(stage="downloading", file="x", done_bytes=99, total_bytes=100, note="dropped"))
+    lines.report(
+        PullProgress(stage="downloading", file="x", done_bytes=99, total_bytes=100, note="dropped")
+    )
     lines.report(PullProgress(stage="verifying", file="x"))
     assert len(out.getvalue().splitlines()) == 3
 

@@ -8,7 +8,12 @@ from edgeinfer.process import MODULE_SWITCH, child_command
 
 
 def test_from_a_checkout() -> None:
-    assert child_command("edgeinfer.runtime.quantizer", "{}") == [sys.executable, "-m", "edgeinfer.runtime.quantizer", "{}"]
+    assert child_command("edgeinfer.runtime.quantizer", "{}") == [
+        sys.executable,
+        "-m",
+        "edgeinfer.runtime.quantizer",
+        "{}",
+    ]
 
 
 def test_from_the_frozen_program(monkeypatch) -> None:

@@ -13,7 +13,12 @@ from edgeinfer.errors import InvalidGgufError
 
 def test_smollm2_header(smollm2: Path) -> None:
     header = check(smollm2)
-    assert (header.architecture, header.quantization, header.n_layer, header.n_ctx_train) == ("llama", "Q4_1", 30, 8192)
+    assert (header.architecture, header.quantization, header.n_layer, header.n_ctx_train) == (
+        "llama",
+        "Q4_1",
+        30,
+        8192,
+    )
     assert (header.n_params, header.n_vocab, header.n_embd) == (134_515_008, 49_152, 576)
     assert header.file_bytes == smollm2.stat().st_size
     assert header.split == (0, 1)
@@ -34,7 +39,8 @@ def test_tensors_agree_with_the_gguf_package(smollm2: Path) -> None:
     ours = read_header(smollm2)
     theirs = GGUFReader(smollm2)
     assert [(t.name, t.type, t.shape, t.offset, t.size_bytes) for t in ours.tensors] == [
-        (t.name, t.tensor_type.name, tuple(map(int, t.shape)), int(t.data_offset), int(t.n_bytes)) for t in theirs.tensors
+        (t.name, t.tensor_type.name, tuple(map(int, t.shape)), int(t.data_offset), int(t.n_bytes))
+        for t in theirs.tensors
     ]
 
 
@@ -44,7 +50,9 @@ def test_tensor_types_agree_with_the_gguf_package() -> None:
     for kind in GGMLQuantizationType:
         ours = TENSOR_TYPES[kind.value]
         assert ours.name == kind.name
-        if kind.name != "Q8_1":  # the package counts two 32-bit floats a block; ggml's block_q8_1 has two halves
+        if (
+            kind.name != "Q8_1"
+        ):  # the package counts two 32-bit floats a block; ggml's block_q8_1 has two halves
             assert (ours.block, ours.bytes) == GGML_QUANT_SIZES[kind]
 
 
@@ -52,7 +60,11 @@ def test_file_types_agree_with_llama_cpp() -> None:
     import llama_cpp
 
     prefix = "LLAMA_FTYPE_MOSTLY_"
-    theirs = {value: name.removeprefix(prefix) for name, value in vars(llama_cpp).items() if name.startswith(prefix)}
+    theirs = {
+        value: name.removeprefix(prefix)
+        for name, value in vars(llama_cpp).items()
+        if name.startswith(prefix)
+    }
     assert {0: "F32", **theirs} == FILE_TYPES
 
 

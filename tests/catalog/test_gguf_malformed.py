@@ -44,25 +44,59 @@ def file_of(entries: list[bytes], tensors: list[bytes], *, n_tensors: int | None
 
 
 def tensor(
-    label: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0, n_dims: int | None = None
+    label: str = "a",
+    shape: tuple[int, ...] = (32,),
+    kind: int = 0,
+    offset: int = 0,
+    n_dims: int | None = None,
 ) -> bytes:
     dims = b"".join(U64.pack(n) for n in shape)
-    return name(label) + U32.pack(len(shape) if n_dims is None else n_dims) + dims + U32.pack(kind) + U64.pack(offset)
+    return (
+        name(label)
+        + U32.pack(len(shape) if n_dims is None else n_dims)
+        + dims
+        + U32.pack(kind)
+        + U64.pack(offset)
+    )
 
 
 Case = tuple[str, bytes]
 
 
 def truncations(rng: random.Random) -> Iterator[Case]:
-    whole = file_of([*BASE, string_entry("k", "v" * 40)], [tensor("a"), tensor("b", (64,), 0, 128)], data=128 + 256)
+    whole = file_of(
+        [*BASE, string_entry("k", "v" * 40)], [tensor("a"), tensor("b", (64,), 0, 128)], data=128 + 256
+    )
     for at in sorted(rng.sample(range(1, len(whole)), 60)):
         yield f"cut at {at} of {len(whole)}", whole[:at]
 
 
 def preambles(rng: random.Random) -> Iterator[Case]:
-    for magic in (b"GGML", b"gguf", b"FUGG", b"GGU\0", b"\x7fELF", b"PK\3\4", b"\0\0\0\0", b"<htm", b"GGJT", b"GGLA"):
+    for magic in (
+        b"GGML",
+        b"gguf",
+        b"FUGG",
+        b"GGU\0",
+        b"\x7fELF",
+        b"PK\3\4",
+        b"\0\0\0\0",
+        b"<htm",
+        b"GGJT",
+        b"GGLA",
+    ):
         yield f"magic {magic!r}", file_of(BASE, [tensor()], magic=magic)
-    for version in (0, 1, 4, 5, 255, 0x03000000, 0x02000000, 2**31, 2**32 - 1, *rng.sample(range(4, 2**32), 10)):
+    for version in (
+        0,
+        1,
+        4,
+        5,
+        255,
+        0x03000000,
+        0x02000000,
+        2**31,
+        2**32 - 1,
+        *rng.sample(range(4, 2**32), 10),
+    ):
         yield f"version {version}", file_of(BASE, [tensor()], version=version)
     for count in (*HUGE, *rng.sample(range(500, 2**40), 10)):
         yield f"{count} tensors", file_of(BASE, [tensor()], n_tensors=count)
@@ -72,7 +106,10 @@ def preambles(rng: random.Random) -> Iterator[Case]:
 def metadata(rng: random.Random) -> Iterator[Case]:
     for length in (*HUGE, *rng.sample(range(10_000, 2**50), 8)):
         yield f"key of {length}", file_of([U64.pack(length) + b"k" * 20, *BASE], [tensor()])
-        yield f"value of {length}", file_of([*BASE, name("k") + U32.pack(8) + U64.pack(length) + b"v"], [tensor()])
+        yield (
+            f"value of {length}",
+            file_of([*BASE, name("k") + U32.pack(8) + U64.pack(length) + b"v"], [tensor()]),
+        )
         yield (
             f"array of {length} strings",
             file_of([*BASE, name("k") + U32.pack(9) + U32.pack(8) + U64.pack(length)], [tensor()]),
@@ -82,16 +119,34 @@ def metadata(rng: random.Random) -> Iterator[Case]:
             file_of([*BASE, name("k") + U32.pack(9) + U32.pack(6) + U64.pack(length)], [tensor()]),
         )
         strings = U64.pack(100) + name("x") * 50 + U64.pack(length) + name("x") * 49
-        yield f"a string of {length} in an array", file_of([*BASE, name("k") + U32.pack(9) + U32.pack(8) + strings], [tensor()])
+        yield (
+            f"a string of {length} in an array",
+            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(8) + strings], [tensor()]),
+        )
     for kind in (13, 14, 99, 2**31, 2**32 - 1, *rng.sample(range(13, 2**32), 5)):
-        yield f"value type {kind}", file_of([*BASE, name("k") + U32.pack(kind) + b"\0" * 64], [tensor()])
-        yield f"element type {kind}", file_of([*BASE, name("k") + U32.pack(9) + U32.pack(kind) + U64.pack(4) + b"\0" * 64], [])
-    yield "array of arrays", file_of([*BASE, name("k") + U32.pack(9) + U32.pack(9) + U64.pack(1) + b"\0" * 64], [tensor()])
+        yield (
+            f"value type {kind}",
+            file_of([*BASE, name("k") + U32.pack(kind) + b"\0" * 64], [tensor()]),
+        )
+        yield (
+            f"element type {kind}",
+            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(kind) + U64.pack(4) + b"\0" * 64], []),
+        )
+    yield (
+        "array of arrays",
+        file_of([*BASE, name("k") + U32.pack(9) + U32.pack(9) + U64.pack(1) + b"\0" * 64], [tensor()]),
+    )
     yield "empty key", file_of([*BASE, name("") + U32.pack(4) + U32.pack(1)], [tensor()])
     yield "same key twice", file_of([*BASE, *BASE], [tensor()])
     for alignment in (0, 3, 31, 33, 2**31, 2**32 - 1, 2**21):
-        yield f"alignment {alignment}", file_of([*BASE, uint_entry("general.alignment", alignment)], [tensor()])
-    yield "alignment that is a word", file_of([*BASE, string_entry("general.alignment", "32")], [tensor()])
+        yield (
+            f"alignment {alignment}",
+            file_of([*BASE, uint_entry("general.alignment", alignment)], [tensor()]),
+        )
+    yield (
+        "alignment that is a word",
+        file_of([*BASE, string_entry("general.alignment", "32")], [tensor()]),
+    )
 
 
 def tensors(rng: random.Random) -> Iterator[Case]:
@@ -100,7 +155,10 @@ def tensors(rng: random.Random) -> Iterator[Case]:
     for n in (*HUGE, 2**31, *rng.sample(range(2**20, 2**60), 10)):
         yield f"{n} elements", file_of(BASE, [tensor(shape=(n // 32 * 32,))])
         yield f"{n} × {n} elements", file_of(BASE, [tensor(shape=(n // 32 * 32, n))])
-    yield "dimensions that multiply to nothing in 64 bits", file_of(BASE, [tensor(shape=(2**32, 2**32))])
+    yield (
+        "dimensions that multiply to nothing in 64 bits",
+        file_of(BASE, [tensor(shape=(2**32, 2**32))]),
+    )
     yield "dimensions that wrap to little in 64 bits", file_of(BASE, [tensor(shape=(2**33, 2**31 + 1))])
     for kind in (4, 5, 31, 32, 33, 36, 37, 38, 43, 99, 2**31, 2**32 - 1):
         yield f"tensor type {kind}", file_of(BASE, [tensor(kind=kind)])
@@ -117,9 +175,15 @@ def tensors(rng: random.Random) -> Iterator[Case]:
     yield "no architecture", file_of([uint_entry("x", 1)], [tensor()])
     yield "architecture that is a number", file_of([uint_entry("general.architecture", 1)], [tensor()])
     for layers in (0, 513, 1_000_000, 2**32 - 1):
-        yield f"{layers} layers", file_of([BASE[0], uint_entry("llama.block_count", layers)], [tensor()])
+        yield (
+            f"{layers} layers",
+            file_of([BASE[0], uint_entry("llama.block_count", layers)], [tensor()]),
+        )
     yield "layers in words", file_of([BASE[0], string_entry("llama.block_count", "two")], [tensor()])
-    yield "part 5 of 3", file_of([*BASE, uint_entry("split.no", 5), uint_entry("split.count", 3)], [tensor()])
+    yield (
+        "part 5 of 3",
+        file_of([*BASE, uint_entry("split.no", 5), uint_entry("split.count", 3)], [tensor()]),
+    )
 
 
 def all_cases() -> list[Case]:
@@ -187,12 +251,16 @@ print(len(refused), *refused)
 
 
 def test_what_we_take_ggml_takes_too(survivors: list[bytes], tmp_path: Path) -> None:
-    """ggml's own reader, in a process of its own, reads every mutant that passed ours: ours is at least as strict."""
+    """ggml's own reader, in a process of its own, reads every mutant that passed ours: ours is at least
+    as strict.
+    """
     assert len(survivors) > 300
     paths = []
     for i, content in enumerate(survivors):
         paths.append(tmp_path / f"{i}.gguf")
         paths[-1].write_bytes(content)
-    ran = subprocess.run([sys.executable, "-c", _ORACLE, *map(str, paths)], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", _ORACLE, *map(str, paths)], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.split()[0] == "0", ran.stdout + ran.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""The memory estimate against llama.cpp's own buffers on both real models, and the machine's memory against a made-up one."""
+"""The memory estimate against llama.cpp's own buffers on both real models, and the machine's memory
+against a made-up one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from edgeinfer.catalog.gguf import GgufHeader, check
 from edgeinfer.catalog.memory import estimate, layers, machine_memory
 from edgeinfer.cli import main
 
-#: Makes contexts and prints what llama.cpp says of its buffers, in MiB: [weights, [kv, compute + output] per context].
+#: Makes contexts and prints what llama.cpp says of its buffers, in MiB: [weights, [kv, compute +
+#: output] per context].
 _BUFFERS = """
 import json, re, sys
 from edgeinfer.runtime import native
@@ -51,7 +54,12 @@ SHAPES = [
 
 def llama_buffers(model: Path) -> list:
     shapes = json.dumps([[*shape[:4], _KINDS[shape[4]]] for shape in SHAPES])
-    ran = subprocess.run([sys.executable, "-c", _BUFFERS, str(model), shapes], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", _BUFFERS, str(model), shapes],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     return json.loads(ran.stdout)
 
@@ -87,19 +95,38 @@ engine.close()
 @pytest.mark.parametrize("which", ["smollm2", "gemma3"])
 def test_show_agrees_with_the_loaded_engine(which: str, request: pytest.FixtureRequest, capsys) -> None:
     model = str(request.getfixturevalue(which))
-    ran = subprocess.run([sys.executable, "-c", _ENGINE, model], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", _ENGINE, model], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     n_ctx, n_parallel, weights, kv, compute = json.loads(ran.stdout)
     assert main(["show", model, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["result"]["memory"]
-    assert (memory["n_ctx"], memory["n_parallel"], memory["estimate"]["weights_bytes"]) == (n_ctx, n_parallel, weights)
+    assert (memory["n_ctx"], memory["n_parallel"], memory["estimate"]["weights_bytes"]) == (
+        n_ctx,
+        n_parallel,
+        weights,
+    )
     assert memory["estimate"]["kv_bytes"] == pytest.approx(kv, abs=1 << 15)
     assert memory["estimate"]["compute_bytes"] == pytest.approx(compute, rel=0.15)
 
 
 def header_with(**metadata: object) -> GgufHeader:
-    base = {"general.architecture": "x", "x.block_count": 4, "x.embedding_length": 64, "x.attention.head_count": 8}
-    return GgufHeader(path="", version=3, file_bytes=0, alignment=32, data_offset=0, tensors=(), metadata={**base, **metadata})
+    base = {
+        "general.architecture": "x",
+        "x.block_count": 4,
+        "x.embedding_length": 64,
+        "x.attention.head_count": 8,
+    }
+    return GgufHeader(
+        path="",
+        version=3,
+        file_bytes=0,
+        alignment=32,
+        data_offset=0,
+        tensors=(),
+        metadata={**base, **metadata},
+    )
 
 
 def elements(header: GgufHeader) -> list[tuple[int, int]]:
@@ -109,18 +136,38 @@ def elements(header: GgufHeader) -> list[tuple[int, int]]:
 def test_head_counts() -> None:
     assert elements(header_with()) == [(64, 64)] * 4
     assert elements(header_with(**{"x.attention.head_count_kv": 2})) == [(16, 16)] * 4
-    assert elements(header_with(**{"x.attention.head_count_kv": (2, 0, 4, 0)})) == [(16, 16), (0, 0), (32, 32), (0, 0)]
-    lengths = {"x.attention.head_count_kv": 1, "x.attention.key_length": 24, "x.attention.value_length": 8}
+    assert elements(header_with(**{"x.attention.head_count_kv": (2, 0, 4, 0)})) == [
+        (16, 16),
+        (0, 0),
+        (32, 32),
+        (0, 0),
+    ]
+    lengths = {
+        "x.attention.head_count_kv": 1,
+        "x.attention.key_length": 24,
+        "x.attention.value_length": 8,
+    }
     assert elements(header_with(**lengths)) == [(24, 8)] * 4
 
 
 def test_windows_and_shared_layers() -> None:
     windowed = header_with(
-        **{"x.attention.sliding_window": 32, "x.attention.sliding_window_pattern": (True, False, True, True)}
+        **{
+            "x.attention.sliding_window": 32,
+            "x.attention.sliding_window_pattern": (True, False, True, True),
+        }
     )
     assert [layer.window for layer in layers(windowed)] == [32, 0, 32, 32]
-    assert [layer.window for layer in layers(header_with(**{"x.attention.sliding_window": 32}))] == [0] * 4
-    gemma = header_with(**{"general.architecture": "gemma3", "gemma3.block_count": 6, "gemma3.attention.sliding_window": 512})
+    assert [layer.window for layer in layers(header_with(**{"x.attention.sliding_window": 32}))] == [
+        0
+    ] * 4
+    gemma = header_with(
+        **{
+            "general.architecture": "gemma3",
+            "gemma3.block_count": 6,
+            "gemma3.attention.sliding_window": 512,
+        }
+    )
     assert [layer.window for layer in layers(gemma)] == [512] * 5 + [0]
     assert len(layers(header_with(**{"x.attention.shared_kv_layers": 3}))) == 1
 
@@ -134,7 +181,9 @@ def test_recurrent_layers_keep_a_state_instead() -> None:
 
 
 def test_absurd_headers_do_not_break_it() -> None:
-    empty = GgufHeader(path="", version=3, file_bytes=0, alignment=32, data_offset=0, tensors=(), metadata={})
+    empty = GgufHeader(
+        path="", version=3, file_bytes=0, alignment=32, data_offset=0, tensors=(), metadata={}
+    )
     assert estimate(empty).kv_bytes == 0
     assert estimate(header_with(**{"x.attention.head_count": 0})).kv_bytes == 0
     assert estimate(header_with(**{"x.attention.head_count": "eight"})).kv_bytes == 0

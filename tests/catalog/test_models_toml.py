@@ -22,7 +22,12 @@ def user_file(text: str) -> Path:
 def test_shipped_catalogue_is_whole() -> None:
     catalog = load_catalog()
     assert len(catalog.models) >= 17
-    assert {"smollm2-135m-instruct", "gemma-3-270m", "qwen3-0.6b", "llama-3.2-1b-instruct"} <= catalog.models.keys()
+    assert {
+        "smollm2-135m-instruct",
+        "gemma-3-270m",
+        "qwen3-0.6b",
+        "llama-3.2-1b-instruct",
+    } <= catalog.models.keys()
     for model in catalog.models.values():
         assert model.title
         assert model.family
@@ -31,11 +36,21 @@ def test_shipped_catalogue_is_whole() -> None:
         assert model.context_length
         assert model.final_quantization
         assert model.parsed_sources()
-    assert {m.purpose for m in catalog.models.values()} >= {"chat", "base", "code", "embedding", "reranker", "reasoning"}
+    assert {m.purpose for m in catalog.models.values()} >= {
+        "chat",
+        "base",
+        "code",
+        "embedding",
+        "reranker",
+        "reasoning",
+    }
 
 
 def test_only_hashed_models_carry_a_sha256() -> None:
-    assert [m.name for m in load_catalog().models.values() if m.sha256] == ["smollm2-135m-instruct", "gemma-3-270m"]
+    assert [m.name for m in load_catalog().models.values() if m.sha256] == [
+        "smollm2-135m-instruct",
+        "gemma-3-270m",
+    ]
 
 
 def test_shipped_file_is_the_top_level_one() -> None:
@@ -63,8 +78,14 @@ def test_new_sources_drop_the_old_hash() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (MINIMAL + "contxt-length = 5\n", ['model "mine"', '"contxt-length"', 'did you mean "context-length"']),
-        (MINIMAL + "[models.mine.sampling]\ntemprature = 1\n", ['model "mine": [sampling]', 'did you mean "temperature"']),
+        (
+            MINIMAL + "contxt-length = 5\n",
+            ['model "mine"', '"contxt-length"', 'did you mean "context-length"'],
+        ),
+        (
+            MINIMAL + "[models.mine.sampling]\ntemprature = 1\n",
+            ['model "mine": [sampling]', 'did you mean "temperature"'],
+        ),
         (MINIMAL + "[models.mine.sampling]\ntemperature = -1\n", ['model "mine"', "temperature"]),
         (MINIMAL + 'quantize = "Q4_KM"\n', ['model "mine"', '"quantize"', 'did you mean "Q4_K_M"']),
         (MINIMAL + 'sha256 = "abc"\n', ['model "mine"', "SHA-256"]),

@@ -15,7 +15,26 @@ def test_good_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "-a", ".a", "a.", "a/b", "a\\b", "a..b", "A", "a b", "a\0b", "a" * 97, "a\n", "ü", "a+b", "~a"]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "-a",
+        ".a",
+        "a.",
+        "a/b",
+        "a\\b",
+        "a..b",
+        "A",
+        "a b",
+        "a\0b",
+        "a" * 97,
+        "a\n",
+        "ü",
+        "a+b",
+        "~a",
+    ],
 )
 def test_bad_names(name: str) -> None:
     with pytest.raises(UsageError):
@@ -47,7 +66,8 @@ def test_file_names(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [("/x/My Model (v2).gguf", "My-Model-v2-.gguf"), ("../..x..y", "x.y"), ("ü ber.gguf", "ber.gguf")]
+    ("text", "name"),
+    [("/x/My Model (v2).gguf", "My-Model-v2-.gguf"), ("../..x..y", "x.y"), ("ü ber.gguf", "ber.gguf")],
 )
 def test_names_people_have_are_tamed(text: str, name: str) -> None:
     assert names.tamed_file_name(text) == name

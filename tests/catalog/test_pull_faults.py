@@ -1,4 +1,6 @@
-"""Downloads from a real server that misbehaves: either the right file or a clear error, and what was fetched is kept."""
+"""Downloads from a real server that misbehaves: either the right file or a clear error, and what was
+fetched is kept.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def test_a_damaged_file_is_fetched_again(server, url, body, options, sha256) -> 
 
 
 def test_drops_are_continued(server, url, body, options, sha256, fault) -> None:
-    server.faults.extend([fault(cut_after=100_000), fault(cut_after=1), fault(cut_after=0), fault(cut_after=150_000)])
+    server.faults.extend(
+        [fault(cut_after=100_000), fault(cut_after=1), fault(cut_after=0), fault(cut_after=150_000)]
+    )
     pull(url, options=options)
     assert is_right(body, sha256)
     starts = [one.headers.get("range", "bytes=0-") for one in server.gets("/tiny.gguf")]
@@ -111,7 +115,9 @@ def test_drops_are_continued(server, url, body, options, sha256, fault) -> None:
     assert server.served == len(body)
 
 
-def test_a_server_that_only_drops_ends_in_an_error_with_the_partial_kept(server, url, options, fault) -> None:
+def test_a_server_that_only_drops_ends_in_an_error_with_the_partial_kept(
+    server, url, options, fault
+) -> None:
     server.faults.append(fault(cut_after=70_000))
     server.always = fault(cut_after=0)
     with pytest.raises(DownloadError, match="gave up"):
@@ -120,13 +126,17 @@ def test_a_server_that_only_drops_ends_in_an_error_with_the_partial_kept(server,
     assert nothing_published()
 
 
-def test_200_instead_of_206_writes_over_what_is_there(server, url, body, options, sha256, fault) -> None:
+def test_200_instead_of_206_writes_over_what_is_there(
+    server, url, body, options, sha256, fault
+) -> None:
     server.faults.extend([fault(cut_after=200_000), fault(ignore_range=True)])
     pull(url, options=options)
     assert is_right(body, sha256)
 
 
-def test_200_that_drops_earlier_keeps_the_longer_partial(server, url, body, options, sha256, fault) -> None:
+def test_200_that_drops_earlier_keeps_the_longer_partial(
+    server, url, body, options, sha256, fault
+) -> None:
     server.faults.append(fault(cut_after=200_000))
     server.always = fault(ignore_range=True, cut_after=1000)
     with pytest.raises(DownloadError):
@@ -145,7 +155,9 @@ def test_206_from_another_place_is_not_believed(server, url, body, options, sha2
     assert is_right(body, sha256)
 
 
-def test_a_longer_length_than_the_body_ends_when_the_server_says_there_is_no_more(server, url, body, options, sha256, fault):
+def test_a_longer_length_than_the_body_ends_when_the_server_says_there_is_no_more(
+    server, url, body, options, sha256, fault
+):
     server.always = fault(extra_length=10)
     pull(url, options=options)
     assert is_right(body, sha256)
@@ -189,12 +201,15 @@ def test_wrong_bytes_against_a_pin(server, url, body, options, fault, sha256) ->
 def test_wrong_bytes_of_the_catalogues_sha256(server, url, body, hasty, fault, sha256) -> None:
     user = paths.config_dir() / "models.toml"
     user.parent.mkdir(parents=True)
-    # the catalogue takes https alone, and this server has no certificate: the file is pulled as a file: source
+    # the catalogue takes https alone, and this server has no certificate: the file is pulled as a file:
+    # source
     wrong = bytearray(body)
     wrong[-5] ^= 1
     local = user.parent / "tiny.gguf"
     local.write_bytes(wrong)
-    user.write_text(f'[models.tiny]\ntitle = "T"\nsources = ["file:{local}"]\nsha256 = "{sha256(body)}"\n')
+    user.write_text(
+        f'[models.tiny]\ntitle = "T"\nsources = ["file:{local}"]\nsha256 = "{sha256(body)}"\n'
+    )
     with pytest.raises(ChecksumError, match="the catalogue"):
         pull("tiny", options=PullOptions(patience=hasty))
     assert nothing_published()
@@ -228,7 +243,12 @@ def test_a_server_that_falls_silent(server, url, body, options, sha256, fault) -
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(404, SourceNotFoundError), (410, SourceNotFoundError), (401, AuthenticationError), (403, AuthenticationError)],
+    [
+        (404, SourceNotFoundError),
+        (410, SourceNotFoundError),
+        (401, AuthenticationError),
+        (403, AuthenticationError),
+    ],
 )
 def test_refusals(server, url, options, fault, status, error) -> None:
     server.faults.append(fault(cut_after=5000))
@@ -253,7 +273,9 @@ def test_an_encoding_nobody_asked_for(server, url, options, fault) -> None:
         pull(url, options=options)
 
 
-def test_the_file_changes_between_two_attempts(server, url, body, make_gguf, options, sha256, fault) -> None:
+def test_the_file_changes_between_two_attempts(
+    server, url, body, make_gguf, options, sha256, fault
+) -> None:
     server.faults.append(fault(cut_after=100_000))
     server.always = fault(status=404)
     with pytest.raises(SourceNotFoundError):
@@ -265,7 +287,9 @@ def test_the_file_changes_between_two_attempts(server, url, body, make_gguf, opt
     assert is_right(other, sha256)
 
 
-def test_without_a_validator_nothing_is_continued(server, url, body, make_gguf, options, sha256, fault) -> None:
+def test_without_a_validator_nothing_is_continued(
+    server, url, body, make_gguf, options, sha256, fault
+) -> None:
     server.etags["/tiny.gguf"] = ""
     server.faults.append(fault(cut_after=100_000))
     server.always = fault(status=404)
@@ -362,7 +386,9 @@ def test_two_pulls_do_not_fight(server, url, body, options, sha256, fault) -> No
 
 
 @pytest.mark.parametrize("switch", ["EDGEINFER_OFFLINE", "HF_HUB_OFFLINE", "config"])
-@pytest.mark.parametrize("source", ["https://example.invalid/x.gguf", "a/b:Q8_0", "smollm2-135m-instruct"])
+@pytest.mark.parametrize(
+    "source", ["https://example.invalid/x.gguf", "a/b:Q8_0", "smollm2-135m-instruct"]
+)
 def test_offline_is_silent(monkeypatch, switch, source) -> None:
     import socket
     import subprocess

@@ -1,4 +1,6 @@
-"""Hugging Face's protocol, spoken by a local server: names, quantizations, splits, tokens, gates, pins."""
+"""Hugging Face's protocol, spoken by a local server: names, quantizations, splits, tokens, gates,
+pins.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,11 @@ def test_drops_are_continued_through_a_fresh_redirect(server, repo, body, option
     server.faults.extend([fault(cut_after=60_000), fault(cut_after=60_000)])
     record = pull(f"{REPO}:Q8_0", options=options)
     assert record.paths[0].read_bytes() == body
-    assert [one.headers.get("range") for one in cdn(server, "Tiny-Q8_0.gguf")] == [None, "bytes=60000-", "bytes=120000-"]
+    assert [one.headers.get("range") for one in cdn(server, "Tiny-Q8_0.gguf")] == [
+        None,
+        "bytes=60000-",
+        "bytes=120000-",
+    ]
 
 
 def test_the_hubs_sha256_is_checked_on_the_first_pull(server, repo, options, fault) -> None:
@@ -149,7 +155,9 @@ def test_an_endpoint_that_is_not_there(monkeypatch, options) -> None:
         pull(f"{REPO}:Q8_0", options=options)
 
 
-def test_the_next_source_is_tried(server, repo, body, options, user_models: Callable[[str], None]) -> None:
+def test_the_next_source_is_tried(
+    server, repo, body, options, user_models: Callable[[str], None]
+) -> None:
     user_models(f'[models.tiny]\ntitle = "T"\nsources = ["hf:no/body:Q8_0", "hf:{REPO}:Q8_0"]\n')
     notes = []
     record = pull("tiny", lambda now: notes.append(now.note), options=options)

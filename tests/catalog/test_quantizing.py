@@ -22,7 +22,13 @@ from edgeinfer.catalog.progress import Job, PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.catalog.quantize import NEEDS_IMATRIX, QuantizeOptions, quantize
 from edgeinfer.cli import main
-from edgeinfer.errors import DiskFullError, InterruptedByUser, InvalidGgufError, QuantizeError, UsageError
+from edgeinfer.errors import (
+    DiskFullError,
+    InterruptedByUser,
+    InvalidGgufError,
+    QuantizeError,
+    UsageError,
+)
 
 pytestmark = pytest.mark.model
 
@@ -46,17 +52,22 @@ def generated(model: str) -> str:
         "from edgeinfer.runtime.requests import GenerateRequest, Sampling\n"
         "import sys\n"
         "engine = load_engine(model_files(sys.argv[1]), LoadOptions(n_ctx=256, n_parallel=1), None)\n"
-        "request = GenerateRequest(prompt='The capital of France is', max_tokens=8, sampling=Sampling(temperature=0))\n"
+        "request = GenerateRequest(prompt='The capital of France is', max_tokens=8, "
+        "sampling=Sampling(temperature=0))\n"
         "print(''.join(getattr(event, 'text', '') for event in engine.submit(request)))\n"
         "engine.close()\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program, model], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", program, model], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout.strip()
 
 
 def test_smollm2_to_q2_k(smol: str) -> None:
-    """SmolLM2's rows of 576 are no multiple of 256: llama.cpp falls back for them, and the result still works."""
+    """SmolLM2's rows of 576 are no multiple of 256: llama.cpp falls back for them, and the result still
+    works.
+    """
     seen: list[PullProgress] = []
     done = quantize(smol, "q2_k", seen.append, options=QuantizeOptions(score_tokens=160))
     assert (done.model.name, done.before_type, done.twice) == ("smol:Q2_K", "Q4_1", True)
@@ -80,7 +91,10 @@ def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
 
 
 def test_a_catalogue_model_that_wants_quantizing(smollm2: Path, user_models) -> None:
-    user_models(f'[models.small]\ntitle = "S"\nquantize = "Q4_0"\nsources = ["file:{smollm2}"]\nstop = ["END"]\n')
+    user_models(
+        f'[models.small]\ntitle = "S"\nquantize = "Q4_0"\nsources = ["file:{smollm2}"]\nstop = '
+        f'["END"]\n'
+    )
     record = pull("small")
     assert (record.name, record.quantization, record.requantized_from) == ("small", "Q4_0", "Q4_1")
     assert record.paths[0].name == "SmolLM2-135M-Instruct.Q4_1-Q4_0.gguf"
@@ -104,8 +118,16 @@ def test_types_that_need_an_importance_matrix_say_so(gemma: str, kind: str) -> N
 
 def importance(model: Path, place: Path, make_gguf, *, wrong: bool = False) -> str:
     """An importance matrix that finds every value equally important."""
-    rows = {t.name: t.shape[0] for t in check(model).tensors if len(t.shape) == 2 and t.name.startswith("blk.")}
-    tensors = [pair for name, n in rows.items() for pair in ((f"{name}.in_sum2", n), (f"{name}.counts", 24 if wrong else 8))]
+    rows = {
+        t.name: t.shape[0]
+        for t in check(model).tensors
+        if len(t.shape) == 2 and t.name.startswith("blk.")
+    }
+    tensors = [
+        pair
+        for name, n in rows.items()
+        for pair in ((f"{name}.in_sum2", n), (f"{name}.counts", 24 if wrong else 8))
+    ]
     content = bytearray(make_gguf(entries=[], tensors=tensors))
     data = sum(4 * n for _, n in tensors)
     content[-data:] = struct.pack("<f", 1.0) * (data // 4)
@@ -175,7 +197,9 @@ def test_a_report_that_raises_ends_the_process_before_the_file(gemma: str) -> No
 
 
 def test_no_room(smol: str, monkeypatch) -> None:
-    monkeypatch.setattr(children, "child_command", lambda module, *args: _with_a_full_disk(module, args))
+    monkeypatch.setattr(
+        children, "child_command", lambda module, *args: _with_a_full_disk(module, args)
+    )
     with pytest.raises(DiskFullError, match="no room"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
     assert store.find_pulled("smol:Q4_0") is None
@@ -184,7 +208,8 @@ def test_no_room(smol: str, monkeypatch) -> None:
 def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
     program = (
         "import collections, shutil, sys, runpy\n"
-        "shutil.disk_usage = lambda _: collections.namedtuple('U', 'total used free')(1 << 30, 1 << 30, 0)\n"
+        "shutil.disk_usage = lambda _: collections.namedtuple('U', 'total used free')(1 << 30, 1 << "
+        "30, 0)\n"
         f"sys.argv = [{module!r}, *{list(args)!r}]\n"
         f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
     )
@@ -203,13 +228,16 @@ def test_the_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> Non
     wish = {"source": str(gemma3), "target": str(tmp_path / "x.gguf"), "ftype": 7, "threads": 1}
     program = (
         "import subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-m', 'edgeinfer.runtime.quantizer', {json.dumps(wish)!r}],"
+        f"child = subprocess.Popen([sys.executable, '-m', 'edgeinfer.runtime.quantizer', "
+        f"{json.dumps(wish)!r}],"
         " stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
         "child.wait()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     watched = os.pidfd_open(child)

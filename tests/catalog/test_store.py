@@ -111,7 +111,10 @@ def test_a_part_under_another_parts_name(tmp_path: Path, make_gguf) -> None:
         keys = [b"split.no", b"split.count"]
         entries = [text(k) + (2).to_bytes(4, "little") for k in keys]
         numbers = [index.to_bytes(2, "little"), (2).to_bytes(2, "little")]
-        return make_gguf(entries=[*model_entries, *(e + n for e, n in zip(entries, numbers, strict=True))], seed=index)
+        return make_gguf(
+            entries=[*model_entries, *(e + n for e, n in zip(entries, numbers, strict=True))],
+            seed=index,
+        )
 
     def text(value: bytes) -> bytes:
         return len(value).to_bytes(8, "little") + value
@@ -130,7 +133,14 @@ def test_a_part_under_another_parts_name(tmp_path: Path, make_gguf) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["x-00001-of-00000.gguf", "x-00004-of-00003.gguf", "x-1-of-3.gguf", "x-00000-of-00003.gguf", "x.gguf"]
+    "name",
+    [
+        "x-00001-of-00000.gguf",
+        "x-00004-of-00003.gguf",
+        "x-1-of-3.gguf",
+        "x-00000-of-00003.gguf",
+        "x.gguf",
+    ],
 )
 def test_names_that_are_no_parts(name: str) -> None:
     assert store.split_names(name) == []
@@ -161,7 +171,8 @@ def test_words_that_mean_no_model() -> None:
 
 def test_the_catalogue_says_how_to_talk_to_it(local: Path, user_models) -> None:
     user_models(
-        f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\nchat-template = "{{{{ x }}}}"\nstop = ["END"]\n'
+        f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\nchat-template = "{{{{ x }}}}"\nstop '
+        f'= ["END"]\n'
         'system-prompt = "Be brief."\nsampling = { temperature = 0.1, top-k = 3 }\n'
     )
     pull("mine")

@@ -51,7 +51,10 @@ def front():
 
 @pytest.fixture
 def commander(store, front):
-    engine = FakeEngine([["one\n```py\ncode\n```"], ["two"], ["three"]], info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=600))
+    engine = FakeEngine(
+        [["one\n```py\ncode\n```"], ["two"], ["three"]],
+        info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=600),
+    )
     front.session = ChatSession(lambda: store, "fake", engine)
     config = ChatConfig(system_prompts={"pirate": "Arr."}, presets={"mine": {"top_k": 1}})
     return Commander(front.session, front, config)
@@ -102,7 +105,12 @@ def test_models_and_context(commander, front):
     commander.run("/ctx")
     with pytest.raises(UsageError):
         commander.run("/ctx many")
-    assert front.asked == [("use_model", "other"), ("pick_model",), ("use_model", "fake", 2048), ("say", "Context: 600 tokens")]
+    assert front.asked == [
+        ("use_model", "other"),
+        ("pick_model",),
+        ("use_model", "fake", 2048),
+        ("say", "Context: 600 tokens"),
+    ]
 
 
 def test_answers_and_alternatives(commander, front):
@@ -155,7 +163,17 @@ def test_conversations(commander, front, tmp_path, monkeypatch):
     assert commander.session.conversation.title == "My title"
     commander.run("/clear")
     assert commander.session.path == []
-    for wrong in ("/delete", "/undo", "/open x", "/export", "/fork", "/edit", "/regen", "/continue", "/next"):
+    for wrong in (
+        "/delete",
+        "/undo",
+        "/open x",
+        "/export",
+        "/fork",
+        "/edit",
+        "/regen",
+        "/continue",
+        "/next",
+    ):
         with pytest.raises(EdgeInferError):
             commander.run(wrong)
     assert "My title" in sessions_text(commander.session, "title")

@@ -16,7 +16,9 @@ from edgeinfer.runtime.fake import FakeEngine
 def talk(tmp_path, *lines, engine=None, host=None, **fields):
     out = io.StringIO()
     host = host or FixedHost(engine or FakeEngine([words("Hello you")]))
-    repl = Repl(make_launch(tmp_path, host, **fields), io.StringIO("".join(f"{line}\n" for line in lines)), out)
+    repl = Repl(
+        make_launch(tmp_path, host, **fields), io.StringIO("".join(f"{line}\n" for line in lines)), out
+    )
     repl.run()
     assert "\x1b" not in out.getvalue()
     return out.getvalue(), repl
@@ -52,7 +54,18 @@ def test_reasoning_is_folded_until_asked_for(tmp_path):
 
 
 def test_commands_work_and_mistakes_are_said(tmp_path):
-    out, repl = talk(tmp_path, "q", "/regen", "/prev", "/modle", "/temp 9999", "/edit anew", "/sessions", "/stats", "/help set")
+    out, repl = talk(
+        tmp_path,
+        "q",
+        "/regen",
+        "/prev",
+        "/modle",
+        "/temp 9999",
+        "/edit anew",
+        "/sessions",
+        "/stats",
+        "/help set",
+    )
     assert "Error: there is no command /modle" in out
     assert "Next: did you mean /model?" in out
     assert "temperature is a number from 0 to 10" in out

@@ -67,7 +67,10 @@ def test_an_answer_is_stored_with_its_figures(store):
     assert done.stats.completion_tokens == 2
     assert done.stats.n_ctx == 4096
     assert reread(session).path == session.path
-    assert [(m.role, m.content) for m in engine.requests[0].messages] == [("system", "Be brief."), ("user", "Why?")]
+    assert [(m.role, m.content) for m in engine.requests[0].messages] == [
+        ("system", "Be brief."),
+        ("user", "Why?"),
+    ]
 
 
 def test_flush_gives_only_what_is_stored(store):

@@ -40,12 +40,16 @@ def talk(store, *texts, title="A title"):
     parent = None
     for index, text in enumerate(texts):
         role = "assistant" if index % 2 else "user"
-        parent = store.add(Turn(conversation_id=conversation.id, parent_id=parent, role=role, content=text)).id
+        parent = store.add(
+            Turn(conversation_id=conversation.id, parent_id=parent, role=role, content=text)
+        ).id
     return conversation.id
 
 
 def test_a_turn_comes_back_as_it_was(store):
-    conversation = store.create(Conversation(title="t", model="m", system_prompt="s", sampling={"top_k": 3}, draft="d"))
+    conversation = store.create(
+        Conversation(title="t", model="m", system_prompt="s", sampling={"top_k": 3}, draft="d")
+    )
     turn = Turn(
         conversation_id=conversation.id,
         content="Grüße\n\x1b[0m",
@@ -58,7 +62,13 @@ def test_a_turn_comes_back_as_it_was(store):
     assert store.turns(conversation.id) == {stored.id: stored}
     assert msgspec.structs.replace(stored, id=0, created_ms=0) == turn
     read = store.conversation(conversation.id)
-    assert (read.title, read.system_prompt, read.sampling, read.draft, read.head_id) == ("t", "s", {"top_k": 3}, "d", stored.id)
+    assert (read.title, read.system_prompt, read.sampling, read.draft, read.head_id) == (
+        "t",
+        "s",
+        {"top_k": 3},
+        "d",
+        stored.id,
+    )
 
 
 def test_the_file_belongs_to_its_user_alone(store, tmp_path):
@@ -68,7 +78,9 @@ def test_the_file_belongs_to_its_user_alone(store, tmp_path):
 def test_what_is_journaled_is_read_back_though_the_process_died(store):
     conversation = talk(store, "q")
     parent = store.conversation(conversation).head_id
-    answer = store.add(Turn(conversation_id=conversation, parent_id=parent, role="assistant", status="streaming"))
+    answer = store.add(
+        Turn(conversation_id=conversation, parent_id=parent, role="assistant", status="streaming")
+    )
     store.append(answer.id, "Hel", "thin")
     store.append(answer.id, "lo", "king")
     read = store.turns(conversation)[answer.id]
@@ -89,7 +101,9 @@ def test_kill_9_loses_nothing_that_append_returned_for(tmp_path):
             store.append(a.id, f"{n} ")
             print(n, flush=True)
     """)
-    process = subprocess.Popen([sys.executable, "-c", script, tmp_path / "c.db"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path / "c.db"], stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout:
         if int(line) >= 200:
             break
@@ -167,7 +181,9 @@ def test_delete_hides_undelete_brings_back_and_a_day_later_it_is_gone(store, clo
 
 def test_search_finds_words_prefixes_accents_and_titles(store):
     one = talk(store, "How do I cook a soufflé?", "Whip the egg whites until stiff.", title="Cooking")
-    two = talk(store, "What is a monad?", "A monoid in the category of endofunctors.", title="Category theory")
+    two = talk(
+        store, "What is a monad?", "A monoid in the category of endofunctors.", title="Category theory"
+    )
     assert [s.id for s in library.search(store, "souffle")] == [one]
     assert [s.id for s in library.search(store, "endofun")] == [two]
     assert [s.id for s in library.search(store, "egg whites")] == [one]
@@ -242,7 +258,9 @@ def test_every_migration_step_leads_to_the_same_schema(tmp_path):
                         "'complete',1)")  # fmt: skip
     schema = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
     assert stepped.execute(schema).fetchall() == whole.execute(schema).fetchall()
-    found = stepped.execute("SELECT count(*) FROM turn_search WHERE turn_search MATCH 'w'").fetchone()[0]
+    found = stepped.execute("SELECT count(*) FROM turn_search WHERE turn_search MATCH 'w'").fetchone()[
+        0
+    ]
     assert found == len(scripts)
     whole.close()
     stepped.close()

@@ -1,4 +1,6 @@
-"""What is typed: commands, completions, `@paths`, options; and what is written out: exports, settings."""
+"""What is typed: commands, completions, `@paths`, options; and what is written out: exports,
+settings.
+"""
 
 import json
 
@@ -17,7 +19,9 @@ class TestSlash:
     def test_is_a_command(self, line):
         assert slash.is_command(line)
 
-    @pytest.mark.parametrize("line", ["", "/", "/ x", "//", "/usr/bin", "/etc/hosts is wrong", "hello /help", "/a\nb"])
+    @pytest.mark.parametrize(
+        "line", ["", "/", "/ x", "//", "/usr/bin", "/etc/hosts is wrong", "hello /help", "/a\nb"]
+    )
     def test_is_text(self, line):
         assert not slash.is_command(line)
 
@@ -27,7 +31,8 @@ class TestSlash:
         assert slash.parse("/?").name == "help"
 
     @pytest.mark.parametrize(
-        ("line", "hint"), [("/modle x", "/model"), ("/fork now", "/fork"), ("/file", "PATH"), ("/zzz", "/help")]
+        ("line", "hint"),
+        [("/modle x", "/model"), ("/fork now", "/fork"), ("/file", "PATH"), ("/zzz", "/help")],
     )
     def test_mistakes_name_the_way_out(self, line, hint):
         with pytest.raises(UsageError) as caught:
@@ -112,7 +117,8 @@ class TestPresets:
         assert "temperature" in caught.value.hint
 
     @pytest.mark.parametrize(
-        ("name", "text"), [("top_p", "1.5"), ("top_k", "2.5"), ("seed", "-1"), ("min_p", "nan"), ("mirostat", "x")]
+        ("name", "text"),
+        [("top_p", "1.5"), ("top_k", "2.5"), ("seed", "-1"), ("min_p", "nan"), ("mirostat", "x")],
     )
     def test_values_have_ranges(self, name, text):
         with pytest.raises(UsageError):
@@ -128,10 +134,14 @@ class TestPresets:
             assert presets.matching(values, presets.PRESETS) == name
 
 
-CONVERSATION = Conversation(id=1, title="Sorting: a/b", model="m", system_prompt="Be brief.", created_ms=0)
+CONVERSATION = Conversation(
+    id=1, title="Sorting: a/b", model="m", system_prompt="Be brief.", created_ms=0
+)
 TURNS = [
     Turn(id=1, content="How?", attachments=(Attachment(name="a.py", text="```x```"),)),
-    Turn(id=2, parent_id=1, role="assistant", model="m", content="So.", reasoning="Hm.", status="stopped"),
+    Turn(
+        id=2, parent_id=1, role="assistant", model="m", content="So.", reasoning="Hm.", status="stopped"
+    ),
 ]
 
 
@@ -196,7 +206,9 @@ class TestSettings:
 
 
 def test_code_blocks_at_any_depth():
-    blocks = code_blocks("```python\na\n```\n- x\n\n  ```\n  b\n  ```\n\n    indented\n\n```sh title\nc")
+    blocks = code_blocks(
+        "```python\na\n```\n- x\n\n  ```\n  b\n  ```\n\n    indented\n\n```sh title\nc"
+    )
     assert (blocks[0].language, blocks[0].text) == ("python", "a")
     assert ("sh", "c") in [(b.language, b.text) for b in blocks]
     assert len(blocks) >= 3

@@ -40,7 +40,9 @@ def make_adapter(path: Path, seed: int) -> str:
 @pytest.fixture(scope="module")
 def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaEngine]:
     folder = tmp_path_factory.mktemp("lora")
-    adapters = {name: make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(["red", "blue"])}
+    adapters = {
+        name: make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(["red", "blue"])
+    }
     opened = load_engine(ModelFiles(name="smol", paths=(str(smollm2),), lora=adapters), OPTIONS)
     yield opened
     opened.close()
@@ -86,9 +88,12 @@ def test_what_was_cached_with_one_adapter_is_not_used_with_another(engine: Llama
 
 
 @pytest.mark.parametrize(
-    "lora", [(("green", 1.0),), (("red", 1.0), ("red", 1.0)), (("red", float("nan")),), (("red", 1000.0),)]
+    "lora",
+    [(("green", 1.0),), (("red", 1.0), ("red", 1.0)), (("red", float("nan")),), (("red", 1000.0),)],
 )
-def test_adapters_that_cannot_be_are_refused(engine: LlamaEngine, lora: tuple[tuple[str, float], ...]) -> None:
+def test_adapters_that_cannot_be_are_refused(
+    engine: LlamaEngine, lora: tuple[tuple[str, float], ...]
+) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         engine.submit(ask(lora))
     assert refused.value.param == "lora"
@@ -98,15 +103,22 @@ def test_info_names_the_adapters(engine: LlamaEngine) -> None:
     assert engine.info.lora == ("red", "blue")
 
 
-def test_a_file_that_is_no_adapter_is_refused_at_load(smollm2: Path, gemma3: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_adapter_is_refused_at_load(
+    smollm2: Path, gemma3: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ModelLoadError, match="not there"):
-        load_engine(ModelFiles(name="x", paths=(str(smollm2),), lora={"a": str(tmp_path / "none.gguf")}), OPTIONS)
+        load_engine(
+            ModelFiles(name="x", paths=(str(smollm2),), lora={"a": str(tmp_path / "none.gguf")}),
+            OPTIONS,
+        )
     with pytest.raises(ModelLoadError, match="does not fit"):
         load_engine(ModelFiles(name="x", paths=(str(smollm2),), lora={"a": str(gemma3)}), OPTIONS)
 
 
 def test_a_draft_model_changes_nothing_but_the_time(smollm2: Path) -> None:
-    engine = load_engine(ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(smollm2),)), OPTIONS)
+    engine = load_engine(
+        ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(smollm2),)), OPTIONS
+    )
     try:
         requests = [
             ask(prompt=f"Note {i}:", sampling=Sampling(temperature=t, seed=i), max_tokens=24)
@@ -118,7 +130,9 @@ def test_a_draft_model_changes_nothing_but_the_time(smollm2: Path) -> None:
         last = drafted[0][-1]
         assert isinstance(last, Finished)
         assert last.timings.draft_tokens > 0
-        assert last.timings.draft_accepted_tokens == last.timings.draft_tokens  # a model agrees with itself
+        assert (
+            last.timings.draft_accepted_tokens == last.timings.draft_tokens
+        )  # a model agrees with itself
         engine.park()
         assert engine.metrics().kv_used_tokens == 0
     finally:

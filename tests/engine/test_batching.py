@@ -1,4 +1,6 @@
-"""Many at once on the real small model: the same answers as alone, nobody starved, nothing left behind."""
+"""Many at once on the real small model: the same answers as alone, nobody starved, nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,20 @@ from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
 GREEDY = Sampling(temperature=0)
-SUBJECTS = ("rivers", "bread", "the moon", "clocks", "whales", "ink", "bridges", "tea", "salt", "wool", "maps", "snow")
+SUBJECTS = (
+    "rivers",
+    "bread",
+    "the moon",
+    "clocks",
+    "whales",
+    "ink",
+    "bridges",
+    "tea",
+    "salt",
+    "wool",
+    "maps",
+    "snow",
+)
 
 
 def load(path: Path, **options: object) -> LlamaEngine:
@@ -62,7 +77,9 @@ def written(subject: str, **fields: object) -> GenerateRequest:
 
 
 def assert_nothing_left(engine: LlamaEngine) -> None:
-    """No request, no sequence, and once idle prefixes are dropped, no cell: in our books and in llama.cpp's."""
+    """No request, no sequence, and once idle prefixes are dropped, no cell: in our books and in
+    llama.cpp's.
+    """
     metrics = engine.metrics()
     assert (metrics.running, metrics.queued) == (0, 0)
     engine.park()
@@ -74,7 +91,10 @@ def assert_nothing_left(engine: LlamaEngine) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_batch_gives_what_each_request_gives_alone(engine: LlamaEngine, temperature: float) -> None:
-    requests = [written(s, sampling=Sampling(temperature=temperature, seed=i)) for i, s in enumerate(SUBJECTS[:8])]
+    requests = [
+        written(s, sampling=Sampling(temperature=temperature, seed=i))
+        for i, s in enumerate(SUBJECTS[:8])
+    ]
     alone = [text_of(list(engine.submit(r))) for r in requests]
     together = [text_of(list(g)) for g in [engine.submit(r) for r in requests]]
     assert together == alone
@@ -85,7 +105,10 @@ def test_a_batch_gives_what_each_request_gives_alone(engine: LlamaEngine, temper
 def test_long_prompts_in_a_batch_give_what_they_give_alone(smollm2: Path) -> None:
     engine = load(smollm2, kv_type="q8_0", n_ctx=2048)
     try:
-        requests = [written(s, prompt=f"{s} and {SUBJECTS[i - 1]} " * 40, max_tokens=24) for i, s in enumerate(SUBJECTS[:6])]
+        requests = [
+            written(s, prompt=f"{s} and {SUBJECTS[i - 1]} " * 40, max_tokens=24)
+            for i, s in enumerate(SUBJECTS[:6])
+        ]
         alone = [text_of(list(engine.submit(r))) for r in requests]
         assert [text_of(list(g)) for g in [engine.submit(r) for r in requests]] == alone
     finally:
@@ -94,7 +117,12 @@ def test_long_prompts_in_a_batch_give_what_they_give_alone(smollm2: Path) -> Non
 
 def test_penalties_and_bias_survive_batching(engine: LlamaEngine) -> None:
     bent = Sampling(
-        temperature=0.7, seed=7, repeat_penalty=1.3, frequency_penalty=0.2, logit_bias={100: -5.0}, dry_multiplier=0.8
+        temperature=0.7,
+        seed=7,
+        repeat_penalty=1.3,
+        frequency_penalty=0.2,
+        logit_bias={100: -5.0},
+        dry_multiplier=0.8,
     )
     requests = [written(s, sampling=bent) for s in SUBJECTS[:4]]
     alone = [text_of(list(engine.submit(r))) for r in requests]
@@ -104,7 +132,9 @@ def test_penalties_and_bias_survive_batching(engine: LlamaEngine) -> None:
 @pytest.mark.parametrize("mirostat", [1, 2])
 def test_mirostat_and_typical_sampling_repeat_with_a_seed(engine: LlamaEngine, mirostat: int) -> None:
     for sampling in (Sampling(mirostat=mirostat, seed=3), Sampling(typical_p=0.9, seed=3)):  # type: ignore[arg-type]
-        first, second = (text_of(list(engine.submit(written("ink", sampling=sampling)))) for _ in range(2))
+        first, second = (
+            text_of(list(engine.submit(written("ink", sampling=sampling)))) for _ in range(2)
+        )
         assert first == second
 
 
@@ -123,7 +153,9 @@ def test_speculation_changes_nothing_but_the_time(engine: LlamaEngine) -> None:
 def test_a_prefix_shared_by_many_is_computed_once(plain: LlamaEngine) -> None:
     plain.park()
     prefix = "You are a careful clerk who answers in few words. " * 30
-    requests = [written(s, prompt=prefix + f"Now, {s}:", cache_prompt=True, max_tokens=4) for s in SUBJECTS[:8]]
+    requests = [
+        written(s, prompt=prefix + f"Now, {s}:", cache_prompt=True, max_tokens=4) for s in SUBJECTS[:8]
+    ]
     ends = [end_of(list(g)) for g in [plain.submit(r) for r in requests]]
     computed = [e.usage.prompt_tokens - e.usage.cached_tokens for e in ends]
     assert max(e.usage.prompt_tokens for e in ends) > 300
@@ -136,7 +168,9 @@ def test_a_conversation_computes_only_what_is_new(plain: LlamaEngine) -> None:
     shares = []
     for turn in range(6):
         turns.append(Message(role="user", content=f"Tell me one fact about {SUBJECTS[turn]}."))
-        events = list(plain.submit(GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=20)))
+        events = list(
+            plain.submit(GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=20))
+        )
         usage = end_of(events).usage
         shares.append(usage.cached_tokens / usage.prompt_tokens)
         turns.append(Message(role="assistant", content=text_of(events)))
@@ -154,7 +188,9 @@ def test_the_system_prompt_stays_through_parking(smollm2: Path) -> None:
         assert engine._loop._thread is None
         engine.resume(1, b"entropy")
         system = Message(role="system", content="You speak of nothing but cheese.")
-        ask = GenerateRequest(messages=(system, Message(role="user", content="Hello")), max_tokens=2, sampling=GREEDY)
+        ask = GenerateRequest(
+            messages=(system, Message(role="user", content="Hello")), max_tokens=2, sampling=GREEDY
+        )
         assert end_of(list(engine.submit(ask))).usage.cached_tokens == pinned
     finally:
         engine.close()
@@ -204,7 +240,10 @@ def test_a_slow_consumer_stops_nobody(plain: LlamaEngine) -> None:
 
 
 def test_a_deadline_ends_a_running_and_a_waiting_request(plain: LlamaEngine) -> None:
-    running = [plain.submit(written(str(i), max_tokens=900, deadline_s=0.5)) for i in range(plain.info.n_parallel + 2)]
+    running = [
+        plain.submit(written(str(i), max_tokens=900, deadline_s=0.5))
+        for i in range(plain.info.n_parallel + 2)
+    ]
     ends = [end_of(list(g)) for g in running]
     assert {e.reason for e in ends} == {"deadline"}
     assert_nothing_left(plain)
@@ -245,13 +284,17 @@ def test_a_full_context_finishes_with_length(plain: LlamaEngine) -> None:
 def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
     engine = load(smollm2, n_ctx=256, n_parallel=2)
     try:
-        request = written("", prompt="word " * 200, max_tokens=150, overflow="shift", cache_prompt=shared)
+        request = written(
+            "", prompt="word " * 200, max_tokens=150, overflow="shift", cache_prompt=shared
+        )
         if shared:
             list(engine.submit(written("", prompt="word " * 220, max_tokens=1, cache_prompt=True)))
         end = end_of(list(engine.submit(request)))
         assert end.reason == "length"
         assert end.usage.completion_tokens == 150
-        over = end_of(list(engine.submit(written("", prompt="word " * 400, max_tokens=5, overflow="shift"))))
+        over = end_of(
+            list(engine.submit(written("", prompt="word " * 400, max_tokens=5, overflow="shift")))
+        )
         assert over.usage.completion_tokens == 5
         assert_nothing_left(engine)
     finally:
@@ -263,7 +306,9 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
     try:
         system = Message(role="system", content="Remember the word marmalade.")
         turns = (system, Message(role="user", content="tell me a story " * 20))
-        ask = GenerateRequest(messages=turns, max_tokens=300, overflow="shift", ignore_eos=True, sampling=GREEDY)
+        ask = GenerateRequest(
+            messages=turns, max_tokens=300, overflow="shift", ignore_eos=True, sampling=GREEDY
+        )
         stream = engine.submit(ask)
         list(stream)
         kept = max((r.tokens for r in engine._scheduler.kv.residents), key=len)
@@ -272,7 +317,9 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
         engine.close()
 
 
-def test_too_little_cache_for_all_preempts_and_finishes_everyone(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_cache_for_all_preempts_and_finishes_everyone(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(load_module, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     engine = load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")
     try:
@@ -286,7 +333,9 @@ def test_too_little_cache_for_all_preempts_and_finishes_everyone(smollm2: Path, 
         engine.close()
 
 
-def test_a_large_prompt_that_waits_for_room_is_not_passed_by(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_prompt_that_waits_for_room_is_not_passed_by(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(load_module, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     engine = load(smollm2, n_ctx=512, n_parallel=3)
     try:
@@ -299,7 +348,9 @@ def test_a_large_prompt_that_waits_for_room_is_not_passed_by(smollm2: Path, monk
         engine.close()
 
 
-def test_a_failed_decode_ends_its_requests_and_not_the_engine(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_decode_ends_its_requests_and_not_the_engine(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = load(smollm2, n_parallel=2)
     try:
         with monkeypatch.context() as broken:
@@ -360,7 +411,9 @@ class _Chaos:
 def test_random_interleavings_leave_nothing_behind(plain: LlamaEngine, block: int) -> None:
     for seed in range(50 * block, 50 * block + 50):
         _Chaos(plain, seed).run()
-    list(plain.submit(written("the last one", max_tokens=1)))  # whoever was left without a reader has ended by now
+    list(
+        plain.submit(written("the last one", max_tokens=1))
+    )  # whoever was left without a reader has ended by now
     while plain.metrics().running or plain.metrics().queued:
         list(plain.submit(written("another", max_tokens=1)))
     assert_nothing_left(plain)

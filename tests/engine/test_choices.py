@@ -60,7 +60,9 @@ def test_sequences_fit_memory() -> None:
         (1000, 1 << 10, 64 * GIB, 1000, "trained"),
     ],
 )
-def test_context_has_a_value_and_its_reason(n_ctx_train: int, per_token: int, free: int, expected: int, word: str) -> None:
+def test_context_has_a_value_and_its_reason(
+    n_ctx_train: int, per_token: int, free: int, expected: int, word: str
+) -> None:
     chosen = choose_context(0, n_ctx_train, per_token, free)
     assert chosen.value == expected
     assert word in chosen.reason

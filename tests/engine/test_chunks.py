@@ -32,8 +32,12 @@ def test_a_prompt_is_never_kept_from_the_batch() -> None:
             assert chunks(rows).budget(512, decoding, [59, 2]) >= 1
 
 
-@pytest.mark.parametrize(("ms_per_token", "expected"), [(0.5, 200), (1.25, 80), (3.0, 64), (4.5, 64), (5.0, 32), (60.0, 32)])
-def test_beside_streams_a_chunk_takes_a_tenth_of_a_second_or_one_tile(ms_per_token: float, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("ms_per_token", "expected"), [(0.5, 200), (1.25, 80), (3.0, 64), (4.5, 64), (5.0, 32), (60.0, 32)]
+)
+def test_beside_streams_a_chunk_takes_a_tenth_of_a_second_or_one_tile(
+    ms_per_token: float, expected: int
+) -> None:
     assert chunks(ms_per_token=ms_per_token).budget(512, 2, [2000]) == pytest.approx(expected, abs=2)
 
 

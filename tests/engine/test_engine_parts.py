@@ -11,7 +11,14 @@ import gguf
 import numpy as np
 import pytest
 
-from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError, ModelLoadError, OutOfMemoryError, UsageError
+from edgeinfer.errors import (
+    ContextLengthError,
+    DecodeError,
+    InvalidRequestError,
+    ModelLoadError,
+    OutOfMemoryError,
+    UsageError,
+)
 from edgeinfer.runtime import native
 from edgeinfer.runtime.batch import Batch
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -36,7 +43,13 @@ def logprobs_of(events: list[Event]) -> list[TokenLogprobs]:
 
 
 def ask(engine: LlamaEngine, prompt: str = "The capital of France is", **fields: object) -> list[Event]:
-    wanted: dict[str, object] = {"prompt": prompt, "sampling": GREEDY, "max_tokens": 8, "ignore_eos": True, **fields}
+    wanted: dict[str, object] = {
+        "prompt": prompt,
+        "sampling": GREEDY,
+        "max_tokens": 8,
+        "ignore_eos": True,
+        **fields,
+    }
     return list(engine.submit(GenerateRequest(**wanted)))  # type: ignore[arg-type]
 
 
@@ -53,7 +66,8 @@ def test_llama_cpp_prints_nothing(smollm2: Path) -> None:
     program = (
         "from edgeinfer.runtime.engine import load_engine\n"
         "from edgeinfer.runtime.options import LoadOptions, ModelFiles\n"
-        f"load_engine(ModelFiles(name='m', paths=({str(smollm2)!r},)), LoadOptions(n_ctx=512, n_parallel=1)).close()\n"
+        f"load_engine(ModelFiles(name='m', paths=({str(smollm2)!r},)), LoadOptions(n_ctx=512, "
+        f"n_parallel=1)).close()\n"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (run.stdout, run.stderr) == ("", "")
@@ -68,7 +82,9 @@ def test_info_tells_sizes_and_reasons(smol: LlamaEngine, gemma: LlamaEngine) -> 
         assert info.kv_bytes > 1_000_000
         assert info.compute_bytes > 1_000_000
         assert all(chosen.reason for chosen in info.choices.values())
-        assert {"n_threads", "n_parallel", "n_ctx", "repack", "gpu_layers", "flash_attention"} <= set(info.choices)
+        assert {"n_threads", "n_parallel", "n_ctx", "repack", "gpu_layers", "flash_attention"} <= set(
+            info.choices
+        )
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
@@ -198,14 +214,24 @@ def test_constraints_hold_at_any_temperature(smol: LlamaEngine) -> None:
     digits = text_of(ask(smol, constraint=Regex("[0-9]{3}-[0-9]{2}"), **free))
     assert len(digits) == 6
     assert digits[3] == "-"
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
-    assert text_of(ask(smol, constraint=JsonSchema(schema), **free)).replace(" ", "") in ('{"ok":true}', '{"ok":false}')
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    assert text_of(ask(smol, constraint=JsonSchema(schema), **free)).replace(" ", "") in (
+        '{"ok":true}',
+        '{"ok":false}',
+    )
 
 
 def test_a_constraint_in_a_batch_is_its_own_requests(smol: LlamaEngine) -> None:
     wanted = [Choice(("alpha", "beta")), None, Choice(("gamma", "delta")), None]
     streams = [
-        smol.submit(GenerateRequest(prompt="Say:", constraint=c, max_tokens=12, sampling=Sampling(seed=i)))
+        smol.submit(
+            GenerateRequest(prompt="Say:", constraint=c, max_tokens=12, sampling=Sampling(seed=i))
+        )
         for i, c in enumerate(wanted)
     ]
     texts = [text_of(list(s)) for s in streams]
@@ -215,14 +241,19 @@ def test_a_constraint_in_a_batch_is_its_own_requests(smol: LlamaEngine) -> None:
 
 
 def test_messages_go_through_the_models_template(smol: LlamaEngine) -> None:
-    ask_it = GenerateRequest(messages=(Message(role="user", content="Say yes."),), sampling=GREEDY, max_tokens=30)
+    ask_it = GenerateRequest(
+        messages=(Message(role="user", content="Say yes."),), sampling=GREEDY, max_tokens=30
+    )
     events = list(smol.submit(ask_it))
     assert "<|im_end|>" not in text_of(events)
     assert isinstance(events[-1], Finished)
 
 
 def test_embeddings_are_closer_where_meaning_is(smol: LlamaEngine) -> None:
-    a, b, c = (np.array(v) for v in smol.embed(["The cat sleeps.", "A cat is sleeping.", "Quarterly revenue rose by 4%."]))
+    a, b, c = (
+        np.array(v)
+        for v in smol.embed(["The cat sleeps.", "A cat is sleeping.", "Quarterly revenue rose by 4%."])
+    )
     assert a @ b > a @ c
 
 

@@ -10,7 +10,9 @@ from edgeinfer.runtime.kvcache import KvCache, Resident, common_prefix
 
 
 class CountingMemory:
-    """Keeps which positions each sequence has in which physical cell, as llama.cpp's unified cache does."""
+    """Keeps which positions each sequence has in which physical cell, as llama.cpp's unified cache
+    does.
+    """
 
     def __init__(self, *, can_cut: bool = True) -> None:
         self.sequences: dict[int, dict[int, object]] = {}
@@ -56,7 +58,9 @@ def fill(kv: KvCache, memory: CountingMemory, resident: Resident, tokens: list[i
     kv.extend(resident, new)
 
 
-def claim(kv: KvCache, memory: CountingMemory, tokens: list[int], adapters: tuple[tuple[str, float], ...] = ()) -> Resident:
+def claim(
+    kv: KvCache, memory: CountingMemory, tokens: list[int], adapters: tuple[tuple[str, float], ...] = ()
+) -> Resident:
     resident = kv.claim(tokens, adapters)
     assert resident is not None
     kv.truncate(resident, common_prefix(resident.tokens, tokens[:-1]))
@@ -229,7 +233,9 @@ def test_random_histories_keep_the_books_right(seed: int) -> None:
             kv.make_room(rng.randrange(60))
         assert kv.used_cells == memory.cells
         for resident in kv.residents:
-            assert sorted(memory.sequences.get(resident.seq_id, {})) == list(range(len(resident.tokens)))
+            assert sorted(memory.sequences.get(resident.seq_id, {})) == list(
+                range(len(resident.tokens))
+            )
     for resident in active:
         kv.release(resident, keep=False)
     kv.drop_idle(pinned=True)

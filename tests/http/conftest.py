@@ -1,4 +1,6 @@
-"""A served endpoint on a real socket, in a thread of the test's process, around a scripted or a real engine."""
+"""A served endpoint on a real socket, in a thread of the test's process, around a scripted or a real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from edgeinfer.server.tracing import NoTracer, Tracer
 
 @dataclass
 class Setup:
-    """How to serve. `load` makes the engine of a name; `engine` is the default model's, unless `load` is given."""
+    """How to serve. `load` makes the engine of a name; `engine` is the default model's, unless `load`
+    is given.
+    """
 
     engine: Engine | None = None
     load: Callable[[str, Progress], Loaded] | None = None
@@ -75,7 +79,9 @@ class Served:
         return ended
 
     def chat(self, **body: Any) -> httpx2.Response:
-        return self.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]} | body)
+        return self.client.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]} | body
+        )
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
@@ -107,7 +113,9 @@ def served(setup: Setup) -> Iterator[Served]:
             available_bytes=setup.available_bytes,
         )
         models = Models(sources, default=names[0], keep_alive_s=setup.keep_alive_s, room_s=setup.room_s)
-        endpoint = Endpoint(models, setup.gate, setup.limits, Log("json", log), setup.tracer, setup.payloads, Start())
+        endpoint = Endpoint(
+            models, setup.gate, setup.limits, Log("json", log), setup.tracer, setup.payloads, Start()
+        )
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
         started.set()
         return await run(endpoint, [listener], setup.options, setup.copies)
@@ -163,10 +171,14 @@ def serve_module() -> Iterator[Callable[..., Served]]:
 
 
 def exchange_raw(port: int, request: bytes, seconds: float = 20) -> bytes:
-    """Send bytes, return everything until the endpoint closes (or a whole answer without a body to come is there)."""
+    """Send bytes, return everything until the endpoint closes (or a whole answer without a body to come
+    is there).
+    """
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.settimeout(seconds)
-        with contextlib.suppress(ConnectionError):  # closed while we were still sending: what it said is still to be read
+        with contextlib.suppress(
+            ConnectionError
+        ):  # closed while we were still sending: what it said is still to be read
             client.sendall(request)
         reply = b""
         with contextlib.suppress(ConnectionError):

@@ -32,7 +32,9 @@ def client(real):
 
 
 def test_a_message_is_answered(client):
-    message = client.messages.create(model="smollm2", max_tokens=8, messages=HELLO, extra_body=GREEDY, system="Be brief.")
+    message = client.messages.create(
+        model="smollm2", max_tokens=8, messages=HELLO, extra_body=GREEDY, system="Be brief."
+    )
     assert message.content[0].text
     assert message.stop_reason in ("end_turn", "max_tokens")
     assert 0 < message.usage.output_tokens <= 8
@@ -55,7 +57,10 @@ def test_stop_sequences_and_prefill(client):
         max_tokens=30,
         extra_body=GREEDY,
         stop_sequences=["."],
-        messages=[{"role": "user", "content": "Tell me about Paris."}, {"role": "assistant", "content": "Paris is the"}],
+        messages=[
+            {"role": "user", "content": "Tell me about Paris."},
+            {"role": "assistant", "content": "Paris is the"},
+        ],
     )
     assert "." not in message.content[0].text
     if message.stop_reason == "stop_sequence":
@@ -76,7 +81,11 @@ def test_tools_are_used_and_their_results_taken(client, stream):
     (use,) = [block for block in first.content if block.type == "tool_use"]
     jsonschema.validate(use.input, WEATHER["input_schema"])
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
-    turns = [question, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    turns = [
+        question,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
     last = client.messages.create(**asked, messages=turns, tool_choice={"type": "none"})
     assert last.content[0].type == "text"
 
@@ -106,4 +115,6 @@ def test_errors_are_the_clients_own(client):
         client.messages.create(model="smollm2", max_tokens=0, messages=HELLO)
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
     with pytest.raises(anthropic.BadRequestError, match="image"):
-        client.messages.create(model="smollm2", max_tokens=1, messages=[{"role": "user", "content": [image]}])
+        client.messages.create(
+            model="smollm2", max_tokens=1, messages=[{"role": "user", "content": [image]}]
+        )

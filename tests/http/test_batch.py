@@ -43,7 +43,11 @@ def _options(*typed: str) -> argparse.Namespace:
 
 
 def _chat(custom_id: str, **body) -> dict:
-    body = {"messages": [{"role": "user", "content": custom_id}], "max_tokens": 4, "temperature": 0} | body
+    body = {
+        "messages": [{"role": "user", "content": custom_id}],
+        "max_tokens": 4,
+        "temperature": 0,
+    } | body
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
@@ -51,7 +55,9 @@ def _chat(custom_id: str, **body) -> dict:
 def files(tmp_path):
     def write(*lines: object):
         path = tmp_path / "in.jsonl"
-        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        path.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
         return str(path), str(tmp_path / "out.jsonl")
 
     return write
@@ -59,7 +65,9 @@ def files(tmp_path):
 
 def _run(files_, engine=None, *typed):
     engine = engine or FakeEngine(
-        lambda request: [f"<{(request.messages or [None])[-1].content if request.messages else request.prompt}>"]
+        lambda request: [
+            f"<{(request.messages or [None])[-1].content if request.messages else request.prompt}>"
+        ]
     )
     return batch(_options(*files_, "--quiet", *typed), FakeHost(engine)), engine
 
@@ -221,7 +229,9 @@ def test_after_a_kill_nothing_is_lost_and_nothing_is_doubled(files, smollm2, unt
             process.send_signal(signal.SIGKILL)
     killed_at = lines()
     assert 9 <= killed_at < 24
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
     result = json.loads(done.stdout)["result"]
     assert result["skipped"] + result["done"] == 24
     assert result["skipped"] >= killed_at - 1

@@ -1,4 +1,6 @@
-"""`kill -9` of the application under twenty clients: each is told, nobody is refused, the next is answered."""
+"""`kill -9` of the application under twenty clients: each is told, nobody is refused, the next is
+answered.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,15 @@ import httpx2
 import openai
 import pytest
 
-pytestmark = [pytest.mark.model, pytest.mark.skipif(sys.platform != "linux", reason="the launcher holds sockets on Linux")]
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(sys.platform != "linux", reason="the launcher holds sockets on Linux"),
+]
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1"
-LAUNCHER = "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
+LAUNCHER = (
+    "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
+)
 TURNS = [{"role": "user", "content": "Count."}]
 BODY = {"messages": TURNS, "max_tokens": 400, "ignore_eos": True}
 
@@ -46,7 +53,9 @@ def _app(launcher: int) -> int:
 
 
 def _stream(port: int, said: threading.Semaphore, ends: list[str]) -> None:
-    """What a streaming client hears last: an event, or the answer that came instead of a stream. An unclean end raises."""
+    """What a streaming client hears last: an event, or the answer that came instead of a stream. An
+    unclean end raises.
+    """
     last = ""
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
     with httpx2.stream("POST", url, json=BODY | {"stream": True}, timeout=120) as answer:
@@ -60,7 +69,9 @@ def _stream(port: int, said: threading.Semaphore, ends: list[str]) -> None:
 
 def _official_stream(client: openai.OpenAI, ends: list[str]) -> None:
     try:
-        for _ in client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=400, stream=True, extra_body=BODY):
+        for _ in client.chat.completions.create(
+            model=MODEL, messages=TURNS, max_tokens=400, stream=True, extra_body=BODY
+        ):
             pass
     except openai.APIError as error:
         ends.append(json.dumps({"error": error.body}))
@@ -84,7 +95,20 @@ def _official_message(client: anthropic.Anthropic, ends: list[str]) -> None:
 def test_a_killed_application_comes_back_on_the_same_socket(smollm2, until):
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
-    words = ["serve", str(smollm2), "--port", str(port), "--threads", "1", "--ctx", "16384", "--parallel", "20", "--log", "off"]
+    words = [
+        "serve",
+        str(smollm2),
+        "--port",
+        str(port),
+        "--threads",
+        "1",
+        "--ctx",
+        "16384",
+        "--parallel",
+        "20",
+        "--log",
+        "off",
+    ]
     command = [sys.executable, "-c", LAUNCHER, *words]
     with (
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher,
@@ -103,7 +127,11 @@ def test_a_killed_application_comes_back_on_the_same_socket(smollm2, until):
             for client in clients:
                 client.start()
             assert said.acquire(timeout=120), "no client got a token"
-            until(lambda: "in_flight 20.0" in httpx2.get(f"{url}/metrics", timeout=120).text, "all to be in flight", 120)
+            until(
+                lambda: "in_flight 20.0" in httpx2.get(f"{url}/metrics", timeout=120).text,
+                "all to be in flight",
+                120,
+            )
             knocking = threading.Thread(target=lambda: _knock(port, stop, refused))
             knocking.start()
             os.kill(_app(launcher.pid), signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""The curl lines that the README and the endpoint's page show, as they stand there, against the real small model."""
+"""The curl lines that the README and the endpoint's page show, as they stand there, against the real
+small model.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.model, pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")]
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed"),
+]
 
 
 def _lines() -> list[str]:
     pages = (ROOT / "README.md", ROOT / "docs/serve.md")
-    return [line.strip() for page in pages for line in page.read_text("utf-8").splitlines() if line.strip().startswith("curl ")]
+    return [
+        line.strip()
+        for page in pages
+        for line in page.read_text("utf-8").splitlines()
+        if line.strip().startswith("curl ")
+    ]
 
 
 def test_there_are_curl_lines():
@@ -27,12 +37,17 @@ def test_a_documented_curl_line_works(real, line):
     assert "http://127.0.0.1:8080" in line
     command = line.replace("http://127.0.0.1:8080", real.url)
     done = subprocess.run(
-        ["bash", "-c", f"{command} --silent --show-error --fail"], capture_output=True, text=True, timeout=120
+        ["bash", "-c", f"{command} --silent --show-error --fail"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     if "/infer" in line:
         assert json.loads(done.stdout)["result"]
     else:
         assert done.stdout.endswith("data: [DONE]\n\n")
-        chunks = [json.loads(data[6:]) for data in done.stdout.split("\n\n") if data.startswith("data: {")]
+        chunks = [
+            json.loads(data[6:]) for data in done.stdout.split("\n\n") if data.startswith("data: {")
+        ]
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)

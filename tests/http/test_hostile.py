@@ -1,4 +1,6 @@
-"""A thousand hostile requests, and clients that vanish: the next honest request is answered and nothing is left behind."""
+"""A thousand hostile requests, and clients that vanish: the next honest request is answered and nothing
+is left behind.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,32 @@ JSON = b"content-type: application/json\r\n"
 
 def _post(body: bytes, path: bytes = b"/v1/chat/completions", length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    return b"POST " + path + b" HTTP/1.1\r\nhost: localhost\r\n" + JSON + b"content-length: %d\r\n\r\n" % size + body
+    return (
+        b"POST "
+        + path
+        + b" HTTP/1.1\r\nhost: localhost\r\n"
+        + JSON
+        + b"content-length: %d\r\n\r\n" % size
+        + body
+    )
 
 
 def _hostile(rng: random.Random) -> bytes:
     """One malformed, lying, torn or absurd request."""
-    paths = [b"/v1/chat/completions", b"/v1/completions", b"/v1/messages", b"/v1/responses", b"/tokenize", b"/infer"]
+    paths = [
+        b"/v1/chat/completions",
+        b"/v1/completions",
+        b"/v1/messages",
+        b"/v1/responses",
+        b"/tokenize",
+        b"/infer",
+    ]
     path = rng.choice(paths)
     kind = rng.randrange(16)
     noise = rng.randbytes(rng.randrange(1, 200))
-    number = rng.choice([b"1e400", b"-1e400", b"9" * 400, b"-" + b"9" * 400, b"0x10", b"1.", b"NaN", b"-0", b"1e-999"])
+    number = rng.choice(
+        [b"1e400", b"-1e400", b"9" * 400, b"-" + b"9" * 400, b"0x10", b"1.", b"NaN", b"-0", b"1e-999"]
+    )
     match kind:
         case 0:
             return noise
@@ -43,12 +61,19 @@ def _hostile(rng: random.Random) -> bytes:
         case 4:
             return _post(b'{"messages":[{"role":"user","content":"' + noise + b'"}]}', path)
         case 5:
-            return _post(b'{"max_tokens":' + number + b',"messages":[{"role":"user","content":"x"}],"prompt":"x"}', path)
+            return _post(
+                b'{"max_tokens":'
+                + number
+                + b',"messages":[{"role":"user","content":"x"}],"prompt":"x"}',
+                path,
+            )
         case 6:
             depth = rng.choice([500, 5_000, 100_000])
             return _post(b'{"messages":' + b"[" * depth + b"]" * depth + b"}", path)
         case 7:
-            return _post(b'{"messages":[{"role":"user","content":"x"}],"tools":' + b'[{"a":' * 20_000, path)
+            return _post(
+                b'{"messages":[{"role":"user","content":"x"}],"tools":' + b'[{"a":' * 20_000, path
+            )
         case 8:
             return (
                 b"POST "
@@ -67,11 +92,19 @@ def _hostile(rng: random.Random) -> bytes:
             )
         case 10:
             return (
-                b"GET " + path + b"?" + noise.replace(b"\n", b"").replace(b" ", b"") + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
+                b"GET "
+                + path
+                + b"?"
+                + noise.replace(b"\n", b"").replace(b" ", b"")
+                + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
             )
         case 11:
             return rng.choice(
-                [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"CONNECT a:1 HTTP/1.1\r\n\r\n"]
+                [
+                    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+                    b"\x16\x03\x01\x02\x00\x01\x00",
+                    b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+                ]
             )
         case 12:
             return b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nx"
@@ -79,10 +112,17 @@ def _hostile(rng: random.Random) -> bytes:
             return b"GET /health HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n"
         case 14:
             return _post(
-                b'{"prompt":[' + b",".join([rng.choice([b"1", b"[1]", b'"x"', b"-1", b"2e9"])] * rng.randrange(1, 300)) + b"]}",
+                b'{"prompt":['
+                + b",".join([rng.choice([b"1", b"[1]", b'"x"', b"-1", b"2e9"])] * rng.randrange(1, 300))
+                + b"]}",
                 b"/v1/completions",
             )
-    return _post(BODY, rng.choice([b"/v1/%00", b"/../../etc/passwd", b"//", b"/v1/models/" + b"%2e" * 50, b"/v1/models/%ff"]))
+    return _post(
+        BODY,
+        rng.choice(
+            [b"/v1/%00", b"/../../etc/passwd", b"//", b"/v1/models/" + b"%2e" * 50, b"/v1/models/%ff"]
+        ),
+    )
 
 
 def _send_and_leave(port: int, request: bytes, rng: random.Random) -> None:
@@ -178,7 +218,9 @@ def test_smuggling_is_not_possible(serve, raw_exchange):
 
 @pytest.mark.parametrize("count", [2000])
 def test_nothing_leaks_over_many_requests(serve, until, count):
-    """Descriptors, tasks, leases and memory are flat; the 10,000 against the real engine are `make leak-http`."""
+    """Descriptors, tasks, leases and memory are flat; the 10,000 against the real engine are `make
+    leak-http`.
+    """
     engine = FakeEngine([["a", "b", "c"]])
     here = serve(engine)
 

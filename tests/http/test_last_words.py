@@ -1,4 +1,6 @@
-"""What clients are told when the process that answers them is gone: by whoever kept copies of their connections."""
+"""What clients are told when the process that answers them is gone: by whoever kept copies of their
+connections.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from edgeinfer.server import last_words
 from edgeinfer.server.last_words import State
 from edgeinfer.snapshots.last_words import Copies, Kept
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the launcher keeps copies on Linux")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="the launcher keeps copies on Linux"
+)
 ASKED = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
 
@@ -75,7 +79,9 @@ def test_the_words_are_whole_answers_and_whole_ends_of_streams():
         head, _, body = said[state].partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
         assert lines[0] == b"HTTP/1.1 503 Service Unavailable"
-        assert {b"retry-after: 1", b"connection: close", b"content-length: %d" % len(body)} <= set(lines)
+        assert {b"retry-after: 1", b"connection: close", b"content-length: %d" % len(body)} <= set(
+            lines
+        )
         assert "ask again" in json.loads(body)["error"]["message"]
     for state in (State.STREAM, State.STREAM_RESPONSES, State.STREAM_ANTHROPIC):
         size, _, chunks = said[state].partition(b"\r\n")
@@ -175,7 +181,12 @@ def test_a_client_sees_the_end_though_a_copy_is_open(serve, until):
     noted.hold = lambda number: kept.append(os.dup(number))  # type: ignore[method-assign]
     noted.drop = lambda number: None  # type: ignore[method-assign]
     here = serve(FakeEngine([("One",), ("One", gate)]), copies=noted)
-    assert here.client.post("/v1/chat/completions", json=ASKED, headers={"connection": "close"}).status_code == 200
+    assert (
+        here.client.post(
+            "/v1/chat/completions", json=ASKED, headers={"connection": "close"}
+        ).status_code
+        == 200
+    )
     raw = json.dumps(ASKED).encode()
     with socket.create_connection(("127.0.0.1", here.port)) as client:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

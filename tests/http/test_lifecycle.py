@@ -24,7 +24,9 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(serve, until):
     gate = Gate(threading.Event())
     here = serve(FakeEngine([["one ", gate, "two"]]))
     with here.client.stream(
-        "POST", "/v1/chat/completions", json={"stream": True, "messages": [{"role": "user", "content": "x"}]}
+        "POST",
+        "/v1/chat/completions",
+        json={"stream": True, "messages": [{"role": "user", "content": "x"}]},
     ) as answer:
         assert gate.reached.wait(20)
         with httpx2.Client(base_url=here.url) as other:
@@ -88,7 +90,10 @@ def test_an_idle_endpoint_leaves_and_a_busy_one_does_not(serve, until):
     asking = threading.Thread(target=here.chat)
     asking.start()
     assert gate.reached.wait(20)
-    until(lambda: time.monotonic() - here.endpoint.last_activity > 1.8, "longer than the idle time to pass")
+    until(
+        lambda: time.monotonic() - here.endpoint.last_activity > 1.8,
+        "longer than the idle time to pass",
+    )
     assert not here.endpoint.draining
     gate.opened.set()
     asking.join()
@@ -134,7 +139,11 @@ def test_sockets_for_another_process_are_not_ours(monkeypatch):
 def _cli(*words: str, **spawn) -> subprocess.Popen[str]:
     code = "import sys; from edgeinfer.cli import main; sys.exit(main())"
     return subprocess.Popen(
-        [sys.executable, "-c", code, *words], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **spawn
+        [sys.executable, "-c", code, *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **spawn,
     )
 
 
@@ -151,7 +160,9 @@ def _listening_url(process: subprocess.Popen[str], event: str = "ready") -> str:
 
 @pytest.mark.model
 def test_the_command_serves_and_ends_on_sigterm(smollm2):
-    with _cli("serve", str(smollm2), "--port", "0", "--threads", "1", "--ctx", "512", "--log", "json") as process:
+    with _cli(
+        "serve", str(smollm2), "--port", "0", "--threads", "1", "--ctx", "512", "--log", "json"
+    ) as process:
         try:
             url = _listening_url(process)
             body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -171,11 +182,25 @@ def test_the_command_takes_systemds_socket_and_leaves_when_idle(smollm2):
         port = listener.getsockname()[1]
         fd = listener.fileno()
         code = (
-            "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ.update(LISTEN_FDS='1', LISTEN_PID=str(os.getpid()));"
+            "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ.update(LISTEN_FDS='1', "
+            "LISTEN_PID=str(os.getpid()));"
             "sys.argv[1:] = sys.argv[2:]; from edgeinfer.cli import main; sys.exit(main())"
         )
-        words = ["serve", str(smollm2), "--threads", "1", "--ctx", "512", "--log", "json", "--idle-exit", "0.5"]
-        early = socket.create_connection(("127.0.0.1", port))  # connects before anything is loaded, and waits
+        words = [
+            "serve",
+            str(smollm2),
+            "--threads",
+            "1",
+            "--ctx",
+            "512",
+            "--log",
+            "json",
+            "--idle-exit",
+            "0.5",
+        ]
+        early = socket.create_connection(
+            ("127.0.0.1", port)
+        )  # connects before anything is loaded, and waits
         early.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         with subprocess.Popen(
             [sys.executable, "-c", code, str(fd), *words],
@@ -192,7 +217,11 @@ def test_the_command_takes_systemds_socket_and_leaves_when_idle(smollm2):
 
 
 def test_the_command_refuses_what_cannot_be():
-    for words, status in ((["--port", "70000"], 2), (["--keep-alive", "-3"], 2), (["--idle-exit", "0"], 2)):
+    for words, status in (
+        (["--port", "70000"], 2),
+        (["--keep-alive", "-3"], 2),
+        (["--idle-exit", "0"], 2),
+    ):
         with _cli("serve", "x", *words) as process:
             assert process.wait(30) == status
             assert "error:" in process.stderr.read()

@@ -35,7 +35,9 @@ def test_a_long_body_is_refused_before_it_is_sent(serve, raw_exchange):
     here = serve(limits=Limits(max_body_bytes=1000))
     assert _status(raw_exchange(here.port, _head(1001))) == 413
     assert (
-        here.client.post("/v1/completions", content=b" " * 1001, headers={"content-type": "application/json"}).status_code
+        here.client.post(
+            "/v1/completions", content=b" " * 1001, headers={"content-type": "application/json"}
+        ).status_code
         == 413
     )
     assert here.chat().status_code == 200
@@ -120,7 +122,11 @@ def _held(gate: Gate, n: int) -> FakeEngine:
 
 def _start(here, n: int, **headers: str) -> list[threading.Thread]:
     def ask() -> None:
-        here.client.post("/v1/chat/completions", content=BODY, headers={"content-type": "application/json", **headers})
+        here.client.post(
+            "/v1/chat/completions",
+            content=BODY,
+            headers={"content-type": "application/json", **headers},
+        )
 
     threads = [threading.Thread(target=ask) for _ in range(n)]
     for thread in threads:
@@ -150,7 +156,10 @@ def test_one_key_cannot_take_every_place(serve, until):
     here = serve(_held(gate, 1), limits=Limits(max_per_key=1), gate=Doorkeeper(keys=Keys([one, two])))
     threads = _start(here, 1, authorization=f"Bearer {one}")
     until(lambda: here.endpoint.in_flight == 1, "the first request to run")
-    ask = {"content": BODY, "headers": {"content-type": "application/json", "authorization": f"Bearer {one}"}}
+    ask = {
+        "content": BODY,
+        "headers": {"content-type": "application/json", "authorization": f"Bearer {one}"},
+    }
     refused = here.client.post("/v1/chat/completions", **ask)
     assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
     assert "retry-after" in refused.headers
@@ -188,7 +197,11 @@ def test_a_models_queue_is_bounded_by_what_this_launch_allows(serve, until):
     until(lambda: engine.metrics().running == 6, "the sixth to be inside")
     for stream in (False, True):
         refused = here.chat(stream=stream)
-        assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (
+        assert (
+            refused.status_code,
+            refused.json()["error"]["code"],
+            refused.headers["retry-after"],
+        ) == (
             503,
             "queue_full",
             "1",

@@ -19,7 +19,9 @@ GIB = 1 << 30
 
 
 class Shelf:
-    """Loads scripted engines by name, counting; a load can be held, refused, and asks for memory while it lives."""
+    """Loads scripted engines by name, counting; a load can be held, refused, and asks for memory while
+    it lives.
+    """
 
     def __init__(self, total_bytes: int = 1 << 60, size_bytes: int = GIB) -> None:
         self.total = total_bytes
@@ -48,9 +50,13 @@ class Shelf:
                 if shelf.live.pop(name, None):
                     shelf.closed.append(name)
 
-        info = msgspec.structs.replace(DEFAULT_INFO, model=name, weights_bytes=self.size, sha256=name * 16)
+        info = msgspec.structs.replace(
+            DEFAULT_INFO, model=name, weights_bytes=self.size, sha256=name * 16
+        )
         self.live[name] = Engine(self.scripts.get(name, [[f"I am {name}"]]), info=info)
-        return Loaded(engine=self.live[name], where="worker", how="resumed", stages_ms={"restore": 80.0})
+        return Loaded(
+            engine=self.live[name], where="worker", how="resumed", stages_ms={"restore": 80.0}
+        )
 
     def available(self):
         return self.total - self.size * len(self.live)
@@ -252,7 +258,9 @@ def test_a_client_that_leaves_while_its_model_loads_leaves_nothing(serve, shelf,
     shelf.holds["b"] = threading.Event()
     here = serve(load=shelf.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
     for stream in (True, False):
-        body = json.dumps({"model": "b", "stream": stream, "messages": [{"role": "user", "content": "x"}]}).encode()
+        body = json.dumps(
+            {"model": "b", "stream": stream, "messages": [{"role": "user", "content": "x"}]}
+        ).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", here.port)) as client:
             client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
@@ -288,7 +296,11 @@ def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, shelf)
     shelf.reached.setdefault("a", threading.Event()).wait(20)
     assert _ask(here, "b") == "I am b"
     health = here.client.get("/health")
-    assert (health.status_code, health.json()["status"], health.json()["error"]) == (503, "error", "damaged")
+    assert (health.status_code, health.json()["status"], health.json()["error"]) == (
+        503,
+        "error",
+        "damaged",
+    )
 
 
 def test_without_preload_the_first_request_loads(serve, shelf):

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.model, pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")]
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed"),
+]
 
 CACHE = Path(os.environ.get("EDGEINFER_TEST_NODE") or "/var/tmp/edgeinfer-node")
 SCRIPT = Path(__file__).with_name("openai_client.mjs")
@@ -20,7 +23,9 @@ def packages() -> Path:
     """The `openai` package, installed once from the registry by name."""
     if not (CACHE / "node_modules/openai/package.json").is_file():
         CACHE.mkdir(parents=True, exist_ok=True)
-        (CACHE / "package.json").write_text('{"name": "edgeinfer-tests", "private": true, "type": "module"}')
+        (CACHE / "package.json").write_text(
+            '{"name": "edgeinfer-tests", "private": true, "type": "module"}'
+        )
         npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "openai@^7"]
         subprocess.run(npm, cwd=CACHE, check=True, capture_output=True, timeout=240)
     return CACHE
@@ -29,7 +34,9 @@ def packages() -> Path:
 def test_the_node_client_runs_every_route(real, packages):
     script = packages / "openai_client.mjs"
     shutil.copyfile(SCRIPT, script)
-    done = subprocess.run(["node", script, f"{real.url}/v1"], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        ["node", script, f"{real.url}/v1"], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == [
         "models",

@@ -1,4 +1,6 @@
-"""Metrics, logs, request ids, the payload log, traces: what an operator sees, and that documents agree with it."""
+"""Metrics, logs, request ids, the payload log, traces: what an operator sees, and that documents agree
+with it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ def test_a_loaded_model_is_counted_with_its_stages():
     metrics.model_loaded("m", "resumed", 0.09, {"restore": 70.0})
     text = metrics.exposition().decode()
     assert 'edgeinfer_model_loads_total{how="resumed",model_name="m"} 1.0' in text
-    assert 'edgeinfer_model_load_seconds_bucket{how="resumed",le="0.075",model_name="m",stage="restore"} 1.0' in text
+    assert (
+        'edgeinfer_model_load_seconds_bucket{how="resumed",le="0.075",model_name="m",stage="restore"} '
+        "1.0" in text
+    )
     assert 'edgeinfer_model_load_seconds_count{how="resumed",model_name="m",stage="total"} 1.0' in text
 
 
@@ -79,7 +84,13 @@ def test_every_metric_is_in_the_docs_and_the_other_way_round(serve):
     here = serve(_engine())
     here.chat()
     shown = {f.name for f in text_string_to_metric_families(here.client.get("/metrics").text)}
-    described = set(re.findall(r"^\| `(edgeinfer_\w+?)(?:_total)?` \|", (DOCS / "serve.md").read_text("utf-8"), re.MULTILINE))
+    described = set(
+        re.findall(
+            r"^\| `(edgeinfer_\w+?)(?:_total)?` \|",
+            (DOCS / "serve.md").read_text("utf-8"),
+            re.MULTILINE,
+        )
+    )
     assert shown == described
 
 
@@ -89,7 +100,9 @@ def test_the_dashboard_asks_for_metrics_that_exist(serve):
     families = list(text_string_to_metric_families(here.client.get("/metrics").text))
     names = {f.name for f in families} | {s.name for f in families for s in f.samples}
     names |= {f"{f.name}_total" for f in families}
-    names |= {f.name + end for f in families if f.type == "histogram" for end in ("_bucket", "_sum", "_count")}
+    names |= {
+        f.name + end for f in families if f.type == "histogram" for end in ("_bucket", "_sum", "_count")
+    }
     board = json.loads((DOCS / "grafana/edgeinfer.json").read_text("utf-8"))
     asked = {
         name
@@ -112,7 +125,9 @@ def test_a_request_id_goes_in_and_out_and_into_the_log(serve):
 
 
 def _logged(here, event: str) -> dict:
-    """The log's first line of `event`; it is written after the answer's last byte, so it may come a moment later."""
+    """The log's first line of `event`; it is written after the answer's last byte, so it may come a
+    moment later.
+    """
     until = time.monotonic() + 10
     while time.monotonic() < until:
         for said in map(json.loads, here.log.getvalue().splitlines()):
@@ -124,9 +139,16 @@ def _logged(here, event: str) -> dict:
 
 def test_log_lines_are_json_with_figures_and_without_words(serve):
     here = serve(FakeEngine([["a secret answer"]]))
-    here.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a secret question"}]})
+    here.client.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a secret question"}]}
+    )
     line = _logged(here, "request")
-    assert (line["route"], line["status"], line["model"], line["finish"]) == ("/v1/chat/completions", 200, "fake", "stop")
+    assert (line["route"], line["status"], line["model"], line["finish"]) == (
+        "/v1/chat/completions",
+        200,
+        "fake",
+        "stop",
+    )
     assert line["completion_tokens"] == 1
     assert line["ms"] >= line["ttft_ms"] > 0
     assert "secret" not in here.log.getvalue()
@@ -137,7 +159,9 @@ def test_text_logs_read_as_text_and_off_is_off():
     log = Log("text", stream)
     log.info("ready", model="m", empty="")
     log.error("broken", ValueError("x"))
-    assert re.fullmatch(r"\d\d:\d\d:\d\d ready model=m\n", stream.getvalue().splitlines(keepends=True)[0])
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d ready model=m\n", stream.getvalue().splitlines(keepends=True)[0]
+    )
     assert "ValueError: x" in stream.getvalue()
     quiet = io.StringIO()
     Log("off", quiet).info("ready")
@@ -171,7 +195,9 @@ def test_payloads_are_written_only_when_asked_with_secrets_cut_out(serve, tmp_pa
 
 def test_redacted_payloads_keep_lengths_only(tmp_path):
     path = tmp_path / "p"
-    PayloadLog(path, redact=True).write("id", "/r", {"messages": [{"role": "user", "content": "hello"}]}, {"text": "abc"})
+    PayloadLog(path, redact=True).write(
+        "id", "/r", {"messages": [{"role": "user", "content": "hello"}]}, {"text": "abc"}
+    )
     line = json.loads(path.read_text())
     assert line["request"] == {"messages": [{"role": "user", "content": "<5 characters>"}]}
     assert line["answer"] == {"text": "<3 characters>"}

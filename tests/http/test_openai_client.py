@@ -26,10 +26,16 @@ WEATHER = {
         },
     },
 }
-CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+CLOCK = {
+    "type": "function",
+    "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
+}
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -43,7 +49,9 @@ def client(real):
 
 
 def test_chat_answers_with_usage_and_timings(client):
-    answer = client.chat.completions.create(model="smollm2", messages=HELLO, max_completion_tokens=8, temperature=0)
+    answer = client.chat.completions.create(
+        model="smollm2", messages=HELLO, max_completion_tokens=8, temperature=0
+    )
     (choice,) = answer.choices
     assert choice.message.role == "assistant"
     assert choice.message.content
@@ -58,10 +66,17 @@ def test_chat_answers_with_usage_and_timings(client):
 def test_a_stream_says_the_same_as_the_whole(client):
     asked = {"model": "smollm2", "messages": HELLO, "max_tokens": 8, "temperature": 0}
     whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == whole.choices[0].message.content
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[
+        0
+    ].finish_reason
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
@@ -69,22 +84,36 @@ def test_a_stream_says_the_same_as_the_whole(client):
 
 
 def test_the_streaming_helper_accumulates(client):
-    with client.chat.completions.stream(model="smollm2", messages=HELLO, max_tokens=40, temperature=0) as stream:
+    with client.chat.completions.stream(
+        model="smollm2", messages=HELLO, max_tokens=40, temperature=0
+    ) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
     assert final.choices[0].message.content == "".join(deltas)
 
 
 def test_a_seed_repeats(client):
-    asked = {"model": "smollm2", "messages": [{"role": "user", "content": "A word?"}], "max_tokens": 6, "temperature": 1.5}
+    asked = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "A word?"}],
+        "max_tokens": 6,
+        "temperature": 1.5,
+    }
     first = client.chat.completions.create(**asked, seed=7)
-    assert client.chat.completions.create(**asked, seed=7).choices[0].message.content == first.choices[0].message.content
-    others = {client.chat.completions.create(**asked, seed=n).choices[0].message.content for n in range(8, 12)}
+    assert (
+        client.chat.completions.create(**asked, seed=7).choices[0].message.content
+        == first.choices[0].message.content
+    )
+    others = {
+        client.chat.completions.create(**asked, seed=n).choices[0].message.content for n in range(8, 12)
+    }
     assert len(others) > 1
 
 
 def test_n_answers_stream_side_by_side(client):
-    chunks = client.chat.completions.create(model="smollm2", messages=HELLO, max_tokens=5, n=3, stream=True)
+    chunks = client.chat.completions.create(
+        model="smollm2", messages=HELLO, max_tokens=5, n=3, stream=True
+    )
     texts, ends = {0: "", 1: "", 2: ""}, {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -104,7 +133,9 @@ def test_logprobs_are_probabilities_with_alternatives(client):
     for token in tokens:
         assert token.logprob <= 0
         assert len(token.top_logprobs) == 3
-        assert token.top_logprobs[0].logprob == pytest.approx(max(t.logprob for t in token.top_logprobs))
+        assert token.top_logprobs[0].logprob == pytest.approx(
+            max(t.logprob for t in token.top_logprobs)
+        )
         assert bytes(token.bytes).decode("utf-8", "replace") == token.token
     assert "".join(t.token for t in tokens).startswith(answer.choices[0].message.content[:3])
 
@@ -136,7 +167,10 @@ def test_json_schema_output_validates(client):
         messages=[{"role": "user", "content": "Ann is 7 years old. Give her data."}],
         max_tokens=60,
         temperature=0,
-        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}},
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "person", "schema": PERSON, "strict": True},
+        },
     )
     assert answer.choices[0].finish_reason == "stop"
     jsonschema.validate(json.loads(answer.choices[0].message.content), PERSON)
@@ -144,7 +178,11 @@ def test_json_schema_output_validates(client):
 
 def test_json_object_output_is_an_object(client):
     answer = client.chat.completions.create(
-        model="smollm2", messages=HELLO, max_tokens=80, temperature=0, response_format={"type": "json_object"}
+        model="smollm2",
+        messages=HELLO,
+        max_tokens=80,
+        temperature=0,
+        response_format={"type": "json_object"},
     )
     if answer.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(answer.choices[0].message.content), dict)
@@ -154,7 +192,9 @@ def test_json_object_output_is_an_object(client):
 
 def test_a_grammar_and_a_choice_are_followed(client):
     asked = {"model": "smollm2", "messages": HELLO, "max_tokens": 8}
-    chosen = client.chat.completions.create(**asked, extra_body={"structured_outputs": {"choice": ["red", "green"]}})
+    chosen = client.chat.completions.create(
+        **asked, extra_body={"structured_outputs": {"choice": ["red", "green"]}}
+    )
     assert chosen.choices[0].message.content in ("red", "green")
     ruled = client.chat.completions.create(**asked, extra_body={"grammar": 'root ::= "yes" | "no"'})
     assert ruled.choices[0].message.content in ("yes", "no")
@@ -190,7 +230,10 @@ def test_a_tool_loop_goes_round(client):
     turns = [{"role": "user", "content": "What is the weather in Paris?"}]
     first = client.chat.completions.create(**asked, messages=turns, tool_choice="required")
     message = first.choices[0].message
-    turns += [message, *({"role": "tool", "tool_call_id": c.id, "content": "sunny, 21 C"} for c in message.tool_calls)]
+    turns += [
+        message,
+        *({"role": "tool", "tool_call_id": c.id, "content": "sunny, 21 C"} for c in message.tool_calls),
+    ]
     last = client.chat.completions.create(**asked, messages=turns, tool_choice="none")
     assert last.choices[0].message.content
     assert not last.choices[0].message.tool_calls
@@ -209,7 +252,9 @@ def test_completions_continue_text_tokens_and_several_prompts(client, real):
 
 def test_completions_stream_with_logprobs(client):
     chunks = list(
-        client.completions.create(model="smollm2", prompt="Once upon a", max_tokens=4, temperature=0, logprobs=2, stream=True)
+        client.completions.create(
+            model="smollm2", prompt="Once upon a", max_tokens=4, temperature=0, logprobs=2, stream=True
+        )
     )
     said = [c.choices[0] for c in chunks if c.choices and c.choices[0].text]
     assert said
@@ -221,9 +266,13 @@ def test_embeddings_are_unit_vectors_in_both_encodings(client, real):
     answer = client.embeddings.create(model="smollm2", input=["a cat", "a kitten"])
     for item in answer.data:
         assert math.sqrt(sum(x * x for x in item.embedding)) == pytest.approx(1, abs=1e-3)
-    raw = real.client.post("/v1/embeddings", json={"input": "a cat", "encoding_format": "base64"}).json()["data"][0]
+    raw = real.client.post(
+        "/v1/embeddings", json={"input": "a cat", "encoding_format": "base64"}
+    ).json()["data"][0]
     packed = base64.b64decode(raw["embedding"])
-    assert struct.unpack(f"<{len(packed) // 4}f", packed) == pytest.approx(answer.data[0].embedding, abs=1e-2)
+    assert struct.unpack(f"<{len(packed) // 4}f", packed) == pytest.approx(
+        answer.data[0].embedding, abs=1e-2
+    )
     assert answer.usage.prompt_tokens > 0
 
 
@@ -250,7 +299,9 @@ def test_responses_call_a_tool_and_take_its_output(client):
     tool = {"type": "function", **WEATHER["function"], "strict": True}
     asked = {"model": "smollm2", "tools": [tool], "max_output_tokens": 60, "temperature": 0}
     question = {"role": "user", "content": "What is the weather in Paris?"}
-    first = client.responses.create(**asked, input=[question], tool_choice="required", parallel_tool_calls=False)
+    first = client.responses.create(
+        **asked, input=[question], tool_choice="required", parallel_tool_calls=False
+    )
     calls = [item for item in first.output if item.type == "function_call"]
     assert json.loads(calls[0].arguments).keys() == {"city"}
     turns = [question, *(i.model_dump(exclude_none=True) for i in first.output)]
@@ -278,7 +329,9 @@ def test_errors_arrive_as_the_clients_own_exceptions(client):
         client.chat.completions.create(model="smollm2", messages=HELLO, temperature=9)
     assert wrong.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as long:
-        client.chat.completions.create(model="smollm2", messages=[{"role": "user", "content": "word " * 9000}])
+        client.chat.completions.create(
+            model="smollm2", messages=[{"role": "user", "content": "word " * 9000}]
+        )
     assert long.value.code == "context_length_exceeded"
     assert missing.value.request_id
 
@@ -290,8 +343,13 @@ async def test_the_async_client_streams_several_at_once(real):
 
         async def one(i: int) -> int:
             stream = await client.chat.completions.create(
-                model="smollm2", messages=[{"role": "user", "content": f"Number {i}?"}], max_tokens=4, stream=True
+                model="smollm2",
+                messages=[{"role": "user", "content": f"Number {i}?"}],
+                max_tokens=4,
+                stream=True,
             )
-            return len([1 async for chunk in stream if chunk.choices and chunk.choices[0].delta.content])
+            return len(
+                [1 async for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
+            )
 
         assert all(n >= 1 for n in await asyncio.gather(*(one(i) for i in range(6))))

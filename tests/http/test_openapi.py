@@ -16,7 +16,8 @@ from edgeinfer.server.models import Loaded
 from edgeinfer.server.openapi import document
 from edgeinfer.server.operations import OPERATIONS
 
-#: Fuzzed examples an operation, beside those that cover each schema's edges. `make fuzz-http` asks for more.
+#: Fuzzed examples an operation, beside those that cover each schema's edges. `make fuzz-http` asks for
+#: more.
 EXAMPLES = os.environ.get("EDGEINFER_FUZZ_EXAMPLES", "3")
 #: What a JSON schema cannot say (a tool_choice must name one of the tools) makes valid requests wrong.
 LEFT_OUT = "positive_data_acceptance"
@@ -24,7 +25,9 @@ LEFT_OUT = "positive_data_acceptance"
 
 def test_every_operation_is_described_with_its_errors():
     doc = document()
-    assert {(m.upper(), p) for p, methods in doc["paths"].items() for m in methods} == {(o.method, o.path) for o in OPERATIONS}
+    assert {(m.upper(), p) for p, methods in doc["paths"].items() for m in methods} == {
+        (o.method, o.path) for o in OPERATIONS
+    }
     for methods in doc["paths"].values():
         for operation in methods.values():
             assert {"200", "400", "401", "403", "503"} <= set(operation["responses"])
@@ -36,7 +39,13 @@ def test_references_point_at_something_and_unknown_fields_are_forbidden():
     schemas = doc["components"]["schemas"]
     for name in re.findall(r"#/components/schemas/([\w.]+)", json.dumps(doc)):
         assert name in schemas, name
-    for name in ("ChatRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest", "InferRequest"):
+    for name in (
+        "ChatRequest",
+        "CompletionRequest",
+        "MessagesRequest",
+        "ResponsesRequest",
+        "InferRequest",
+    ):
         assert schemas[name]["additionalProperties"] is False
 
 
@@ -53,7 +62,10 @@ def test_every_number_of_a_request_has_a_range():
         if not isinstance(schema, dict):
             return
         if schema.get("type") in ("integer", "number"):
-            low, high = {"minimum", "exclusiveMinimum"} & set(schema), {"maximum", "exclusiveMaximum"} & set(schema)
+            low, high = (
+                {"minimum", "exclusiveMinimum"} & set(schema),
+                {"maximum", "exclusiveMaximum"} & set(schema),
+            )
             assert low, f"{where} has no minimum: {schema}"
             assert high, f"{where} has no maximum: {schema}"
         reference = schema.get("$ref", "").rpartition("/")[2]
@@ -74,9 +86,28 @@ def test_the_document_is_served(serve):
 
 @pytest.mark.timeout(1800)
 def test_schemathesis_finds_no_case_where_the_document_is_wrong(serve, tmp_path):
-    here = serve(load=lambda name, progress: Loaded(engine=FakeEngine([["a", "b"]])), limits=Limits(max_requests=1000))
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{here.url}/openapi.json", "--max-examples", EXAMPLES]
-    command += ["--phases", "examples,coverage,fuzzing", "--exclude-checks", LEFT_OUT, "--seed", "1", "--no-color"]
+    here = serve(
+        load=lambda name, progress: Loaded(engine=FakeEngine([["a", "b"]])),
+        limits=Limits(max_requests=1000),
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"{here.url}/openapi.json",
+        "--max-examples",
+        EXAMPLES,
+    ]
+    command += [
+        "--phases",
+        "examples,coverage,fuzzing",
+        "--exclude-checks",
+        LEFT_OUT,
+        "--seed",
+        "1",
+        "--no-color",
+    ]
     command += ["--suppress-health-check", "all", "--generation-database", "none"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1700)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

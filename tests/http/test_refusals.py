@@ -58,26 +58,53 @@ CHAT = [
     ({}, "messages", "missing_required_parameter"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "invalid_value"),
-    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "unknown_parameter"),
+    (
+        {"messages": [{"role": "user", "content": "x", "mood": 1}]},
+        "messages[0].mood",
+        "unknown_parameter",
+    ),
     ({"messages": [{"role": "assistant"}]}, "messages[0].content", "invalid_value"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "invalid_value"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+        "invalid_value",
+    ),
     ({"messages": HI, "tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"messages": HI, "tool_choice": {"function": {"name": "x"}}}, "tool_choice", "invalid_value"),
-    ({"messages": HI, "tools": [{"function": {"name": "a"}}, {"function": {"name": "a"}}]}, "tools", "invalid_value"),
-    ({"messages": HI, "tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
-    ({"messages": HI, "grammar": "x", "response_format": {"type": "json_object"}}, "grammar", "invalid_value"),
+    (
+        {"messages": HI, "tools": [{"function": {"name": "a"}}, {"function": {"name": "a"}}]},
+        "tools",
+        "invalid_value",
+    ),
+    (
+        {"messages": HI, "tools": [{"function": {"name": "a b"}}]},
+        "tools[0].function.name",
+        "invalid_value",
+    ),
+    (
+        {"messages": HI, "grammar": "x", "response_format": {"type": "json_object"}},
+        "grammar",
+        "invalid_value",
+    ),
     ({"messages": HI, "structured_outputs": {}}, "structured_outputs", "invalid_value"),
     ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"messages": HI, "model": ""}, "model", "string_below_min_length"),
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "code"), CHAT, ids=[f"{param}-{code}" for _, param, code in CHAT])
+@pytest.mark.parametrize(
+    ("body", "param", "code"), CHAT, ids=[f"{param}-{code}" for _, param, code in CHAT]
+)
 def test_a_chat_field_is_refused_by_name(here, engine, body, param, code):
     before = len(engine.requests)
     answer = _post(here, "/v1/chat/completions", body)
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"], error["type"]) == (400, param, code, "invalid_request_error")
+    assert (answer.status_code, error["param"], error["code"], error["type"]) == (
+        400,
+        param,
+        code,
+        "invalid_request_error",
+    )
     assert len(engine.requests) == before
 
 
@@ -88,9 +115,21 @@ def _fields(of: type) -> set[str]:
 @pytest.mark.parametrize(
     ("path", "ours", "theirs"),
     [
-        ("/v1/chat/completions", ChatRequest, "openai.types.chat.completion_create_params:CompletionCreateParamsBase"),
-        ("/v1/responses", ResponsesRequest, "openai.types.responses.response_create_params:ResponseCreateParamsBase"),
-        ("/v1/messages", MessagesRequest, "anthropic.types.message_create_params:MessageCreateParamsBase"),
+        (
+            "/v1/chat/completions",
+            ChatRequest,
+            "openai.types.chat.completion_create_params:CompletionCreateParamsBase",
+        ),
+        (
+            "/v1/responses",
+            ResponsesRequest,
+            "openai.types.responses.response_create_params:ResponseCreateParamsBase",
+        ),
+        (
+            "/v1/messages",
+            MessagesRequest,
+            "anthropic.types.message_create_params:MessageCreateParamsBase",
+        ),
     ],
 )
 def test_every_field_of_the_official_clients_is_accepted_or_refused_by_name(here, path, ours, theirs):
@@ -100,7 +139,9 @@ def test_every_field_of_the_official_clients_is_accepted_or_refused_by_name(here
     official = set(getattr(importlib.import_module(module), name).__annotations__)
     missing = official - _fields(ours)
     assert missing, "the official API has nothing that we lack?"
-    needed = {"/v1/responses": {"input": "hi"}, "/v1/messages": {"messages": HI, "max_tokens": 1}}.get(path, {"messages": HI})
+    needed = {"/v1/responses": {"input": "hi"}, "/v1/messages": {"messages": HI, "max_tokens": 1}}.get(
+        path, {"messages": HI}
+    )
     for field in sorted(missing):
         answer = _post(here, path, needed | {field: {}})
         assert answer.status_code == 400, field
@@ -117,12 +158,28 @@ def test_every_field_of_the_official_clients_is_accepted_or_refused_by_name(here
         (b'{"messages":[{"role":"user","content":"\xff\xfe"}]}', "UTF-8"),
         (b'{"messages":[{"role":"user","content":"\\ud800"}]}', "not valid JSON"),
         (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
-        (b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":"a","parameters":' + b'{"a":' * 50_000, ""),
+        (
+            b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":"a","parameters":'
+            + b'{"a":' * 50_000,
+            "",
+        ),
         (b'{"temperature":1e999}', "range"),
         (b'{"temperature":NaN}', "not valid JSON"),
         (b'{"n":' + b"9" * 5000 + b"}", ""),
     ],
-    ids=["empty", "torn", "null", "array", "bad-utf8", "surrogate", "deep", "deep-schema", "huge-float", "nan", "huge-int"],
+    ids=[
+        "empty",
+        "torn",
+        "null",
+        "array",
+        "bad-utf8",
+        "surrogate",
+        "deep",
+        "deep-schema",
+        "huge-float",
+        "nan",
+        "huge-int",
+    ],
 )
 def test_a_body_that_is_no_request_is_a_400(here, raw, said):
     answer = _post(here, "/v1/chat/completions", raw)
@@ -131,7 +188,9 @@ def test_a_body_that_is_no_request_is_a_400(here, raw, said):
 
 
 def test_the_content_type_must_be_json(here):
-    answer = here.client.post("/v1/chat/completions", content=b"x", headers={"content-type": "text/plain"})
+    answer = here.client.post(
+        "/v1/chat/completions", content=b"x", headers={"content-type": "text/plain"}
+    )
     assert answer.status_code == 415
 
 
@@ -144,14 +203,22 @@ def test_routes_and_methods_that_do_not_exist_have_the_envelope(here):
 def test_anthropic_errors_have_anthropics_envelope(here):
     answer = _post(here, "/v1/messages", {"max_tokens": 1, "messages": HI, "container": "x"})
     body = answer.json()
-    assert (answer.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert (answer.status_code, body["type"], body["error"]["type"]) == (
+        400,
+        "error",
+        "invalid_request_error",
+    )
     assert body["request_id"] == answer.headers["request-id"]
     budget = {"max_tokens": 1, "messages": HI, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     assert "enabled" in _post(here, "/v1/messages", budget).json()["error"]["message"]
 
 
 def test_responses_items_are_checked_one_by_one(here):
-    wrong = _post(here, "/v1/responses", {"input": [{"role": "user", "content": "x"}, {"type": "image_generation_call"}]})
+    wrong = _post(
+        here,
+        "/v1/responses",
+        {"input": [{"role": "user", "content": "x"}, {"type": "image_generation_call"}]},
+    )
     assert wrong.json()["error"]["param"] == "input[1].type"
     wrong = _post(here, "/v1/responses", {"input": [{"role": "user", "content": 1}]})
     assert wrong.json()["error"]["param"] == "input[0].content"
@@ -172,7 +239,9 @@ def test_lists_of_mixed_prompts_are_refused(here):
         answer = _post(here, "/v1/completions", {"prompt": mixed})
         assert answer.json()["error"]["param"] == "prompt"
     assert _post(here, "/v1/completions", {"prompt": []}).status_code == 400
-    assert _post(here, "/v1/completions", {"prompt": ["a"] * 64, "n": 2}).json()["error"]["param"] == "n"
+    assert (
+        _post(here, "/v1/completions", {"prompt": ["a"] * 64, "n": 2}).json()["error"]["param"] == "n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +253,9 @@ def test_lists_of_mixed_prompts_are_refused(here):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_refuses_has_a_status_even_when_streaming(here, engine, error, status, code, stream, monkeypatch):
+def test_what_the_engine_refuses_has_a_status_even_when_streaming(
+    here, engine, error, status, code, stream, monkeypatch
+):
     def refuse(request):
         raise error
 

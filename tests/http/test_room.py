@@ -1,4 +1,6 @@
-"""How much memory another model may take: what the kernel says, and less where a control group allows less."""
+"""How much memory another model may take: what the kernel says, and less where a control group allows
+less.
+"""
 
 from __future__ import annotations
 

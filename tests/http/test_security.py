@@ -43,15 +43,26 @@ def keyed(serve_module):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8080",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "0.0.0.0",
+    ],
 )
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
 def test_a_foreign_host_is_refused_on_every_route(here, host, operation):
-    answer = here.client.request(operation.method, operation.path.replace("{id}", "fake"), headers={"host": host})
+    answer = here.client.request(
+        operation.method, operation.path.replace("{id}", "fake"), headers={"host": host}
+    )
     assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8080", "localhost."])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8080", "localhost."]
+)
 def test_loopbacks_names_are_accepted(here, host):
     assert here.client.get("/health", headers={"host": host}).status_code == 200
 
@@ -87,7 +98,9 @@ def test_cors_answers_named_origins_only(here):
     assert allowed.headers["access-control-allow-origin"] == PAGE
     assert "authorization" in allowed.headers["access-control-allow-headers"]
     assert "access-control-allow-credentials" not in allowed.headers
-    refused = here.client.options("/v1/chat/completions", headers=ask | {"origin": "https://evil.example"})
+    refused = here.client.options(
+        "/v1/chat/completions", headers=ask | {"origin": "https://evil.example"}
+    )
     assert refused.status_code == 403
     assert "access-control-allow-origin" not in refused.headers
     got = here.client.get("/v1/models", headers={"origin": PAGE})
@@ -236,7 +249,9 @@ def test_tls_is_served(serve, tmp_path):
     here = serve(options=RunOptions(tls_cert=str(cert), tls_key=str(key)))
     with httpx2.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
         assert client.get(f"{here.url}/health").json()["status"] == "ok"
-        answer = client.post(f"{here.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        answer = client.post(
+            f"{here.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}
+        )
         assert answer.json()["choices"][0]["message"]["content"] == "Hello world"
 
 

@@ -1,4 +1,6 @@
-"""Events in every route's shape, with a scripted engine: reasoning, parallel calls, stops, several answers, failures."""
+"""Events in every route's shape, with a scripted engine: reasoning, parallel calls, stops, several
+answers, failures.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from edgeinfer.runtime.events import (
 from edgeinfer.runtime.fake import FakeEngine
 
 HI = [{"role": "user", "content": "hi"}]
-TOOLS = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "f"}},
+    {"type": "function", "function": {"name": "g"}},
+]
 CALLS = [
     ReasoningDelta("let me "),
     ReasoningDelta("see"),
@@ -42,7 +47,11 @@ def _sse(text: str) -> list[tuple[str, dict]]:
     """(event, data) pairs; comments and [DONE] left out."""
     found = []
     for block in text.split("\n\n"):
-        lines = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line and not line.startswith(":"))
+        lines = dict(
+            line.split(": ", 1)
+            for line in block.splitlines()
+            if ": " in line and not line.startswith(":")
+        )
         if "data" in lines and lines["data"] != "[DONE]":
             found.append((lines.get("event", ""), json.loads(lines["data"])))
     return found
@@ -69,7 +78,12 @@ def test_chat_calls_stream_with_id_and_name_first(serve):
     assert text.endswith("data: [DONE]\n\n")
     deltas = [chunk["choices"][0]["delta"] for _, chunk in _sse(text) if chunk["choices"]]
     calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
-    assert calls[0] == {"index": 0, "id": "call_a", "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert calls[0] == {
+        "index": 0,
+        "id": "call_a",
+        "type": "function",
+        "function": {"name": "f", "arguments": ""},
+    }
     assert calls[1] == {"index": 0, "function": {"arguments": '{"x":'}}
     assert calls[3]["id"] == "call_b"
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "let me see"
@@ -77,7 +91,9 @@ def test_chat_calls_stream_with_id_and_name_first(serve):
 
 def test_an_answer_of_calls_alone_has_null_content(serve):
     script = [ToolCallDelta(0, id="c", name="f", arguments="{}"), CALLS[-1]]
-    assert serve(FakeEngine([script])).chat(tools=TOOLS).json()["choices"][0]["message"]["content"] is None
+    assert (
+        serve(FakeEngine([script])).chat(tools=TOOLS).json()["choices"][0]["message"]["content"] is None
+    )
 
 
 def test_n_answers_count_the_prompt_once_and_seeds_up(serve):
@@ -90,7 +106,11 @@ def test_n_answers_count_the_prompt_once_and_seeds_up(serve):
 
 
 def test_several_streams_are_told_apart_and_usage_comes_last(serve):
-    text = serve(FakeEngine([["a"], ["b", "c"], ["d"]])).chat(n=3, stream=True, stream_options={"include_usage": True}).text
+    text = (
+        serve(FakeEngine([["a"], ["b", "c"], ["d"]]))
+        .chat(n=3, stream=True, stream_options={"include_usage": True})
+        .text
+    )
     chunks = [chunk for _, chunk in _sse(text)]
     said = {0: "", 1: "", 2: ""}
     for chunk in chunks:
@@ -123,9 +143,14 @@ def test_completions_keep_prompts_in_order_with_echo(serve):
 
 
 def test_completions_logprobs_have_offsets(serve):
-    tokens = [TextDelta(t, (TokenLogprobs(Logprob(1, t.encode(), -1.0), (Logprob(2, b"z", -2.0),)),)) for t in ("ab", "c")]
+    tokens = [
+        TextDelta(t, (TokenLogprobs(Logprob(1, t.encode(), -1.0), (Logprob(2, b"z", -2.0),)),))
+        for t in ("ab", "c")
+    ]
     here = serve(FakeEngine([tokens]))
-    whole = here.client.post("/v1/completions", json={"prompt": "p", "logprobs": 1}).json()["choices"][0]["logprobs"]
+    whole = here.client.post("/v1/completions", json={"prompt": "p", "logprobs": 1}).json()["choices"][
+        0
+    ]["logprobs"]
     assert whole == {
         "tokens": ["ab", "c"],
         "token_logprobs": [-1.0, -1.0],
@@ -133,13 +158,20 @@ def test_completions_logprobs_have_offsets(serve):
         "text_offset": [0, 2],
     }
     text = here.client.post("/v1/completions", json={"prompt": "p", "logprobs": 1, "stream": True}).text
-    offsets = [o for _, c in _sse(text) for o in (c["choices"][0].get("logprobs") or {}).get("text_offset", [])]
+    offsets = [
+        o for _, c in _sse(text) for o in (c["choices"][0].get("logprobs") or {}).get("text_offset", [])
+    ]
     assert offsets == [0, 2]
 
 
 def test_a_message_stream_opens_one_block_at_a_time(serve):
     here = serve(FakeEngine([CALLS]))
-    body = {"max_tokens": 9, "messages": HI, "stream": True, "tools": [{"name": "f", "input_schema": {}}]}
+    body = {
+        "max_tokens": 9,
+        "messages": HI,
+        "stream": True,
+        "tools": [{"name": "f", "input_schema": {}}],
+    }
     events = _sse(here.client.post("/v1/messages", json=body).text)
     names = [name for name, _ in events if name != "ping"]
     assert names[0] == "message_start"
@@ -167,10 +199,17 @@ def test_a_message_whole_has_the_same_blocks(serve):
     message = here.client.post("/v1/messages", json=body).json()
     assert [b["type"] for b in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert message["content"][2]["input"] == {"x": 1}
-    assert message["usage"] == message["usage"] | {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 7}
+    assert message["usage"] == message["usage"] | {
+        "input_tokens": 5,
+        "cache_read_input_tokens": 4,
+        "output_tokens": 7,
+    }
 
 
-@pytest.mark.parametrize(("stopped_by", "reason", "told"), [("END", "stop_sequence", "END"), ("<|im_end|>", "end_turn", None)])
+@pytest.mark.parametrize(
+    ("stopped_by", "reason", "told"),
+    [("END", "stop_sequence", "END"), ("<|im_end|>", "end_turn", None)],
+)
 def test_only_the_requests_own_stop_strings_are_stop_sequences(serve, stopped_by, reason, told):
     end = Finished(reason="stop", usage=Usage(), timings=Timings(), stop_sequence=stopped_by)
     here = serve(FakeEngine([["x", end]]))
@@ -194,14 +233,27 @@ def test_anthropic_tool_results_become_turns(serve):
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "sun"}]},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t",
+                    "content": [{"type": "text", "text": "sun"}],
+                },
                 {"type": "text", "text": "so?"},
             ],
         },
     ]
-    here.client.post("/v1/messages", json={"max_tokens": 1, "messages": turns, "system": [{"type": "text", "text": "S"}]})
+    here.client.post(
+        "/v1/messages",
+        json={"max_tokens": 1, "messages": turns, "system": [{"type": "text", "text": "S"}]},
+    )
     roles = [(m.role, m.content) for m in engine.requests[0].messages]
-    assert roles == [("system", "S"), ("user", "weather?"), ("assistant", ""), ("tool", "sun"), ("user", "so?")]
+    assert roles == [
+        ("system", "S"),
+        ("user", "weather?"),
+        ("assistant", ""),
+        ("tool", "sun"),
+        ("user", "so?"),
+    ]
     assistant = engine.requests[0].messages[2]
     assert (assistant.reasoning, assistant.tool_calls[0].arguments) == ("hm", '{"a":1}')
 
@@ -224,22 +276,42 @@ def test_a_response_cut_short_is_incomplete(serve):
     here = serve(FakeEngine([["a", "b", "c"]]))
     body = {"input": "hi", "max_output_tokens": 2}
     reply = here.client.post("/v1/responses", json=body).json()
-    assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert _sse(here.client.post("/v1/responses", json=body | {"stream": True}).text)[-1][0] == "response.incomplete"
+    assert (reply["status"], reply["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    assert (
+        _sse(here.client.post("/v1/responses", json=body | {"stream": True}).text)[-1][0]
+        == "response.incomplete"
+    )
 
 
 def test_response_items_join_into_turns(serve):
     engine = FakeEngine()
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
-        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+        {
+            "type": "reasoning",
+            "id": "rs",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "a", "annotations": []}],
+        },
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "r"},
     ]
     serve(engine).client.post("/v1/responses", json={"input": items, "instructions": "I"})
     turns = [(m.role, m.content, m.reasoning, len(m.tool_calls)) for m in engine.requests[0].messages]
-    assert turns == [("system", "I", "", 0), ("user", "q", "", 0), ("assistant", "a", "hm", 1), ("tool", "r", "", 0)]
+    assert turns == [
+        ("system", "I", "", 0),
+        ("user", "q", "", 0),
+        ("assistant", "a", "hm", 1),
+        ("tool", "r", "", 0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -281,9 +353,22 @@ def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
     )
     (request,) = engine.requests
     s = request.sampling
-    assert (s.top_k, s.min_p, s.dry_multiplier, s.mirostat, s.logit_bias, s.seed) == (3, 0.1, 0.8, 2, {7: -100.0}, None)
+    assert (s.top_k, s.min_p, s.dry_multiplier, s.mirostat, s.logit_bias, s.seed) == (
+        3,
+        0.1,
+        0.8,
+        2,
+        {7: -100.0},
+        None,
+    )
     assert s.temperature == engine.info.sampling.temperature
-    assert (request.stop, request.overflow, request.deadline_s, request.ignore_eos, request.cache_prompt) == (
+    assert (
+        request.stop,
+        request.overflow,
+        request.deadline_s,
+        request.ignore_eos,
+        request.cache_prompt,
+    ) == (
         ("x",),
         "shift",
         9,
@@ -298,7 +383,11 @@ def test_effort_and_template_arguments_reach_the_template(serve):
     here.chat(reasoning_effort="none")
     here.chat(reasoning_effort="high", chat_template_kwargs={"x": 1})
     assert engine.requests[0].template_options == {"enable_thinking": False}
-    assert engine.requests[1].template_options == {"enable_thinking": True, "reasoning_effort": "high", "x": 1}
+    assert engine.requests[1].template_options == {
+        "enable_thinking": True,
+        "reasoning_effort": "high",
+        "x": 1,
+    }
 
 
 def test_progress_is_not_an_answer(serve):
@@ -320,11 +409,21 @@ def test_tokens_templates_and_ranks(serve):
     assert pieces == [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
     assert client.post("/detokenize", json={"tokens": [104, 105]}).json() == {"content": "hi"}
     assert client.post("/detokenize", json={"tokens": [70_000]}).json()["error"]["param"] == "tokens"
-    assert client.post("/apply-template", json={"messages": HI}).json() == {"prompt": "user: hi\nassistant:"}
+    assert client.post("/apply-template", json={"messages": HI}).json() == {
+        "prompt": "user: hi\nassistant:"
+    }
     ranks = client.post(
-        "/v1/rerank", json={"query": "red fox", "documents": ["a dog", "a red fox"], "top_n": 1, "return_documents": True}
+        "/v1/rerank",
+        json={
+            "query": "red fox",
+            "documents": ["a dog", "a red fox"],
+            "top_n": 1,
+            "return_documents": True,
+        },
     )
-    assert ranks.json()["results"] == [{"index": 1, "relevance_score": 1.0, "document": {"text": "a red fox"}}]
+    assert ranks.json()["results"] == [
+        {"index": 1, "relevance_score": 1.0, "document": {"text": "a red fox"}}
+    ]
     count = client.post("/v1/messages/count_tokens", json={"messages": HI}).json()
     assert count == {"input_tokens": len("user: hi\nassistant:")}
 
@@ -335,7 +434,15 @@ def test_embeddings_refuse_what_the_model_does_not_have(serve):
     engine = FakeEngine()
     here = serve(engine)
     assert here.client.post("/v1/embeddings", json={"input": "x", "dimensions": 8}).status_code == 200
-    assert here.client.post("/v1/embeddings", json={"input": "x", "dimensions": 9}).json()["error"]["param"] == "dimensions"
+    assert (
+        here.client.post("/v1/embeddings", json={"input": "x", "dimensions": 9}).json()["error"][
+            "param"
+        ]
+        == "dimensions"
+    )
     engine._info = msgspec.structs.replace(engine.info, can_embed=False, can_rerank=False)
     assert here.client.post("/v1/embeddings", json={"input": "x"}).json()["error"]["param"] == "model"
-    assert here.client.post("/v1/rerank", json={"query": "x", "documents": ["y"]}).json()["error"]["param"] == "model"
+    assert (
+        here.client.post("/v1/rerank", json={"query": "x", "documents": ["y"]}).json()["error"]["param"]
+        == "model"
+    )

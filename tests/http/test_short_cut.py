@@ -1,4 +1,6 @@
-"""Tokens that pass by the event loop: the same bytes in the same order, and nothing to anybody else's connection."""
+"""Tokens that pass by the event loop: the same bytes in the same order, and nothing to anybody else's
+connection.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ async def test_what_does_not_fit_goes_through_the_event_loop_in_order():
         reading = asyncio.to_thread(lambda: b"".join(iter(lambda: client.recv(1 << 20), b"")))
         transport.write_eof()
         heard = await reading
-        assert heard == b"".join(b"9c40\r\n%b\r\n" % (b"%04d" % n * 10_000) for n in range(taken)) + b"end"
+        assert (
+            heard == b"".join(b"9c40\r\n%b\r\n" % (b"%04d" % n * 10_000) for n in range(taken)) + b"end"
+        )
         transport.abort()
 
 
@@ -133,7 +137,9 @@ def test_a_slow_reader_gets_everything_in_order(serve, until):
     engine = FakeEngine([("One", gate, *(f"{number:05d}" * 4000 for number in range(800)))])
     here = serve(engine)
     with here.client.stream(
-        "POST", "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        "POST",
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "hi"}], "stream": True},
     ) as answer:
         lines = answer.iter_lines()
         assert '"One"' in next(line for line in lines if "One" in line)

@@ -1,7 +1,7 @@
 """Real snapshots of the real small model, as an ordinary user and as root.
 
-The suite may run as root from a folder that an ordinary user cannot enter, so the sources are copied to a place that
-everybody can read, and so is the virtual environment where that cannot be reached either.
+The suite may run as root from a folder that an ordinary user cannot enter, so the sources are copied to
+a place that everybody can read, and so is the virtual environment where that cannot be reached either.
 """
 
 from __future__ import annotations
@@ -45,8 +45,14 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.sources = folder / "sources"
-        shutil.copytree(REPOSITORY / "edgeinfer", self.sources / "edgeinfer", ignore=shutil.ignore_patterns("__pycache__"))
-        self.prefix = Path(sys.prefix) if _everybody_can_enter(Path(sys.prefix)) else _copy_for_everybody(folder)
+        shutil.copytree(
+            REPOSITORY / "edgeinfer",
+            self.sources / "edgeinfer",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+        self.prefix = (
+            Path(sys.prefix) if _everybody_can_enter(Path(sys.prefix)) else _copy_for_everybody(folder)
+        )
         self.python = self.prefix / "bin/python"
         self.criu = probe().criu
         self.script = folder / "bin/edgeinfer"
@@ -61,7 +67,9 @@ _started: list[subprocess.Popen] = []
 
 @pytest.fixture(autouse=True)
 def _close_pipes():
-    """What a test leaves open of its programs is closed with it, and not by the collector in some later test."""
+    """What a test leaves open of its programs is closed with it, and not by the collector in some later
+    test.
+    """
     yield
     while _started:
         process = _started.pop()
@@ -103,10 +111,17 @@ class Person:
         (folder / "config.toml").write_text(text)
 
     def popen(self, *arguments: str, program: str = "", **settings) -> subprocess.Popen:
-        """Start edgeinfer, or a Python program text; as this person, in their home, without our descriptors."""
+        """Start edgeinfer, or a Python program text; as this person, in their home, without our
+        descriptors.
+        """
         start = ["-c", program] if program else [str(self.place.script)]
         environment = self.environment | settings.pop("env", {})
-        defaults = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.home}
+        defaults = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "cwd": self.home,
+        }
         process = subprocess.Popen(
             [str(self.place.python), *start, *arguments],
             env=environment,
@@ -131,7 +146,16 @@ class Person:
 
     def ask(self, *arguments: str, **settings) -> Outcome:
         """A short greedy answer of the small model."""
-        words = ("run", MODEL, "Name three colours.", "--max-tokens", "6", "--temperature", "0", "--json")
+        words = (
+            "run",
+            MODEL,
+            "Name three colours.",
+            "--max-tokens",
+            "6",
+            "--temperature",
+            "0",
+            "--json",
+        )
         return self.run(*words, *arguments, **settings)
 
 
@@ -201,7 +225,9 @@ def _readable(place: Place, model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def warm(anybody) -> Person:
-    """Somebody whose small model is warm, once: nothing is rebuilt behind a test that damages the snapshot (`spoiled`)."""
+    """Somebody whose small model is warm, once: nothing is rebuilt behind a test that damages the
+    snapshot (`spoiled`).
+    """
     anybody.settings("[snapshots]\nauto-warm = false\n")
     anybody.run("warm", MODEL, "--quiet").check()
     return anybody

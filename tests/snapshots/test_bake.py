@@ -19,12 +19,30 @@ PRESENT = 4
 
 
 def varints(**fields: int) -> list:
-    numbers = {"start": 1, "end": 2, "offset": 3, "file": 4, "prot": 5, "flags": 6, "status": 7, "fd": 8}
+    numbers = {
+        "start": 1,
+        "end": 2,
+        "offset": 3,
+        "file": 4,
+        "prot": 5,
+        "flags": 6,
+        "status": 7,
+        "fd": 8,
+    }
     return [(numbers[name], images.VARINT, value) for name, value in fields.items()]
 
 
 def area(start: int, pages: int, status: int = ANON, flags: int = 0x22, offset: int = 0) -> list:
-    return varints(start=start, end=start + pages * PAGE, offset=offset, file=0, prot=3, flags=flags, status=status, fd=1)
+    return varints(
+        start=start,
+        end=start + pages * PAGE,
+        offset=offset,
+        file=0,
+        prot=3,
+        flags=flags,
+        status=status,
+        fd=1,
+    )
 
 
 class Dump:
@@ -37,15 +55,27 @@ class Dump:
         self.image(f"mm-{PID}.img", [mm])
         entries = [[(1, images.VARINT, 1)]]
         for start, data in content.items():
-            entries.append([(1, images.VARINT, start), (2, images.VARINT, len(data) // PAGE), (4, images.VARINT, PRESENT)])
+            entries.append(
+                [
+                    (1, images.VARINT, start),
+                    (2, images.VARINT, len(data) // PAGE),
+                    (4, images.VARINT, PRESENT),
+                ]
+            )
         self.image(f"pagemap-{PID}.img", entries)
         (self.folder / "pages-1.img").write_bytes(b"".join(content.values()))
         self.image("files.img", [[(1, images.VARINT, 1), (2, images.VARINT, 7)]])
         thread = [(3, images.VARINT, 38), (4, images.VARINT, 5), (9, images.VARINT, 1)]
-        self.image(f"core-{PID}.img", [[(1, images.VARINT, 1), (images.CORE_THREAD, images.BYTES, images.encode(thread))]])
+        self.image(
+            f"core-{PID}.img",
+            [[(1, images.VARINT, 1), (images.CORE_THREAD, images.BYTES, images.encode(thread))]],
+        )
 
     def image(self, name: str, messages: list) -> None:
-        images.write(self.folder / name, images.Image(b"\x19CVTF\x17\x03\x54", [images.encode(m) for m in messages]))
+        images.write(
+            self.folder / name,
+            images.Image(b"\x19CVTF\x17\x03\x54", [images.encode(m) for m in messages]),
+        )
 
     def bake(self) -> bake.Baked:
         return bake.bake(self.folder, self.memory, PID, lambda done, total: None)
@@ -53,7 +83,11 @@ class Dump:
     def restored(self) -> dict[int, bytes | None]:
         """Every page as a restore would have it; None where another file's page shows."""
         found: dict[int, bytes | None] = {}
-        for _, _, raw in [f for f in images.decode(images.read(self.folder / f"mm-{PID}.img").messages[0]) if f[0] == 14]:
+        for _, _, raw in [
+            f
+            for f in images.decode(images.read(self.folder / f"mm-{PID}.img").messages[0])
+            if f[0] == 14
+        ]:
             a = images.decode(raw)
             start, end, offset = (images.number(a, n) for n in (1, 2, 3))
             for at in range(start, end, PAGE):
@@ -110,14 +144,20 @@ def test_zeros_over_a_file_stay_zeros_and_do_not_show_the_file(tmp_path):
 def test_the_rest_of_a_file_s_area_keeps_its_place_in_the_file(tmp_path):
     dump = Dump(tmp_path, [area(0x100000, 64, FILE, 2, offset=0x5000)], {0x110000: random_pages(16)})
     dump.bake()
-    areas = [images.decode(f[2]) for f in images.decode(images.read(dump.folder / f"mm-{PID}.img").messages[0]) if f[0] == 14]
+    areas = [
+        images.decode(f[2])
+        for f in images.decode(images.read(dump.folder / f"mm-{PID}.img").messages[0])
+        if f[0] == 14
+    ]
     assert [(images.number(a, 1), images.number(a, 3)) for a in areas if images.number(a, 4) != 8] == [
         (0x100000, 0x5000),
         (0x120000, 0x25000),
     ]
 
 
-@pytest.mark.parametrize(("status", "flags"), [(ANON, 0x122), (images.AREA_REGULAR | images.AREA_VDSO, 0x22)])
+@pytest.mark.parametrize(
+    ("status", "flags"), [(ANON, 0x122), (images.AREA_REGULAR | images.AREA_VDSO, 0x22)]
+)
 def test_the_stack_and_the_vdso_are_left_to_criu(tmp_path, status, flags):
     data = random_pages(32)
     dump = Dump(tmp_path, [area(0x100000, 32, status, flags)], {0x100000: data})

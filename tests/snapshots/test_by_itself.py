@@ -1,4 +1,6 @@
-"""The background warm, workers for other models, and `serve` across crashes: with the real model, as an ordinary user."""
+"""The background warm, workers for other models, and `serve` across crashes: with the real model, as an
+ordinary user.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class Endpoint:
             self.port = free.getsockname()[1]
         self.log = person.home / "serve.log"
         with open(self.log, "wb") as log:
-            self.process = person.popen("serve", *words, "--port", str(self.port), stderr=log, stdout=log)
+            self.process = person.popen(
+                "serve", *words, "--port", str(self.port), stderr=log, stdout=log
+            )
 
     def ask(self, model: str = MODEL, tokens: int = 3) -> dict:
         """One completion. The connection may wait, it is never refused once the endpoint was up."""
@@ -94,7 +98,11 @@ class Endpoint:
 
     def apps(self) -> list[int]:
         """The pids of the apps, the verb's first."""
-        return [pid for pid in _descendants(self.process.pid) if _comm(pid) == "edgeinfer" and not _children(pid)]
+        return [
+            pid
+            for pid in _descendants(self.process.pid)
+            if _comm(pid) == "edgeinfer" and not _children(pid)
+        ]
 
     def __enter__(self):
         self.listening()
@@ -189,7 +197,11 @@ def _of_files(pid: int) -> int:
 def test_ps_shows_a_launch_and_stop_ends_it(warm):
     with Endpoint(warm, MODEL) as endpoint:
         endpoint.ask()
-        rows = [r for r in warm.run("ps", "--json").result["running"] if str(endpoint.port) in r["arguments"]]
+        rows = [
+            r
+            for r in warm.run("ps", "--json").result["running"]
+            if str(endpoint.port) in r["arguments"]
+        ]
         assert [row["verb"] for row in rows] == ["serve"]
         assert warm.run("stop", str(rows[0]["pid"]), "--json").result["stopped"] == [rows[0]["pid"]]
         assert endpoint.process.wait(30) == 0

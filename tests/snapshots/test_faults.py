@@ -1,4 +1,6 @@
-"""What a snapshot must survive: kills at every stage, full disks, damaged files, strangers' folders, missing tools."""
+"""What a snapshot must survive: kills at every stage, full disks, damaged files, strangers' folders,
+missing tools.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def spoiled(warm):
 
 
 def folders(person) -> set[str]:
-    return {path.name for path in person.snapshots.iterdir() if "@" in path.name} if person.snapshots.exists() else set()
+    return (
+        {path.name for path in person.snapshots.iterdir() if "@" in path.name}
+        if person.snapshots.exists()
+        else set()
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -61,7 +67,8 @@ def small_disk(person, size: str):
     place.mkdir(parents=True, exist_ok=True)
     os.chown(place, person.uid, person.gid)
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0755,uid={person.uid}", "tmpfs", place], check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0755,uid={person.uid}", "tmpfs", place],
+        check=False,
     )
     if done.returncode:
         pytest.skip("a tmpfs cannot be mounted here")
@@ -103,7 +110,8 @@ def test_too_little_room_is_said_before_anything_is_done(user):
 
 
 @pytest.mark.parametrize(
-    "name", ["memory.img", "buffers.img", "images/pages-1.img", "images/files.img", "images/inventory.img"]
+    "name",
+    ["memory.img", "buffers.img", "images/pages-1.img", "images/files.img", "images/inventory.img"],
 )
 def test_a_truncated_file_is_refused_at_launch(spoiled, name):
     person, folder = spoiled
@@ -122,7 +130,9 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("name", ["memory.img", "buffers.img", "images/pages-1.img", "images/core-30000.img"])
+@pytest.mark.parametrize(
+    "name", ["memory.img", "buffers.img", "images/pages-1.img", "images/core-30000.img"]
+)
 def test_a_flipped_bit_is_found_by_verify(spoiled, name):
     person, folder = spoiled
     flip(folder / name, (folder / name).stat().st_size // 2)
@@ -142,7 +152,9 @@ def test_images_that_criu_refuses_fall_back_to_a_cold_start(spoiled):
 
 def test_a_model_replaced_by_one_of_the_same_size_is_refused(spoiled):
     person, _ = spoiled
-    model = json.loads((person.data / f"data/models/{MODEL}/model.json").read_text())["files"][0]["path"]
+    model = json.loads((person.data / f"data/models/{MODEL}/model.json").read_text())["files"][0][
+        "path"
+    ]
     before = os.stat(model)
     os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     try:
@@ -167,7 +179,10 @@ def test_a_model_replaced_by_one_of_the_same_size_is_refused(spoiled):
 def test_another_machine_is_refused_by_name(spoiled, line, key):
     person, folder = spoiled
     manifest = folder / "manifest"
-    rows = [f"key\t{line}\tanother" if row.startswith(f"key\t{line}\t") else row for row in manifest.read_text().split("\n")]
+    rows = [
+        f"key\t{line}\tanother" if row.startswith(f"key\t{line}\t") else row
+        for row in manifest.read_text().split("\n")
+    ]
     manifest.write_text("\n".join(rows))
     outcome = person.ask("--resume=always")
     assert outcome.code == 7
@@ -240,7 +255,15 @@ def test_a_monotonic_clock_that_went_back_or_far_ahead_does_not_matter(warm, off
         pytest.skip("a time namespace needs root")
     if time.monotonic() + offset_s < 0:
         pytest.skip("this machine was booted just now")
-    inside = ["unshare", "--time", f"--monotonic={offset_s}", "--fork", "setpriv", f"--reuid={warm.uid}", f"--regid={warm.gid}"]
+    inside = [
+        "unshare",
+        "--time",
+        f"--monotonic={offset_s}",
+        "--fork",
+        "setpriv",
+        f"--reuid={warm.uid}",
+        f"--regid={warm.gid}",
+    ]
     program = "import sys; from edgeinfer.launcher import main; sys.exit(main())"
     words = ["run", MODEL, "Hello", "--max-tokens", "3", "--json"]
     done = subprocess.run(
@@ -271,7 +294,9 @@ def test_a_criu_that_is_too_old_is_named_with_its_version(user):
 
 def test_a_criu_that_fails_while_dumping_leaves_nothing(user):
     broken = user.home / "criu"
-    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo Version: 4.1; exit; }\necho "Error no" >&2\nexit 1\n')
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo Version: 4.1; exit; }\necho "Error no" >&2\nexit 1\n'
+    )
     broken.chmod(0o755)
     outcome = user.run("warm", MODEL, "--quiet", env={"EDGEINFER_CRIU": str(broken)})
     assert outcome.code == 7
@@ -320,7 +345,8 @@ criu.namespaces_refused = lambda tier: "they are switched off"
 from edgeinfer.launcher import main
 sys.exit(main())
 """
-#: The extended attribute that `setcap cap_checkpoint_restore,cap_sys_admin,cap_sys_ptrace,cap_setpcap+ep` writes.
+#: The extended attribute that `setcap
+#: cap_checkpoint_restore,cap_sys_admin,cap_sys_ptrace,cap_setpcap+ep` writes.
 CAPABILITIES = sum(1 << number for number in (40, 21, 19, 8))
 XATTR = struct.pack("<IIIII", 0x02000001, CAPABILITIES & 0xFFFFFFFF, 0, CAPABILITIES >> 32, 0)
 
@@ -328,9 +354,15 @@ XATTR = struct.pack("<IIIII", 0x02000001, CAPABILITIES & 0xFFFFFFFF, 0, CAPABILI
 def test_file_capabilities_on_criu_do_where_namespaces_are_refused(user, tmp_path_factory):
     if os.getuid() != 0:
         pytest.skip("giving a file capabilities needs root")
-    alone = [path for path in candidates() if version_of(path) >= MINIMUM and b"$ORIGIN" not in Path(path).read_bytes()]
+    alone = [
+        path
+        for path in candidates()
+        if version_of(path) >= MINIMUM and b"$ORIGIN" not in Path(path).read_bytes()
+    ]
     if not alone:
-        pytest.skip("every criu here finds its libraries beside it, which a program with capabilities may not")
+        pytest.skip(
+            "every criu here finds its libraries beside it, which a program with capabilities may not"
+        )
     able = user.place.folder / "able-criu"
     shutil.copy(alone[0], able)
     able.chmod(0o755)

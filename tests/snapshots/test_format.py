@@ -8,14 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError, SnapshotUnsafeError
+from edgeinfer.errors import (
+    SnapshotCorruptError,
+    SnapshotMissingError,
+    SnapshotStaleError,
+    SnapshotUnsafeError,
+)
 from edgeinfer.snapshots import format, frames
 
-words = st.text(st.characters(exclude_characters="\0\r\x85\u2028\u2029", exclude_categories=("Cs", "Zl", "Zp")), max_size=30)
+words = st.text(
+    st.characters(exclude_characters="\0\r\x85\u2028\u2029", exclude_categories=("Cs", "Zl", "Zp")),
+    max_size=30,
+)
 
 
 def manifest(**tables) -> format.Manifest:
-    made = format.Manifest(name="m", model="m", criu="/criu", tier="root", pid=30000, link_inode=1, wake_inode=2)
+    made = format.Manifest(
+        name="m", model="m", criu="/criu", tier="root", pid=30000, link_inode=1, wake_inode=2
+    )
     for name, value in tables.items():
         setattr(made, name, value)
     return made
@@ -24,7 +34,13 @@ def manifest(**tables) -> format.Manifest:
 @given(st.dictionaries(st.sampled_from(["cpu", "kernel", "user"]), words), st.lists(words, max_size=4))
 def test_a_manifest_is_read_as_it_was_written(keys, paths):
     files = [format.FileStamp(f"/{path}", n, n * 1000, n) for n, path in enumerate(paths)]
-    made = manifest(keys=keys, files=files, images={"memory.img": 5}, requested={"n_ctx": "8"}, actual={"n_ctx": "8"})
+    made = manifest(
+        keys=keys,
+        files=files,
+        images={"memory.img": 5},
+        requested={"n_ctx": "8"},
+        actual={"n_ctx": "8"},
+    )
     assert format.parse_manifest(format.manifest_text(made), "here") == made
 
 
@@ -36,7 +52,9 @@ def test_every_truncation_of_a_manifest_is_refused():
 
 
 def test_another_version_is_stale_and_names_the_schema():
-    text = format.manifest_text(manifest()).replace(f"{format.MAGIC}\t{format.VERSION}", f"{format.MAGIC}\t999")
+    text = format.manifest_text(manifest()).replace(
+        f"{format.MAGIC}\t{format.VERSION}", f"{format.MAGIC}\t999"
+    )
     with pytest.raises(SnapshotStaleError) as raised:
         format.parse_manifest(text, "here")
     assert raised.value.key == "schema"
@@ -67,7 +85,9 @@ def test_generations_are_newest_first_and_only_published_ones(tmp_path):
         if published:
             (folder / format.MANIFEST).touch()
     found = format.generations(str(tmp_path))
-    assert [os.path.basename(folder) for folder in found["m"]] == [format.folder_name("m", n) for n in (2, 1)]
+    assert [os.path.basename(folder) for folder in found["m"]] == [
+        format.folder_name("m", n) for n in (2, 1)
+    ]
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o750])
@@ -142,6 +162,8 @@ def test_a_torn_message_is_the_end():
     right.close()
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1)))
+@given(
+    st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1))
+)
 def test_lists_of_words(strings):
     assert frames.split(frames.join(strings)) == strings

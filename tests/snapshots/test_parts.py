@@ -1,4 +1,6 @@
-"""The small parts: guessing a snapshot from what was typed, stamps, memory, read-ahead, idleness, limits, imports."""
+"""The small parts: guessing a snapshot from what was typed, stamps, memory, read-ahead, idleness,
+limits, imports.
+"""
 
 import ctypes
 import hashlib
@@ -17,7 +19,17 @@ from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, Snapsho
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.snapshots import choose, digests, fingerprint, format, freshness, held, memory, prefetch, prune
+from edgeinfer.snapshots import (
+    choose,
+    digests,
+    fingerprint,
+    format,
+    freshness,
+    held,
+    memory,
+    prefetch,
+    prune,
+)
 from edgeinfer.snapshots.idle import IdleWatch
 
 
@@ -36,7 +48,9 @@ def publish(root, name, generation=1, *, model="m", requested=None, actual=None,
     folder = root / format.folder_name(name, generation)
     (folder / format.IMAGES).mkdir(parents=True, mode=0o700)
     folder.chmod(0o700)
-    made = format.Manifest(name=name, model=model, criu="/criu", tier="root", pid=1, link_inode=1, wake_inode=2)
+    made = format.Manifest(
+        name=name, model=model, criu="/criu", tier="root", pid=1, link_inode=1, wake_inode=2
+    )
     made.requested, made.actual = requested or {}, actual or {}
     made.keys = fingerprint.machine_keys()
     made.files = [fingerprint.stamp(sys.executable)]
@@ -62,7 +76,9 @@ def test_the_model_is_the_first_word_that_has_a_snapshot(root):
 
 def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):
     (tmp_path / "config").mkdir()
-    (tmp_path / "config/config.toml").write_text('default-model = "d"\n[load]\nctx = 512\n[snapshots]\nresume = "never"\n')
+    (tmp_path / "config/config.toml").write_text(
+        'default-model = "d"\n[load]\nctx = 512\n[snapshots]\nresume = "never"\n'
+    )
     wish = choose.wish(["run", "hi"])
     assert (wish.model, wish.options, wish.resume) == ("d", {"n_ctx": "512"}, "never")
     wish = choose.wish(["run", "--ctx=1024", "--kv-type", "q8_0", "--resume", "always"])
@@ -178,7 +194,9 @@ def test_a_large_allocation_is_found_whole_and_given_back(tmp_path):
     pointer, size = ctypes.c_void_p(), 64 << 20
     assert libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
     try:
-        inside = [(low, high) for low, high in memory.buffers() if low <= pointer.value + memory.PAGE < high]
+        inside = [
+            (low, high) for low, high in memory.buffers() if low <= pointer.value + memory.PAGE < high
+        ]
         assert len(inside) == 1
         low, high = inside[0]
         assert pointer.value <= low + memory.PAGE
@@ -229,7 +247,11 @@ def test_what_is_touched_of_a_shared_mapping_is_found_in_windows(tmp_path):
         area = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
 
     def of_file():
-        return [(found.offset, found.high - found.low) for found in memory.touched_shared() if found.path == str(path)]
+        return [
+            (found.offset, found.high - found.low)
+            for found in memory.touched_shared()
+            if found.path == str(path)
+        ]
 
     memory.give_back_shared()
     assert of_file() == []
@@ -243,7 +265,9 @@ def test_a_digest_is_that_of_the_pieces(tmp_path, size):
     path = tmp_path / "file"
     content = os.urandom(1 << 20) * (size >> 20) + os.urandom(size % (1 << 20))
     path.write_bytes(content)
-    pieces = [content[at : at + digests.PIECE_BYTES] for at in range(0, max(1, size), digests.PIECE_BYTES)]
+    pieces = [
+        content[at : at + digests.PIECE_BYTES] for at in range(0, max(1, size), digests.PIECE_BYTES)
+    ]
     wanted = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
     assert digests.digest(path) == wanted
     with open(path, "rb") as file, digests.Hashing(file.fileno()) as hashing:
@@ -287,7 +311,9 @@ def test_older_generations_go_and_stale_ones_can(root):
     publish(root, "a", 1)
     publish(root, "a", 2)
     prune.drop_older(root, "a")
-    assert [os.path.basename(f) for f in format.generations(str(root))["a"]] == [format.folder_name("a", 2)]
+    assert [os.path.basename(f) for f in format.generations(str(root))["a"]] == [
+        format.folder_name("a", 2)
+    ]
     (root / format.folder_name("a", 2) / format.MEMORY).write_bytes(b"")
     assert prune.stale(root) == ["a"]
     assert format.generations(str(root)) == {}
@@ -320,7 +346,9 @@ CHEAP = {
 
 
 def test_the_way_of_a_launch_imports_only_what_is_cheap():
-    done = subprocess.run([sys.executable, "-I", "-c", LAUNCH], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", LAUNCH], capture_output=True, text=True, check=True
+    )
     assert set(json.loads(done.stdout)) <= CHEAP
 
 
@@ -336,8 +364,15 @@ print(*(f"{name}={value}" for name, value in sorted(os.environ.items())))
 
 @pytest.mark.parametrize(
     ("theirs", "loaded", "found"),
-    [("A=1", [], "A=1 GOMP_SPINCOUNT=1000"), ("GOMP_SPINCOUNT=7", [], "GOMP_SPINCOUNT=7"), ("A=1", ["llama_cpp"], "A=1")],
+    [
+        ("A=1", [], "A=1 GOMP_SPINCOUNT=1000"),
+        ("GOMP_SPINCOUNT=7", [], "GOMP_SPINCOUNT=7"),
+        ("A=1", ["llama_cpp"], "A=1"),
+    ],
 )
 def test_a_cold_start_keeps_the_spin_count_that_libgomp_has_yet_to_read(theirs, loaded, found):
     command = [sys.executable, "-c", ADOPTED, theirs, *loaded]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == found.split()
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        == found.split()
+    )

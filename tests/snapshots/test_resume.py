@@ -1,4 +1,6 @@
-"""A snapshot of the real model: resumed by an ordinary user and by root, with nothing of anybody in it."""
+"""A snapshot of the real model: resumed by an ordinary user and by root, with nothing of anybody
+in it.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,12 @@ extra = {
 def test_the_launch_brings_its_own_surroundings(warm):
     program = FACTS.replace("extra = dict", f"{SURROUNDINGS}_ = dict")
     found = json.loads(warm.run(program=program).check().out)
-    assert found["environment"] == {"HOME": "/nowhere", "TZ": "Asia/Tokyo", "LANG": "C.UTF-8", "ONLY": "this"}
+    assert found["environment"] == {
+        "HOME": "/nowhere",
+        "TZ": "Asia/Tokyo",
+        "LANG": "C.UTF-8",
+        "ONLY": "this",
+    }
     assert (found["cwd"], found["umask"], found["timezone"]) == ("/usr", 0o027, "JST")
     assert found["affinity"] == [0]
     assert found["nofile"] == 200
@@ -98,9 +105,19 @@ def test_a_resumed_process_is_not_niced_like_whoever_built_it(warm):
 
 def test_what_chat_run_and_serve_need_is_imported_before_the_dump(warm):
     modules = set(facts(warm)["modules"])
-    needed = {"textual.app", "textual.drivers.linux_driver", "uvicorn.server", "llama_cpp", "edgeinfer.cli"}
+    needed = {
+        "textual.app",
+        "textual.drivers.linux_driver",
+        "uvicorn.server",
+        "llama_cpp",
+        "edgeinfer.cli",
+    }
     assert needed <= modules
-    assert {"textual.widgets._markdown", "textual.widgets._text_area", "uvicorn.protocols.http.httptools_impl"} <= modules
+    assert {
+        "textual.widgets._markdown",
+        "textual.widgets._text_area",
+        "uvicorn.protocols.http.httptools_impl",
+    } <= modules
     trace = warm.home / "imported"
     warm.ask(env={"EDGEINFER_TRACE_IMPORTS": str(trace)}).check()
     assert trace.read_text().split() == []
@@ -134,10 +151,14 @@ def test_verify_reads_every_byte_and_resumes_twice(warm):
 
 
 def test_list_shows_both_sizes_and_the_state(warm):
-    listed = {s["details"]["name"]: s for s in warm.run("snapshots", "--json").result["snapshots"]}[MODEL]
+    listed = {s["details"]["name"]: s for s in warm.run("snapshots", "--json").result["snapshots"]}[
+        MODEL
+    ]
     assert listed["fresh"]
     assert listed["state"] == "ready"
-    assert 0 < listed["disk_bytes"] < listed["details"]["memory_bytes"] + listed["details"]["images_bytes"]
+    assert (
+        0 < listed["disk_bytes"] < listed["details"]["memory_bytes"] + listed["details"]["images_bytes"]
+    )
 
 
 def test_sixteen_at_once_from_one_snapshot(warm):
@@ -156,7 +177,9 @@ def test_a_prompt_from_a_pipe_and_an_answer_into_one(warm):
     assert out.strip()
 
 
-@pytest.mark.parametrize("words", [("--max-tokens", "100"), ("--max-tokens", "1")], ids=["outlives CRIU", "ends before"])
+@pytest.mark.parametrize(
+    "words", [("--max-tokens", "100"), ("--max-tokens", "1")], ids=["outlives CRIU", "ends before"]
+)
 def test_a_criu_that_ends_late_takes_nothing_with_it(warm, tmp_path_factory, words):
     folder = tmp_path_factory.mktemp("slow")
     (folder / "slow.c").write_text(SLOW_EXIT)
@@ -244,13 +267,16 @@ def _name(pid: int) -> str:
 
 
 def _private_bytes(pid: int) -> int:
-    """What this process alone holds and the kernel cannot take back: clean file pages are neither, and `Anonymous` would
-    count dirty pages a second time."""
+    """What this process alone holds and the kernel cannot take back: clean file pages are neither, and
+    `Anonymous` would count dirty pages a second time.
+    """
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Private_Dirty:", "Swap:")))
+    return sum(
+        int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Private_Dirty:", "Swap:"))
+    )
 
 
 def _descendants(pid: int) -> list[int]:

@@ -1,4 +1,6 @@
-"""Moving buffers into a file and mapping it in their place: nothing of them changes, and zeros cost nothing."""
+"""Moving buffers into a file and mapping it in their place: nothing of them changes, and zeros cost
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SIZE = 3 * STRETCH_BYTES + 5 * PAGE
 
 @pytest.fixture
 def buffer():
-    """Anonymous memory that begins nowhere round: a page, then content, a gap of zeros, content; address and mapping."""
+    """Anonymous memory that begins nowhere round: a page, then content, a gap of zeros, content;
+    address and mapping.
+    """
     area = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area[:] = os.urandom(SIZE)
     area[STRETCH_BYTES : 2 * STRETCH_BYTES] = bytes(STRETCH_BYTES)
@@ -33,7 +37,9 @@ def buffer():
 
 def _resident(low: int, high: int) -> int:
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
-        entries = memoryview(os.pread(file.fileno(), (high - low) // PAGE * 8, low // PAGE * 8)).cast("Q")
+        entries = memoryview(os.pread(file.fileno(), (high - low) // PAGE * 8, low // PAGE * 8)).cast(
+            "Q"
+        )
         return sum(entry >> 63 for entry in entries)
 
 

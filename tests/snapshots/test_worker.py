@@ -1,4 +1,6 @@
-"""An engine behind a socket: everything the engine does, its errors by name, and what happens when a side goes away."""
+"""An engine behind a socket: everything the engine does, its errors by name, and what happens when a
+side goes away.
+"""
 
 import contextlib
 import socket

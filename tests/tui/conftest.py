@@ -39,7 +39,9 @@ class Driven:
     def shown(self):
         """The transcript as text."""
         transcript = self.chat.transcript
-        return "\n".join(line.text for e in transcript.entries for line in e.lines(transcript.text_width))
+        return "\n".join(
+            line.text for e in transcript.entries for line in e.lines(transcript.text_width)
+        )
 
     def turns(self):
         return [t.content for t in self.session.path]

@@ -1,4 +1,6 @@
-"""Scenes: what each screen needs before it is looked at. The snapshots and the README's screenshots are taken of them."""
+"""Scenes: what each screen needs before it is looked at. The snapshots and the README's screenshots are
+taken of them.
+"""
 
 import re
 import threading
@@ -37,7 +39,11 @@ QUESTION = "Write quicksort in Python and explain it."
 
 
 def script():
-    return [ReasoningDelta("The user wants quicksort. I should keep it short."), *re.findall(r"\S+\s*", ANSWER), end()]
+    return [
+        ReasoningDelta("The user wants quicksort. I should keep it short."),
+        *re.findall(r"\S+\s*", ANSWER),
+        end(),
+    ]
 
 
 class Scene:
@@ -52,10 +58,17 @@ class Scene:
 
     async def ask(self, pilot, text):
         chat = pilot.app.chat
-        await wait_until(pilot, lambda: chat.session.engine is not None or chat.launch.host.errors == [])
+        await wait_until(
+            pilot, lambda: chat.session.engine is not None or chat.launch.host.errors == []
+        )
         chat.send(text, None)
         await wait_until(
-            pilot, lambda: chat.streaming is None and chat.session.head.role == "assistant" and not chat.session.busy
+            pilot,
+            lambda: (
+                chat.streaming is None
+                and chat.session.head.role == "assistant"
+                and not chat.session.busy
+            ),
         )
 
 
@@ -78,13 +91,18 @@ class Top(Answered):
 class Writing(Scene):
     def __init__(self):
         self.gate = Gate(threading.Event())
-        super().__init__(FakeEngine([["Quicksort picks a *pivot* and sorts what is **smal", self.gate, "ler**"]]))
+        super().__init__(
+            FakeEngine([["Quicksort picks a *pivot* and sorts what is **smal", self.gate, "ler**"]])
+        )
 
     async def prepare(self, pilot):
         chat = pilot.app.chat
         await wait_until(pilot, lambda: chat.session.engine is not None)
         chat.send(QUESTION, None)
-        await wait_until(pilot, lambda: chat.streaming is not None and "smal" in chat.streaming.entry.lines(60)[0].text)
+        await wait_until(
+            pilot,
+            lambda: chat.streaming is not None and "smal" in chat.streaming.entry.lines(60)[0].text,
+        )
         chat.streaming.tokens, chat.streaming.began = 0, float("inf")
         chat.refresh_status()
 
@@ -97,12 +115,17 @@ class Completing(Answered):
 
 class Chosen(Scene):
     def __init__(self):
-        super().__init__(FakeEngine([words("The first answer."), words("The second answer, a bit longer.")]))
+        super().__init__(
+            FakeEngine([words("The first answer."), words("The second answer, a bit longer.")])
+        )
 
     async def prepare(self, pilot):
         await self.ask(pilot, "What is a pivot?")
         await pilot.press("ctrl+r")
-        await wait_until(pilot, lambda: pilot.app.chat.streaming is None and len(pilot.app.chat.session.all_turns()) == 3)
+        await wait_until(
+            pilot,
+            lambda: pilot.app.chat.streaming is None and len(pilot.app.chat.session.all_turns()) == 3,
+        )
         await pilot.press("ctrl+up", "ctrl+up")
 
 
@@ -116,7 +139,8 @@ class Trouble(Scene):
     def __init__(self):
         attachment = Attachment(name="stdin", text="x" * 1204)
         super().__init__(
-            FakeEngine([["Half of it ", DecodeError("llama_decode failed: no KV slot")]]), attachments=[attachment]
+            FakeEngine([["Half of it ", DecodeError("llama_decode failed: no KV slot")]]),
+            attachments=[attachment],
         )
 
     async def prepare(self, pilot):
@@ -126,7 +150,9 @@ class Trouble(Scene):
 class Full(Answered):
     async def prepare(self, pilot):
         await super().prepare(pilot)
-        pilot.app.chat.offer_room(ContextLengthError("the prompt of 2,311 tokens does not fit the context of 2,048 tokens"))
+        pilot.app.chat.offer_room(
+            ContextLengthError("the prompt of 2,311 tokens does not fit the context of 2,048 tokens")
+        )
 
 
 class Stats(Answered):
@@ -146,17 +172,23 @@ class Models(Answered):
 
 class First(Scene):
     def __init__(self):
-        super().__init__(host=FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")]))
+        super().__init__(
+            host=FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
+        )
 
     async def prepare(self, pilot):
         await wait_until(pilot, lambda: getattr(pilot.app.screen, "rows", None))
         pilot.app.screen._begin("pulling")
-        pilot.app.screen._progress("downloading  SmolLM2.gguf  ━━━━━━━━━━──────────  46 of 92 MB  8.2 MB/s  6 s left")
+        pilot.app.screen._progress(
+            "downloading  SmolLM2.gguf  ━━━━━━━━━━──────────  46 of 92 MB  8.2 MB/s  6 s left"
+        )
 
 
 class Sessions(Scene):
     def __init__(self):
-        super().__init__(FakeEngine(lambda r: words("Whip the egg whites until stiff, then fold them in.")))
+        super().__init__(
+            FakeEngine(lambda r: words("Whip the egg whites until stiff, then fold them in."))
+        )
 
     async def prepare(self, pilot):
         for question in ("How do I cook a soufflé?", "Why does my soufflé fall?", "What is a monad?"):

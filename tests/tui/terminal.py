@@ -23,18 +23,31 @@ def shell_environment(home):
 
 
 class Terminal:
-    """An 80 by 24 terminal with an interactive bash. Everything is found on the screen; nothing is waited for by time."""
+    """An 80 by 24 terminal with an interactive bash. Everything is found on the screen; nothing is
+    waited for by time.
+    """
 
     def __init__(self, folder: Path, environment: dict[str, str]):
         self._socket = str(folder / "tmux")
-        shell = ["env", "-i", *(f"{k}={v}" for k, v in environment.items()), "bash", "--norc", "--noprofile", "-i"]
+        shell = [
+            "env",
+            "-i",
+            *(f"{k}={v}" for k, v in environment.items()),
+            "bash",
+            "--norc",
+            "--noprofile",
+            "-i",
+        ]
         self._tmux("new-session", "-d", "-x", "80", "-y", "24", *shell)
         self._tmux("set-option", "-g", "escape-time", "0")
         self.until(lambda: "ready$" in self.screen())
 
     def _tmux(self, *words):
         done = subprocess.run(
-            ["tmux", "-S", self._socket, "-f", "/dev/null", *words], capture_output=True, text=True, check=True
+            ["tmux", "-S", self._socket, "-f", "/dev/null", *words],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return done.stdout
 
@@ -71,10 +84,18 @@ class Terminal:
         return self.until(lambda: text in self.screen(), seconds)
 
     def modes(self):
-        """(alternate screen, mouse, cursor shown, bracketed paste) as tmux sees them, and the tty's own."""
-        flags = self._tmux("display-message", "-p", "#{alternate_on} #{mouse_any_flag} #{cursor_flag} #{mouse_sgr_flag}")
+        """(alternate screen, mouse, cursor shown, bracketed paste) as tmux sees them, and the tty's
+        own.
+        """
+        flags = self._tmux(
+            "display-message",
+            "-p",
+            "#{alternate_on} #{mouse_any_flag} #{cursor_flag} #{mouse_sgr_flag}",
+        )
         tty = self._tmux("display-message", "-p", "#{pane_tty}").strip()
-        stty = subprocess.run(["stty", "-a", "-F", tty], capture_output=True, text=True, check=True).stdout
+        stty = subprocess.run(
+            ["stty", "-a", "-F", tty], capture_output=True, text=True, check=True
+        ).stdout
         return flags.strip(), stty.split("\n", 1)[1]  # the first line holds the size
 
     def shell_pid(self):
@@ -97,5 +118,7 @@ def _children(pid):
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+                found += [
+                    int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+                ]
     return found

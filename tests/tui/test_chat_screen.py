@@ -1,4 +1,6 @@
-"""The chat screen with a scripted engine: asking, streaming, stopping, branches, commands, files, trouble."""
+"""The chat screen with a scripted engine: asking, streaming, stopping, branches, commands, files,
+trouble.
+"""
 
 import threading
 
@@ -48,7 +50,12 @@ async def test_one_may_ask_before_the_model_is_there(drive):
     async with drive(host=Slow(FakeEngine())) as d:
         await d.type("early", "enter")
         assert d.turns() == ["early"]
-        await d.until(lambda: "loading weights 50%" in [p.text for p in (d.chat.refresh_status(), d.chat.status)[1]._parts])
+        await d.until(
+            lambda: (
+                "loading weights 50%"
+                in [p.text for p in (d.chat.refresh_status(), d.chat.status)[1]._parts]
+            )
+        )
         gate.set()
         await d.until(lambda: d.turns() == ["early", "Hello world"])
 
@@ -75,7 +82,10 @@ async def test_what_is_shown_is_in_the_store_at_any_moment(drive, tmp_path):
         await d.until(lambda: "shown so far" in d.shown())
         other = Store.open(tmp_path / "conversations.db")
         turns = list(other.turns(1).values())
-        assert [(t.content, t.status) for t in turns] == [("q", "complete"), ("shown so far", "interrupted")]
+        assert [(t.content, t.status) for t in turns] == [
+            ("q", "complete"),
+            ("shown so far", "interrupted"),
+        ]
         other.close()
         gate.opened.set()
         await d.until(d.idle)
@@ -159,12 +169,18 @@ async def test_clicking_the_marks(drive):
     async with drive(FakeEngine(script)) as d:
         await d.ready()
         await d.ask("q")
-        rows = [line.text for e in d.chat.transcript.entries for line in e.lines(d.chat.transcript.text_width)]
+        rows = [
+            line.text
+            for e in d.chat.transcript.entries
+            for line in e.lines(d.chat.transcript.text_width)
+        ]
         copy_row = next(i for i, text in enumerate(rows) if "copy 1" in text)
         await d.pilot.click("#transcript", offset=(rows[copy_row].index("copy 1") + 3, copy_row))
         await d.pilot.pause()
         assert d.app.clipboard == "code"
-        await d.pilot.click("#transcript", offset=(6, next(i for i, text in enumerate(rows) if "Thought" in text)))
+        await d.pilot.click(
+            "#transcript", offset=(6, next(i for i, text in enumerate(rows) if "Thought" in text))
+        )
         await d.pilot.pause()
         assert "│ hm, hm" in d.shown()
 
@@ -189,7 +205,9 @@ async def test_it_follows_the_tail_only_when_already_there(drive):
         await d.ready()
         await d.type("q", "enter")
         transcript = d.chat.transcript
-        await d.until(lambda: transcript.max_scroll_y > 60 and transcript.scroll_y == transcript.max_scroll_y)
+        await d.until(
+            lambda: transcript.max_scroll_y > 60 and transcript.scroll_y == transcript.max_scroll_y
+        )
         await d.press("pageup")
         place = transcript.scroll_y
         gate.opened.set()
@@ -300,7 +318,12 @@ async def test_an_engine_error_is_shown_with_the_next_step_and_the_input_comes_b
 
 
 async def test_a_model_that_does_not_load_is_said_and_the_question_kept(drive):
-    host = FixedHost(errors=[OutOfMemoryError("needs 8 GB, there are 2"), OutOfMemoryError("needs 9 GB, there are 2")])
+    host = FixedHost(
+        errors=[
+            OutOfMemoryError("needs 8 GB, there are 2"),
+            OutOfMemoryError("needs 9 GB, there are 2"),
+        ]
+    )
     async with drive(host=host) as d:
         await d.until(lambda: "needs 8 GB" in d.shown())
         await d.type("q", "enter")
@@ -345,7 +368,9 @@ async def test_out_of_context_offers_to_drop_or_summarise(drive, choice):
         await d.until(lambda: d.idle() and d.session.head.content == "x" * 400 and len(d.turns()) == 6)
         assert ("summarised above" if choice == "summarise" else "no longer sent above") in d.shown()
         systems = [m.content for m in engine.requests[-1].messages if m.role == "system"]
-        assert systems == (["Summary of the conversation so far:\nthey talked"] if choice == "summarise" else [])
+        assert systems == (
+            ["Summary of the conversation so far:\nthey talked"] if choice == "summarise" else []
+        )
 
 
 async def test_switching_the_model_keeps_the_conversation(drive):
@@ -404,7 +429,9 @@ async def test_the_draft_survives(drive):
 async def test_keys_are_rebound_by_their_ids(drive):
     from edgeinfer.config import ChatConfig
 
-    async with drive(FakeEngine([["a"], ["b"]]), config=ChatConfig(keys={"regenerate": "ctrl+x", "nonsense": "a"})) as d:
+    async with drive(
+        FakeEngine([["a"], ["b"]]), config=ChatConfig(keys={"regenerate": "ctrl+x", "nonsense": "a"})
+    ) as d:
         await d.ready()
         await d.ask("q")
         await d.press("ctrl+x")
@@ -418,8 +445,14 @@ async def test_a_resize_wraps_anew_and_keeps_the_tail(drive):
         for size in ((40, 12), (120, 40), (80, 24)):
             await d.pilot.resize_terminal(*size)
             transcript = d.chat.transcript
-            await d.until(lambda t=transcript, s=size: t.size.width <= s[0] and t.scroll_y == t.max_scroll_y)
-            assert all(len(line.text) <= size[0] for e in transcript.entries for line in e.lines(transcript.text_width))
+            await d.until(
+                lambda t=transcript, s=size: t.size.width <= s[0] and t.scroll_y == t.max_scroll_y
+            )
+            assert all(
+                len(line.text) <= size[0]
+                for e in transcript.entries
+                for line in e.lines(transcript.text_width)
+            )
 
 
 async def test_a_crash_is_remembered_and_everything_is_stored(tmp_path):
@@ -432,7 +465,9 @@ async def test_a_crash_is_remembered_and_everything_is_stored(tmp_path):
         async with app.run_test() as pilot:
             await wait_until(pilot, lambda: app.chat.session.engine is not None)
             app.chat.send("q", None)
-            await wait_until(pilot, lambda: app.chat.session.head.content == "kept" and app.chat.streaming is None)
+            await wait_until(
+                pilot, lambda: app.chat.session.head.content == "kept" and app.chat.streaming is None
+            )
             app.call_later(broken)
             await wait_until(pilot, lambda: app.crash is not None)
 

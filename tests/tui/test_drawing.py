@@ -1,4 +1,6 @@
-"""Markdown as lines: what it looks like, that growing gives what drawing whole gives, and that nothing escapes."""
+"""Markdown as lines: what it looks like, that growing gives what drawing whole gives, and that nothing
+escapes.
+"""
 
 import random
 
@@ -88,10 +90,21 @@ def test_what_each_block_looks_like():
 
 def test_styles_are_named():
     found = styles(DOCUMENT)
-    assert {"h1", "em", "strong", "strike", "code-inline", "link:https://example.com/x", "bullet", "code-keyword"} <= found
+    assert {
+        "h1",
+        "em",
+        "strong",
+        "strike",
+        "code-inline",
+        "link:https://example.com/x",
+        "bullet",
+        "code-keyword",
+    } <= found
 
 
-@pytest.mark.parametrize("url", ["javascript:alert(1)", "file:///etc/passwd", "ftp://x", "data:text/html,x"])
+@pytest.mark.parametrize(
+    "url", ["javascript:alert(1)", "file:///etc/passwd", "ftp://x", "data:text/html,x"]
+)
 def test_only_links_to_pages_and_mail_are_links(url):
     assert not any(s.startswith("link") for s in styles(f"[x]({url})"))
 
@@ -116,7 +129,9 @@ def test_what_a_terminal_would_obey_is_taken_out():
     for line in Body(evil, 40).lines:
         assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in line.text)
         assert not any("\x1b" in s.style for s in line.spans)
-    question = Question(Turn(content="\x1b[31mred", attachments=(Attachment(name="\x1b.txt", text=""),)))
+    question = Question(
+        Turn(content="\x1b[31mred", attachments=(Attachment(name="\x1b.txt", text=""),))
+    )
     failed = AnswerEntry(Turn(role="assistant", status="failed", error="\x1b[1m"))
     for entry in (question, failed, Remark("\x1b", hint="\x1b"), Welcome("\x1b", "\x1b")):
         assert all("\x1b" not in line.text for line in entry.lines(40))
@@ -126,7 +141,11 @@ def test_wrapping_keeps_the_spans_on_their_words():
     line = Line("one two three four", (Span(4, 7, "em"), Span(8, 18, "strong")))
     pieces = wrap(line, 9)
     assert [p.text for p in pieces] == ["one two", "three", "four"]
-    assert [[p.text[s.start : s.end] for s in p.spans] for p in pieces] == [["two"], ["three"], ["four"]]
+    assert [[p.text[s.start : s.end] for s in p.spans] for p in pieces] == [
+        ["two"],
+        ["three"],
+        ["four"],
+    ]
 
 
 def test_folding_keeps_spaces_and_counts_cells():

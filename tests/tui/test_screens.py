@@ -26,7 +26,9 @@ def shelf(monkeypatch):
 
 @pytest.fixture
 def pulling(monkeypatch):
-    """`pull` under the test's control: reports once, then waits for `go` or the cancellation; `error` is raised then."""
+    """`pull` under the test's control: reports once, then waits for `go` or the cancellation; `error`
+    is raised then.
+    """
 
     class Pulling:
         go = threading.Event()
@@ -35,7 +37,11 @@ def pulling(monkeypatch):
 
         def __call__(self, name, progress, cancel):
             self.asked = name
-            progress(PullProgress(stage="downloading", file="x.gguf", done_bytes=40_000_000, total_bytes=92_000_000))
+            progress(
+                PullProgress(
+                    stage="downloading", file="x.gguf", done_bytes=40_000_000, total_bytes=92_000_000
+                )
+            )
             while not self.go.wait(0.005):
                 if cancel.is_set():
                     raise InterruptedByUser("stopped")
@@ -84,7 +90,9 @@ class TestModels:
             await d.until(lambda: "40 of 92 MB" in str(line.render()))
             assert pulling.asked == "qwen3-0.6b"
             pulling.go.set()
-            await d.until(lambda: d.app.screen is d.chat and d.session.conversation.model == "qwen3-0.6b")
+            await d.until(
+                lambda: d.app.screen is d.chat and d.session.conversation.model == "qwen3-0.6b"
+            )
 
     async def test_a_pull_is_stopped(self, drive, pulling):
         async with drive() as d:
@@ -124,13 +132,17 @@ class TestModels:
         async with drive() as d:
             screen = await open_models(d)
             await d.press("w")
-            await d.until(lambda: "no snapshot can be made" in str(screen.query_one(".detail").render()))
+            await d.until(
+                lambda: "no snapshot can be made" in str(screen.query_one(".detail").render())
+            )
 
 
 def test_pull_words():
     words = pull_words(PullProgress(stage="downloading", file="a.gguf", done_bytes=46_000_000, total_bytes=92_000_000,
                                     rate_bytes_per_s=8.2e6, left_s=5.6, note="again"))  # fmt: skip
-    assert words == "downloading  a.gguf  ━━━━━━━━━━──────────  46 of 92 MB  8.2 MB/s  6 s left  (again)"
+    assert (
+        words == "downloading  a.gguf  ━━━━━━━━━━──────────  46 of 92 MB  8.2 MB/s  6 s left  (again)"
+    )
     assert pull_words(PullProgress(stage="resolving")) == "resolving"
 
 
@@ -181,7 +193,9 @@ class TestSessions:
             await d.press("ctrl+e")
             assert (tmp_path / "what-is-a-monad.md").read_text().startswith("# What is a monad?")
 
-    @pytest.mark.parametrize(("ms", "words"), [(0, "now"), (120_000, "2 min"), (7_200_000, "2 h"), (10**9, "11 d")])
+    @pytest.mark.parametrize(
+        ("ms", "words"), [(0, "now"), (120_000, "2 min"), (7_200_000, "2 h"), (10**9, "11 d")]
+    )
     def test_ago(self, ms, words):
         assert ago(ms) == words
 

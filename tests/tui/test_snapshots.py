@@ -1,4 +1,6 @@
-"""Every screen as SVG: 80×24 and 120×40, dark and light. `pytest --snapshot-update` accepts what is on show now; look first."""
+"""Every screen as SVG: 80×24 and 120×40, dark and light. `pytest --snapshot-update` accepts what is on
+show now; look first.
+"""
 
 import pytest
 from fixed_chat import NOON, SHELF, make_app
@@ -7,15 +9,21 @@ from scenes import SCENES, Answered
 from edgeinfer.config import ChatConfig
 from edgeinfer.tui.screens import models
 
-LOOKS = [(size, theme) for size in ((80, 24), (120, 40)) for theme in ("edgeinfer-dark", "edgeinfer-light")]
+LOOKS = [
+    (size, theme) for size in ((80, 24), (120, 40)) for theme in ("edgeinfer-dark", "edgeinfer-light")
+]
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
-@pytest.mark.parametrize(("size", "theme"), LOOKS, ids=[f"{s[0]}x{s[1]}-{t.removeprefix('edgeinfer-')}" for s, t in LOOKS])
+@pytest.mark.parametrize(
+    ("size", "theme"), LOOKS, ids=[f"{s[0]}x{s[1]}-{t.removeprefix('edgeinfer-')}" for s, t in LOOKS]
+)
 def test_looks(scene, size, theme, snap_compare, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "shelf", lambda warm=(): list(SHELF))
     made = scene()
-    app = make_app(tmp_path, made.host, config=ChatConfig(theme=theme), clock=lambda: NOON, **made.fields)
+    app = make_app(
+        tmp_path, made.host, config=ChatConfig(theme=theme), clock=lambda: NOON, **made.fields
+    )
     assert snap_compare(app, terminal_size=size, run_before=made.prepare)
 
 

@@ -18,7 +18,9 @@ MODEL = "smollm2-135m-instruct"
 pytestmark = [
     pytest.mark.model,
     pytest.mark.criu,
-    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed: tools/setup.sh test does it"),
+    pytest.mark.skipif(
+        shutil.which("tmux") is None, reason="tmux is not installed: tools/setup.sh test does it"
+    ),
 ]
 
 
@@ -28,7 +30,14 @@ def home(smollm2, tmp_path_factory):
     home = tmp_path_factory.mktemp("terminal-home")
     environment = clean(home)
     for words in (["pull", str(smollm2), "--in-place", "--name", MODEL], ["warm", MODEL]):
-        done = subprocess.run([EDGEINFER, *words], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [EDGEINFER, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
     return home
 
@@ -60,13 +69,25 @@ def begin(terminal, how, *words):
 
 
 def start(terminal, line, how):
-    """Type the command. A snapshot that a change of our own sources has made stale meanwhile is built again."""
+    """Type the command. A snapshot that a change of our own sources has made stale meanwhile is built
+    again.
+    """
     terminal.run(f"{line} --resume={'always' if how == 'resumed' else 'never'}")
     terminal.until(
-        lambda: "was changed after" in terminal.screen() or terminal.modes()[0] != "0 0 1 0" or "Model:" in terminal.screen()
+        lambda: (
+            "was changed after" in terminal.screen()
+            or terminal.modes()[0] != "0 0 1 0"
+            or "Model:" in terminal.screen()
+        )
     )
     if "was changed after" in terminal.screen():
-        subprocess.run([EDGEINFER, "warm", MODEL], env=clean(terminal.home), check=True, capture_output=True, timeout=120)
+        subprocess.run(
+            [EDGEINFER, "warm", MODEL],
+            env=clean(terminal.home),
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
         terminal.run("clear")
         terminal.until(lambda: "was changed" not in terminal.screen())
         start(terminal, line, how)
@@ -123,9 +144,13 @@ def test_stop_keeps_what_was_said(terminal, how):
 def test_resize(terminal, how):
     begin(terminal, how)
     terminal.resize(50, 15)
-    terminal.until(lambda: any(line.endswith("╮") and len(line) == 49 for line in terminal.screen().splitlines()))
+    terminal.until(
+        lambda: any(line.endswith("╮") and len(line) == 49 for line in terminal.screen().splitlines())
+    )
     terminal.resize(120, 40)
-    terminal.until(lambda: any(line.endswith("╮") and len(line) == 119 for line in terminal.screen().splitlines()))
+    terminal.until(
+        lambda: any(line.endswith("╮") and len(line) == 119 for line in terminal.screen().splitlines())
+    )
     assert len(terminal.screen().rstrip("\n").splitlines()) == 40
     terminal.press("C-q")
     terminal.until(lambda: left(terminal))
@@ -145,7 +170,9 @@ def test_ctrl_z_and_fg(terminal, how):
     terminal.resize(100, 30)
     terminal.run("fg")
     terminal.until_shown("half a thought")
-    terminal.until(lambda: any(line.endswith("╮") and len(line) == 99 for line in terminal.screen().splitlines()))
+    terminal.until(
+        lambda: any(line.endswith("╮") and len(line) == 99 for line in terminal.screen().splitlines())
+    )
     terminal.type(", whole")
     terminal.until_shown("half a thought, whole")
     terminal.press("C-q")
@@ -192,7 +219,11 @@ def test_kill_9_of_the_app(terminal, how):
     terminal.type("Count from one to five hundred in words, one line each.")
     terminal.press("Enter")
     terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
-    shown = [line.strip() for line in terminal.screen().splitlines() if line.startswith("    ") and line.strip()]
+    shown = [
+        line.strip()
+        for line in terminal.screen().splitlines()
+        if line.startswith("    ") and line.strip()
+    ]
     os.kill(app_of(terminal), signal.SIGKILL)
     terminal.until_shown("killed by signal 9")
     terminal.until(lambda: left(terminal))

@@ -17,7 +17,9 @@ def test_no_file_means_defaults(tmp_path):
 
 
 def test_values_are_read(tmp_path):
-    got = config.load_config(write(tmp_path, 'default-model = "x"\n[load]\nctx = 4096\n[serve]\nport = 0\n'))
+    got = config.load_config(
+        write(tmp_path, 'default-model = "x"\n[load]\nctx = 4096\n[serve]\nport = 0\n')
+    )
     assert (got.default_model, got.load.ctx, got.serve.port) == ("x", 4096, 0)
     assert got.snapshots == config.SnapshotsConfig()
 
@@ -41,7 +43,9 @@ def test_mistakes_name_file_and_key(tmp_path, text, expected):
     assert expected in caught.value.message
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False), ("true", True)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", True), ("0", False), ("", False), ("true", True)]
+)
 def test_offline_by_environment(monkeypatch, value, expected):
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
     assert config.offline(config.Config()) is expected
@@ -55,7 +59,11 @@ def test_every_key_has_a_sentence():
             if isinstance(field.type, msgspec.inspect.StructType):
                 yield from sentences(field.type.cls)
             else:
-                meta = field.type.extra_json_schema if isinstance(field.type, msgspec.inspect.Metadata) else None
+                meta = (
+                    field.type.extra_json_schema
+                    if isinstance(field.type, msgspec.inspect.Metadata)
+                    else None
+                )
                 yield field.name, (meta or {}).get("description", "")
 
     missing = [name for name, sentence in sentences(config.Config) if not sentence]

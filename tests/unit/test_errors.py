@@ -39,7 +39,9 @@ def test_a_hint_of_its_own_replaces_the_table_s():
 
 def test_a_leaf_without_a_row_takes_its_parent_s():
     assert errors.UnsupportedConstraintError not in words.TABLE
-    assert words.exit_code(errors.UnsupportedConstraintError("x")) == words.exit_code(errors.InvalidRequestError("x"))
+    assert words.exit_code(errors.UnsupportedConstraintError("x")) == words.exit_code(
+        errors.InvalidRequestError("x")
+    )
 
 
 def test_the_tree_in_the_docstring_is_the_tree():

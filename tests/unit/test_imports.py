@@ -1,4 +1,6 @@
-"""Who imports what, read from sys.modules of a fresh interpreter: import-linter reads text, this reads the truth."""
+"""Who imports what, read from sys.modules of a fresh interpreter: import-linter reads text, this reads
+the truth.
+"""
 
 import json
 import subprocess
@@ -6,12 +8,25 @@ import sys
 
 import pytest
 
-HEAVY = ("llama_cpp", "textual", "starlette", "uvicorn", "numpy", "jinja2", "huggingface_hub", "httpx2", "rich", "llguidance")
+HEAVY = (
+    "llama_cpp",
+    "textual",
+    "starlette",
+    "uvicorn",
+    "numpy",
+    "jinja2",
+    "huggingface_hub",
+    "httpx2",
+    "rich",
+    "llguidance",
+)
 
 
 def modules_after(statement):
     code = f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     return set(json.loads(out.splitlines()[-1]))
 
 

@@ -31,7 +31,9 @@ def test_large_allocations_since_then_are_asked_for_and_no_others():
     new = mmap.mmap(-1, 48 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     small = mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.ask()
-    assert 48 * MIB <= size_of(asked_for() - before) < 48 * MIB + 16 * MIB + MIB  # the small one may touch the new
+    assert (
+        48 * MIB <= size_of(asked_for() - before) < 48 * MIB + 16 * MIB + MIB
+    )  # the small one may touch the new
     for area in (old, new, small):
         area.close()
 

@@ -21,7 +21,13 @@ def test_directories_are_platformdirs_own(monkeypatch, tmp_path, kind, set_varia
 
 def test_one_variable_moves_everything(monkeypatch, tmp_path):
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
-    places = [paths.config_dir(), paths.models_dir(), paths.snapshots_dir(), paths.state_dir(), paths.runtime_dir()]
+    places = [
+        paths.config_dir(),
+        paths.models_dir(),
+        paths.snapshots_dir(),
+        paths.state_dir(),
+        paths.runtime_dir(),
+    ]
     assert all(place.is_relative_to(tmp_path) for place in places)
     assert len(set(places)) == len(places)
 

@@ -1,4 +1,6 @@
-"""`edgeinfer run` around a scripted engine: what is the model, what the prompt, what is printed, what exits how."""
+"""`edgeinfer run` around a scripted engine: what is the model, what the prompt, what is printed, what
+exits how.
+"""
 
 import io
 import json
@@ -12,7 +14,11 @@ from edgeinfer.host import Host, Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.options import EngineInfo
 
-END = Finished(reason="stop", usage=Usage(prompt_tokens=5, completion_tokens=2), timings=Timings(ttft_ms=9.0, decode_ms=10.0))
+END = Finished(
+    reason="stop",
+    usage=Usage(prompt_tokens=5, completion_tokens=2),
+    timings=Timings(ttft_ms=9.0, decode_ms=10.0),
+)
 
 
 class Scripted:
@@ -65,7 +71,10 @@ def test_the_answer_is_streamed_to_stdout(engine, capsys):
     assert out.out == "Red, green.\n"
     assert out.err == ""
     turns = engine.asked[0].messages
-    assert [(t.role, t.content) for t in turns] == [("system", "You are brief."), ("user", "Name colours")]
+    assert [(t.role, t.content) for t in turns] == [
+        ("system", "You are brief."),
+        ("user", "Name colours"),
+    ]
 
 
 def test_raw_goes_on_with_the_prompt_itself(engine, capsys):
@@ -81,7 +90,11 @@ def test_json_is_one_envelope(engine, capsys):
     assert body["kind"] == "run"
     assert body["ok"] is True
     result = body["result"]
-    assert (result["text"], result["reasoning"], result["finish_reason"]) == ("Red, green.", "hm", "stop")
+    assert (result["text"], result["reasoning"], result["finish_reason"]) == (
+        "Red, green.",
+        "hm",
+        "stop",
+    )
     assert result["usage"]["prompt_tokens"] == 5
     assert result["start"]["how"] == "resumed"
 
@@ -118,7 +131,21 @@ def test_no_prompt_says_what_to_type(engine, capsys):
 
 def test_options_reach_the_request(engine):
     host = ScriptedHost(engine)
-    argv = ["run", "tiny", "x", "--temperature", "0", "--seed", "7", "--max-tokens", "3", "--system", "", "--ctx", "512"]
+    argv = [
+        "run",
+        "tiny",
+        "x",
+        "--temperature",
+        "0",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "3",
+        "--system",
+        "",
+        "--ctx",
+        "512",
+    ]
     assert cli.main(argv, host) == 0
     request = engine.asked[0]
     assert (request.sampling.temperature, request.sampling.seed, request.max_tokens) == (0.0, 7, 3)
@@ -140,7 +167,9 @@ def test_a_stopped_answer_keeps_its_text_and_exits_130(capsys):
 
 
 def test_an_engine_error_is_words_and_an_exit_code(capsys):
-    assert cli.main(["run", "tiny", "x", "--json"], ScriptedHost(Scripted([QueueFullError("full")]))) == 8
+    assert (
+        cli.main(["run", "tiny", "x", "--json"], ScriptedHost(Scripted([QueueFullError("full")]))) == 8
+    )
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "queue-full"
 
 
@@ -153,7 +182,9 @@ def test_an_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["runn"], ["run", "--nope"], ["run", "tiny", "x", "--gpu-layers", "some"]])
+@pytest.mark.parametrize(
+    "argv", [["runn"], ["run", "--nope"], ["run", "tiny", "x", "--gpu-layers", "some"]]
+)
 def test_a_mistyped_command_line_is_exit_2(argv, engine, capsys):
     assert cli.main(argv, ScriptedHost(engine)) == 2
     assert capsys.readouterr().err.startswith("error: ")

@@ -1,1 +1,3 @@
-"""How model families write tool calls: as values (`families`), in a stream (`stream`), required by a grammar (`grammar`)."""
+"""How model families write tool calls: as values (`families`), in a stream (`stream`), required by a
+grammar (`grammar`).
+"""

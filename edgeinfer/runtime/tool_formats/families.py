@@ -1,12 +1,14 @@
-"""The families' notations for tool calls, as data. `stream` reads them, `grammar` writes them down as a constraint.
+"""The families' notations for tool calls, as data. `stream` reads them, `grammar` writes them down as a
+constraint.
 
-A section is opened by one of `begin` and closed by `end`. In it stand calls: JSON objects with a name and arguments, alone or
-in a list; or, with `named`, a bare name and then the arguments' object. What else may stand between them is in `skip`.
+A section is opened by one of `begin` and closed by `end`. In it stand calls: JSON objects with a name
+and arguments, alone or in a list; or, with `named`, a bare name and then the arguments' object. What
+else may stand between them is in `skip`.
 
-Sources: the models' own chat templates and cards. hermes: Hermes 2 Pro and 3, Qwen 2.5 and 3, SmolLM3. llama: Llama 3.1 and
-3.2. mistral: 7B v0.3 and Nemo (a list), Small 3.2 and Devstral (name and arguments). phi: Phi-4-mini. gemma: Google's guide to
-function calling with Gemma 3, which has no tokens for it. deepseek: R1 and its distillations. qwen-xml: Qwen3-Coder and 3.5.
-lfm: LFM2 and 2.5.
+Sources: the models' own chat templates and cards. hermes: Hermes 2 Pro and 3, Qwen 2.5 and 3, SmolLM3.
+llama: Llama 3.1 and 3.2. mistral: 7B v0.3 and Nemo (a list), Small 3.2 and Devstral (name and
+arguments). phi: Phi-4-mini. gemma: Google's guide to function calling with Gemma 3, which has no tokens
+for it. deepseek: R1 and its distillations. qwen-xml: Qwen3-Coder and 3.5. lfm: LFM2 and 2.5.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from typing import Literal
 class ToolFormat:
     """One notation. `arguments` is the key that a call's arguments have when we write one.
 
-    `bare`: a call may also be the whole answer, without `begin`. `inner`: what a section may hold besides JSON.
-    `writes` is the form that a required call is given; `call_id` whether ids have nine characters.
+    `bare`: a call may also be the whole answer, without `begin`. `inner`: what a section may hold
+    besides JSON. `writes` is the form that a required call is given; `call_id` whether ids have nine
+    characters.
     """
 
     name: str
@@ -38,11 +41,24 @@ class ToolFormat:
     @property
     def literals(self) -> tuple[str, ...]:
         """Everything that is skipped inside of a section, longest first."""
-        return tuple(sorted({*self.skip, *self.begin, *([self.end] if self.end else [])} - {""}, key=len, reverse=True))
+        return tuple(
+            sorted(
+                {*self.skip, *self.begin, *([self.end] if self.end else [])} - {""},
+                key=len,
+                reverse=True,
+            )
+        )
 
 
 HERMES = ToolFormat(name="hermes", begin=("<tool_call>",), end="</tool_call>")
-LLAMA = ToolFormat(name="llama", begin=("<|python_tag|>",), arguments="parameters", skip=(";",), bare=True, parallel=False)
+LLAMA = ToolFormat(
+    name="llama",
+    begin=("<|python_tag|>",),
+    arguments="parameters",
+    skip=(";",),
+    bare=True,
+    parallel=False,
+)
 MISTRAL_LIST = ToolFormat(name="mistral", begin=("[TOOL_CALLS]",), short_ids=True)
 MISTRAL_NAMED = ToolFormat(
     name="mistral-args",
@@ -71,11 +87,27 @@ DEEPSEEK = ToolFormat(
 QWEN_XML = ToolFormat(name="qwen-xml", begin=("<tool_call>",), end="</tool_call>", inner="xml")
 LFM = ToolFormat(name="lfm", begin=("<|tool_call_start|>",), end="<|tool_call_end|>", inner="python")
 GENERIC = ToolFormat(
-    name="generic", begin=("<tool_call>", "```json", "```tool_call"), end="</tool_call>", bare=True, inner="python"
+    name="generic",
+    begin=("<tool_call>", "```json", "```tool_call"),
+    end="</tool_call>",
+    bare=True,
+    inner="python",
 )
 
 FAMILIES = {
-    family.name: family for family in (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
+    family.name: family
+    for family in (
+        HERMES,
+        LLAMA,
+        MISTRAL_LIST,
+        MISTRAL_NAMED,
+        PHI,
+        GEMMA,
+        DEEPSEEK,
+        QWEN_XML,
+        LFM,
+        GENERIC,
+    )
 }
 
 #: (what the template's source must hold, the family), tried in order.
@@ -96,7 +128,9 @@ _SIGNS = (
 
 
 def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolFormat, str]:
-    """The notation of a model's calls and why: by its template's source, else by its architecture, else generic JSON."""
+    """The notation of a model's calls and why: by its template's source, else by its architecture, else
+    generic JSON.
+    """
     for signs, family in _SIGNS:
         if all(sign in template for sign in signs):
             return family, f"the chat template has {signs[0]}"

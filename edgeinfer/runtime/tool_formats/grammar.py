@@ -1,8 +1,9 @@
-"""Tool calls as a grammar: what a required call must look like, and what a free one must once it has begun.
+"""Tool calls as a grammar: what a required call must look like, and what a free one must once it has
+begun.
 
-The notation is the family's own, so the model writes what it was trained on; the arguments follow the tool's JSON schema.
-A marker that is one control token is named by its number, any other is text. At most MAX_CALLS calls: a small model that may
-go on would.
+The notation is the family's own, so the model writes what it was trained on; the arguments follow the
+tool's JSON schema. A marker that is one control token is named by its number, any other is text. At
+most MAX_CALLS calls: a small model that may go on would.
 """
 
 from __future__ import annotations
@@ -31,21 +32,28 @@ def control_token(text: str, vocab: VocabView) -> int | None:
 
 
 def needs_special(form: ToolFormat, vocab: VocabView) -> bool:
-    """Whether the family's markers are control tokens, which the engine hides from a parser that does not ask for them."""
+    """Whether the family's markers are control tokens, which the engine hides from a parser that does
+    not ask for them.
+    """
     texts = (*form.begin[:1], form.end, *(end for end in form.name_ends if len(end) > 1), *form.skip)
     return any(control_token(text, vocab) is not None for text in texts if text)
 
 
 def required(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool) -> Lark:
-    """One call of one of `tools`, or up to MAX_CALLS of them. Raises UnsupportedConstraintError with the place in a schema."""
+    """One call of one of `tools`, or up to MAX_CALLS of them. Raises UnsupportedConstraintError with
+    the place in a schema.
+    """
     body = _section(form, vocab, several=several and form.parallel)
     return Lark("\n".join([f"start: {_opening(form, vocab)}{body}", *_calls(form, tools, vocab)]))
 
 
-def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool) -> Lark | None:
+def once_begun(
+    form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool
+) -> Lark | None:
     """Any text, in which the family's marker begins a well-formed call.
 
-    None where calls have no marker of their own, or are not written as JSON: a model is left to what it was trained on.
+    None where calls have no marker of their own, or are not written as JSON: a model is left to what it
+    was trained on.
     """
     if form.bare or not form.begin or form.inner != "json":
         return None
@@ -70,7 +78,9 @@ def _opening(form: ToolFormat, vocab: VocabView) -> str:
 
 
 def _section(form: ToolFormat, vocab: VocabView, *, several: bool) -> str:
-    """What follows the first marker. The marker stands before every call in some families and before the list in others."""
+    """What follows the first marker. The marker stands before every call in some families and before
+    the list in others.
+    """
     begin, end = marker(form.begin[0], vocab), marker(form.end, vocab) if form.end else ""
     more = f"{{0,{MAX_CALLS - 1}}}" if several else ""
     if form in (HERMES, QWEN_XML):
@@ -89,7 +99,10 @@ def _section(form: ToolFormat, vocab: VocabView, *, several: bool) -> str:
 def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView) -> list[str]:
     rules = ["call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
-        rules += [f"call{i}: {_call(form, tool, f'args{i}', vocab)}", f"args{i}: {inline_schema(arguments_schema(tool))}"]
+        rules += [
+            f"call{i}: {_call(form, tool, f'args{i}', vocab)}",
+            f"args{i}: {inline_schema(arguments_schema(tool))}",
+        ]
     return rules
 
 
@@ -98,7 +111,10 @@ def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: VocabView) -> str
         head = f'{{"name": {quoted(tool.name)}, "{form.arguments}": '
         return f"{quoted(head)} {arguments} {quoted('}')}"
     if form.end:  # deepseek
-        separator, close = marker(form.skip[1].removeprefix("function"), vocab), marker(form.skip[-1], vocab)
+        separator, close = (
+            marker(form.skip[1].removeprefix("function"), vocab),
+            marker(form.skip[-1], vocab),
+        )
         return f'"function" {separator} {quoted(tool.name + chr(10) + "```json" + chr(10))} {arguments} "\\n```" {close}'
     return f"{quoted(tool.name)} {marker('[ARGS]', vocab)} {arguments}"
 
@@ -111,7 +127,9 @@ def arguments_schema(tool: Tool) -> dict[str, object]:
 
 
 def write_call(form: ToolFormat, name: str, arguments: str) -> str:
-    """A call as the family writes it: for turns of the past, where the template cannot, and as an example."""
+    """A call as the family writes it: for turns of the past, where the template cannot, and as an
+    example.
+    """
     if form.named and form.end:
         return f"{form.begin[0]}{form.skip[0]}{form.skip[1]}{name}\n```json\n{arguments}\n```{form.skip[-1]}{form.end}"
     if form.named:
@@ -119,4 +137,8 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
     call = f'{{"name": {quoted(name)}, "{form.arguments}": {arguments}}}'
     if form.bare:
         return call
-    return f"{form.begin[0]}\n{call}\n{form.end}" if form in (HERMES, QWEN_XML) else f"{form.begin[0]}[{call}]{form.end}"
+    return (
+        f"{form.begin[0]}\n{call}\n{form.end}"
+        if form in (HERMES, QWEN_XML)
+        else f"{form.begin[0]}[{call}]{form.end}"
+    )

@@ -1,4 +1,6 @@
-"""Calls written as Python, `[get_weather(city="Paris")]`, as Gemma does in a tool_code block. Parsed, never run."""
+"""Calls written as Python, `[get_weather(city="Paris")]`, as Gemma does in a tool_code block. Parsed,
+never run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ _MAX = 20_000
 
 
 def python_calls(code: str) -> list[tuple[str, str]] | None:
-    """(name, arguments as JSON) of every call; None when the text is anything but calls with literal keyword arguments."""
+    """(name, arguments as JSON) of every call; None when the text is anything but calls with literal
+    keyword arguments.
+    """
     if len(code) > _MAX:
         return None
     try:
@@ -22,9 +26,18 @@ def python_calls(code: str) -> list[tuple[str, str]] | None:
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print" and len(node.args) == 1:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+        and len(node.args) == 1
+    ):
         node = node.args[0]  # Gemma likes to print what it calls
-    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+    if (
+        not isinstance(node, ast.Call)
+        or node.args
+        or any(keyword.arg is None for keyword in node.keywords)
+    ):
         raise ValueError("not a call with keyword arguments")
     name = ast.unparse(node.func)
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}

@@ -1,7 +1,9 @@
-"""Reads one JSON object of a tool call while it arrives, a character at a time: its name, and where its arguments stand.
+"""Reads one JSON object of a tool call while it arrives, a character at a time: its name, and where its
+arguments stand.
 
-It follows nesting, strings and escapes and no more: whether the text is JSON at all is asked of a real parser at the end. What
-cannot become a call is given up at the first key that no call has, so that an answer in JSON is not held back.
+It follows nesting, strings and escapes and no more: whether the text is JSON at all is asked of a real
+parser at the end. What cannot become a call is given up at the first key that no call has, so that an
+answer in JSON is not held back.
 """
 
 from __future__ import annotations
@@ -104,7 +106,12 @@ class ObjectReader:
 
     def _closed(self) -> None:
         self._depth -= 1
-        if not self._whole and self.args_start >= 0 and self.args_end < 0 and self._depth == self._args_depth:
+        if (
+            not self._whole
+            and self.args_start >= 0
+            and self.args_end < 0
+            and self._depth == self._args_depth
+        ):
             self.args_end = self._at + 1
         if self._depth <= 0:
             self.done = True

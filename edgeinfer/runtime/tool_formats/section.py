@@ -1,7 +1,8 @@
-"""What stands between a family's markers: calls, one after the other, with brackets, commas and further markers between.
+"""What stands between a family's markers: calls, one after the other, with brackets, commas and further
+markers between.
 
-A section keeps all that it was fed and walks it with one cursor. What stood before the last whole call is done with; if
-anything goes wrong, what came after it is given back.
+A section keeps all that it was fed and walks it with one cursor. What stood before the last whole call
+is done with; if anything goes wrong, what came after it is given back.
 """
 
 from __future__ import annotations
@@ -22,17 +23,32 @@ _FENCE = "```"
 
 
 class Section:
-    """One section, opened by `marker` ("" for a call without one). `new_call` gives the next (index, id)."""
+    """One section, opened by `marker` ("" for a call without one). `new_call` gives the next (index,
+    id).
+    """
 
     def __init__(
-        self, form: ToolFormat, marker: str, tools: Tools, certain: bool, new_call: Callable[[], tuple[int, str]]
+        self,
+        form: ToolFormat,
+        marker: str,
+        tools: Tools,
+        certain: bool,
+        new_call: Callable[[], tuple[int, str]],
     ) -> None:
-        self._form, self._marker, self._tools, self._certain, self._new_call = form, marker, tools, certain, new_call
+        self._form, self._marker, self._tools, self._certain, self._new_call = (
+            form,
+            marker,
+            tools,
+            certain,
+            new_call,
+        )
         self._raw, self._at, self._done_to = marker, len(marker), 0
         # a fence closes what a fence opened, the family's own end any other
         self._end = _FENCE if marker.startswith(_FENCE) else form.end
         brackets = () if form.named and form.end else _BRACKETS
-        self._literals = tuple(sorted({*form.literals, self._end, *brackets} - {""}, key=len, reverse=True))
+        self._literals = tuple(
+            sorted({*form.literals, self._end, *brackets} - {""}, key=len, reverse=True)
+        )
         self._step: Callable[[], bool] = self._between
         self._name = ""
         self._reader: ObjectReader | None = None
@@ -65,7 +81,9 @@ class Section:
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """(text, rest) of what was not taken, once over: `text` is text, `rest` may hold more markers."""
+        """(text, rest) of what was not taken, once over: `text` is text, `rest` may hold more
+        markers.
+        """
         if self._done_to:
             return "", self._raw[self._done_to :]
         return self._marker or self._raw[:1], self._raw[len(self._marker) or 1 :]
@@ -146,7 +164,9 @@ class Section:
 
     @property
     def _may_hold_block(self) -> bool:
-        """Whether something else than JSON may stand here: Python in a fence, or what a family's own markers enclose."""
+        """Whether something else than JSON may stand here: Python in a fence, or what a family's own
+        markers enclose.
+        """
         return self._form.inner != "json" and (not self._form.bare or self._end == _FENCE)
 
     def _block(self) -> bool:
@@ -173,14 +193,23 @@ class Section:
     # what comes of it
 
     def _known(self, name: str) -> str:
-        """The tool that a name means, `functions.get_weather` being get_weather; "" when none is meant."""
-        return name if name in self._tools else (short if (short := name.rpartition(".")[2]) in self._tools else "")
+        """The tool that a name means, `functions.get_weather` being get_weather; "" when none is
+        meant.
+        """
+        return (
+            name
+            if name in self._tools
+            else (short if (short := name.rpartition(".")[2]) in self._tools else "")
+        )
 
     def _emit(self, name: str, arguments: str) -> bool:
         known = self._known(name)
         if known:
             index, made = self._new_call()
-            self._events += [ToolCallDelta(index, id=made, name=known), ToolCallDelta(index, arguments=arguments)]
+            self._events += [
+                ToolCallDelta(index, id=made, name=known),
+                ToolCallDelta(index, arguments=arguments),
+            ]
         return bool(known)
 
     def _stream(self, reader: ObjectReader) -> None:
@@ -212,7 +241,9 @@ class Section:
         self._over() if self._done_to else self._stop()
 
     def _stop(self) -> None:
-        """What follows is no call. After a whole call that is the section's end, before one its failure."""
+        """What follows is no call. After a whole call that is the section's end, before one its
+        failure.
+        """
         if self._done_to and self._step == self._between:
             self._done_to = self._at
         self.is_over = True

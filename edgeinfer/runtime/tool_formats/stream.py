@@ -1,9 +1,10 @@
 """Tool calls out of a stream of text, whatever the family: `CallParser`.
 
-Outside of a section everything is text, but for what could still become a marker. In a section calls are read one object at
-a time. A call is handed over when it is whole, known and valid JSON; until then it could still be text, and when it cannot be
-a call it is, to the last character. With `certain` (the output is constrained, so calls are known to be well formed) a call's
-name and arguments are handed over as they arrive.
+Outside of a section everything is text, but for what could still become a marker. In a section calls
+are read one object at a time. A call is handed over when it is whole, known and valid JSON; until then
+it could still be text, and when it cannot be a call it is, to the last character. With `certain` (the
+output is constrained, so calls are known to be well formed) a call's name and arguments are handed over
+as they arrive.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ _count = itertools.count()
 
 
 def call_id(*, short: bool = False) -> str:
-    """An id that no other call has: nine letters and digits for Mistral's templates, `call_` and 24 elsewhere.
+    """An id that no other call has: nine letters and digits for Mistral's templates, `call_` and 24
+    elsewhere.
 
-    Stirred from the kernel's randomness, the time and a count, because a resumed process may repeat any one of them.
+    Stirred from the kernel's randomness, the time and a count, because a resumed process may repeat any
+    one of them.
     """
     stirred = os.urandom(16) + time.time_ns().to_bytes(8, "little") + next(_count).to_bytes(8, "little")
     digest = hashlib.blake2b(stirred, digest_size=24).digest()
@@ -39,10 +42,18 @@ def call_id(*, short: bool = False) -> str:
 
 
 class CallParser:
-    """One generation's text to text and calls. `tools` are the schemas of the tools that may be called, by
-    name; `ids` makes an id."""
+    """One generation's text to text and calls. `tools` are the schemas of the tools that may be called,
+    by name; `ids` makes an id.
+    """
 
-    def __init__(self, form: ToolFormat, tools: Tools, *, certain: bool = False, ids: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self,
+        form: ToolFormat,
+        tools: Tools,
+        *,
+        certain: bool = False,
+        ids: Callable[[], str] | None = None,
+    ) -> None:
         self._form, self._tools, self._certain = form, tools, certain
         self._id = ids or (lambda: call_id(short=form.short_ids))
         self._count = 0
@@ -54,7 +65,9 @@ class CallParser:
         self.special_tokens = False
 
     def feed(self, text: str) -> Sequence[Parsed]:
-        """Events that are certain after `text`; what could still become a marker or a call is held back."""
+        """Events that are certain after `text`; what could still become a marker or a call is held
+        back.
+        """
         events: list[Parsed] = []
         self._text += text
         while self._step(events):
@@ -87,7 +100,9 @@ class CallParser:
         return bool(self._text)
 
     def _close(self, section: Section, events: list[Parsed]) -> None:
-        """Go on outside, with what the section did not take. The marker of one that failed is text, or it would open again."""
+        """Go on outside, with what the section did not take. The marker of one that failed is text, or
+        it would open again.
+        """
         marker, rest = section.leftover
         self._section = None
         self._say(marker, events)
@@ -99,7 +114,10 @@ class CallParser:
         at, marker = first_marker(self._text, self._form.begin)
         if at < 0:
             keep = held_back(self._text, self._form.begin)
-            certain, self._text = self._text[: len(self._text) - keep], self._text[len(self._text) - keep :]
+            certain, self._text = (
+                self._text[: len(self._text) - keep],
+                self._text[len(self._text) - keep :],
+            )
             self._say(certain, events)
             return False
         self._say(self._text[:at], events)
@@ -129,7 +147,9 @@ class CallParser:
         return self._count - 1, self._id()
 
     def _say(self, text: str, events: list[Parsed]) -> None:
-        """Text for the reader; white space at the beginning and after a call waits for what follows it."""
+        """Text for the reader; white space at the beginning and after a call waits for what
+        follows it.
+        """
         if self._fresh or self._after_call:
             stripped = text.lstrip()
             self._space += text[: len(text) - len(stripped)]

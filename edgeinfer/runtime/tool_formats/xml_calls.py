@@ -1,6 +1,8 @@
-"""Calls written with tags, as Qwen3-Coder does: `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
+"""Calls written with tags, as Qwen3-Coder does:
+`<function=NAME><parameter=KEY>VALUE</parameter></function>`.
 
-A value is text as it stands where the tool's schema wants a string, and JSON where it wants anything else.
+A value is text as it stands where the tool's schema wants a string, and JSON where it wants anything
+else.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ def xml_calls(text: str, tools: Tools) -> list[tuple[str, str]] | None:
         if _PARAMETER.sub("", body).strip():
             return None
         properties = tools.get(name.strip(), {}).get("properties", {})
-        arguments = {key.strip(): _value(value, properties.get(key.strip())) for key, value in _PARAMETER.findall(body)}
+        arguments = {
+            key.strip(): _value(value, properties.get(key.strip()))
+            for key, value in _PARAMETER.findall(body)
+        }
         calls.append((name.strip(), json.dumps(arguments, ensure_ascii=False)))
     return calls or None
 

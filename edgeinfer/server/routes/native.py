@@ -24,7 +24,8 @@ from edgeinfer.server.routes.replies import json_reply
 from edgeinfer.server.stream import answer
 from edgeinfer.server.wire import native as wire
 
-#: prometheus_client's own content type; its import costs nothing more here, but the constant is the contract.
+#: prometheus_client's own content type; its import costs nothing more here, but the constant is the
+#: contract.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -32,10 +33,14 @@ async def tokenize(request: Request) -> Response:
     body = await decode(request, wire.TokenizeRequest)
 
     def work(engine: Engine) -> wire.TokenizeReply:
-        tokens = engine.tokenize(body.content, add_special=body.add_special, parse_special=body.parse_special)
+        tokens = engine.tokenize(
+            body.content, add_special=body.add_special, parse_special=body.parse_special
+        )
         if not body.with_pieces:
             return wire.TokenizeReply(tokens=list(tokens))
-        return wire.TokenizeReply(tokens=[wire.TokenPiece(id=t, piece=_piece(engine.detokenize([t]))) for t in tokens])
+        return wire.TokenizeReply(
+            tokens=[wire.TokenPiece(id=t, piece=_piece(engine.detokenize([t]))) for t in tokens]
+        )
 
     return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
 
@@ -45,7 +50,9 @@ async def detokenize(request: Request) -> Response:
 
     def work(engine: Engine) -> wire.DetokenizeReply:
         if any(token >= engine.info.n_vocab for token in body.tokens):
-            raise InvalidRequestError(f"token ids go from 0 to {engine.info.n_vocab - 1}", param="tokens")
+            raise InvalidRequestError(
+                f"token ids go from 0 to {engine.info.n_vocab - 1}", param="tokens"
+            )
         return wire.DetokenizeReply(content=engine.detokenize(body.tokens).decode("utf-8", "replace"))
 
     return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
@@ -76,7 +83,9 @@ async def rerank(request: Request) -> Response:
 def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:
     scores = engine.rerank(body.query, texts)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
-    tokens = sum(len(engine.tokenize(text)) for text in texts) + len(texts) * len(engine.tokenize(body.query))
+    tokens = sum(len(engine.tokenize(text)) for text in texts) + len(texts) * len(
+        engine.tokenize(body.query)
+    )
     results = [
         wire.RerankResult(
             index=index,
@@ -90,7 +99,10 @@ def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> w
 
 
 async def _with_model(
-    exchange: Exchange, model: str | None, keep_alive_s: float | None, work: Callable[[Engine], msgspec.Struct]
+    exchange: Exchange,
+    model: str | None,
+    keep_alive_s: float | None,
+    work: Callable[[Engine], msgspec.Struct],
 ) -> Response:
     """Run `work(engine)` beside the event loop and answer with its value."""
     endpoint = exchange.endpoint
@@ -157,12 +169,16 @@ async def unload(request: Request) -> Response:
     models = exchange_of(request).endpoint.models
     name = request.path_params["id"]
     if all(name != model.name for model in models.pulled()):
-        raise Problem(404, f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found")
+        raise Problem(
+            404, f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found"
+        )
     return json_reply(wire.UnloadReply(id=name, state=await models.unload(name)))
 
 
 async def health(request: Request) -> Response:
-    """200 when the default model is loaded, or was and can be again; 503 while it loads for the first time, or drains."""
+    """200 when the default model is loaded, or was and can be again; 503 while it loads for the first
+    time, or drains.
+    """
     endpoint = exchange_of(request).endpoint
     models = endpoint.models
     state = models.state(models.default)
@@ -172,7 +188,9 @@ async def health(request: Request) -> Response:
         report = msgspec.structs.replace(report, status="draining")
     elif not endpoint.ready_said:
         failed = state == "cold" and bool(models.last_error)
-        report = msgspec.structs.replace(report, status="error" if failed else "loading", error=models.last_error)
+        report = msgspec.structs.replace(
+            report, status="error" if failed else "loading", error=models.last_error
+        )
     if report.status == "ok":
         return json_reply(report)
     return json_reply(report, 503, {"retry-after": "1"})
@@ -180,7 +198,9 @@ async def health(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     endpoint = exchange_of(request).endpoint
-    return Response(await endpoint.in_thread(endpoint.metrics.exposition), headers={"content-type": METRICS_TYPE})
+    return Response(
+        await endpoint.in_thread(endpoint.metrics.exposition), headers={"content-type": METRICS_TYPE}
+    )
 
 
 async def props(request: Request) -> Response:

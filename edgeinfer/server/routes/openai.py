@@ -118,19 +118,28 @@ async def embeddings(request: Request) -> Response:
         lease.release()
     exchange.prompt_tokens = tokens
     as_text = body.encoding_format == "base64"
-    data = [replies.Embedding(index=i, embedding=_base64(v) if as_text else v) for i, v in enumerate(vectors)]
+    data = [
+        replies.Embedding(index=i, embedding=_base64(v) if as_text else v)
+        for i, v in enumerate(vectors)
+    ]
     usage = replies.EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
     return json_reply(replies.EmbeddingReply(data=data, model=exchange.model, usage=usage))
 
 
-def _embed(engine: Engine, texts: Sequence[str | tuple[int, ...]], dimensions: int | None) -> tuple[list[list[float]], int]:
+def _embed(
+    engine: Engine, texts: Sequence[str | tuple[int, ...]], dimensions: int | None
+) -> tuple[list[list[float]], int]:
     info = engine.info
     if not info.can_embed:
         raise InvalidRequestError(f"{info.model} makes no embeddings", param="model")
     if dimensions is not None and dimensions != info.n_embd:
-        raise InvalidRequestError(f"this model's embeddings have {info.n_embd} dimensions", param="dimensions")
+        raise InvalidRequestError(
+            f"this model's embeddings have {info.n_embd} dimensions", param="dimensions"
+        )
     vectors = engine.embed(texts)
-    return vectors, sum(len(engine.tokenize(t, add_special=True)) if isinstance(t, str) else len(t) for t in texts)
+    return vectors, sum(
+        len(engine.tokenize(t, add_special=True)) if isinstance(t, str) else len(t) for t in texts
+    )
 
 
 def _base64(vector: Sequence[float]) -> str:
@@ -151,7 +160,9 @@ async def one_model(request: Request) -> Response:
     pulled = await exchange.endpoint.in_thread(exchange.endpoint.models.pulled)
     found = next((model for model in pulled if model.name == name), None)
     if found is None:
-        raise Problem(404, f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found")
+        raise Problem(
+            404, f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found"
+        )
     return json_reply(_card(exchange, found))
 
 

@@ -1,1 +1,3 @@
-"""The endpoint's JSON, as types: every field that is accepted is here, every other one is refused by name."""
+"""The endpoint's JSON, as types: every field that is accepted is here, every other one is refused by
+name.
+"""

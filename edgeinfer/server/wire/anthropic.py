@@ -1,7 +1,8 @@
 """Anthropic's messages and token counting, as far as a local text model can honour them.
 
-Source: Anthropic's published API reference. `cache_control` is accepted because the engine reuses prefixes by itself;
-images, documents, server tools, containers and thinking budgets cannot be honoured and are refused.
+Source: Anthropic's published API reference. `cache_control` is accepted because the engine reuses
+prefixes by itself; images, documents, server tools, containers and thinking budgets cannot be honoured
+and are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from edgeinfer.server.wire.base import (
     WireTimings,
 )
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+# --- requests
+# --------------------------------------------------------------------------------
 
 
 class CacheControl(Wire, frozen=True, kw_only=True):
@@ -142,7 +144,9 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
 class CountRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
-    messages: Annotated[list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1, max_length=4096)]
+    messages: Annotated[
+        list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1, max_length=4096)
+    ]
     model: ModelName | None = None
     system: str | Annotated[list[TextOnlyBlock], Meta(max_length=1024)] | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=256)] | None = None
@@ -167,7 +171,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     deadline_s: Deadline | None = None
 
 
-# --- responses --------------------------------------------------------------------------------------------------------
+# --- responses
+# --------------------------------------------------------------------------------
 
 
 class AnthropicErrorBody(Reply, frozen=True, kw_only=True):

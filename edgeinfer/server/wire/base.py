@@ -1,6 +1,8 @@
-"""What every wire type shares: strictness, and the ranges of numbers that several APIs spell the same way.
+"""What every wire type shares: strictness, and the ranges of numbers that several APIs spell the same
+way.
 
-Unknown fields are errors. A number without a range does not exist here: CVE-2026-21869 was a negative count.
+Unknown fields are errors. A number without a range does not exist here: CVE-2026-21869 was a negative
+count.
 """
 
 from __future__ import annotations
@@ -40,9 +42,15 @@ StopList = Annotated[list[StopString], Meta(max_length=16)]
 JsonObject = dict[str, Any]
 KeepAlive = Annotated[
     float,
-    Meta(ge=-1, le=31_536_000, description="Seconds the model stays loaded after this request; 0 unloads it, -1 keeps it."),
+    Meta(
+        ge=-1,
+        le=31_536_000,
+        description="Seconds the model stays loaded after this request; 0 unloads it, -1 keeps it.",
+    ),
 ]
-Deadline = Annotated[float, Meta(gt=0, le=86_400, description="Seconds after which the answer is cut short.")]
+Deadline = Annotated[
+    float, Meta(gt=0, le=86_400, description="Seconds after which the answer is cut short.")
+]
 
 
 class SamplingFields(Wire, frozen=True, kw_only=True):

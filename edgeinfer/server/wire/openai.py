@@ -1,8 +1,9 @@
-"""OpenAI's chat completions, completions, embeddings and models, as far as a local text model can honour them.
+"""OpenAI's chat completions, completions, embeddings and models, as far as a local text model can
+honour them.
 
-Source: OpenAI's published OpenAPI document. Fields of it that are absent here (`audio`, `store: true`, `prediction`,
-`web_search_options`, …) cannot be honoured and are refused as unknown. Fields beyond it (`top_k`, `grammar`, `keep_alive`, …)
-keep the names that llama.cpp's and vLLM's servers gave them.
+Source: OpenAI's published OpenAPI document. Fields of it that are absent here (`audio`, `store: true`,
+`prediction`, `web_search_options`, …) cannot be honoured and are refused as unknown. Fields beyond it
+(`top_k`, `grammar`, `keep_alive`, …) keep the names that llama.cpp's and vLLM's servers gave them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from edgeinfer.server.wire.base import (
     Wire,
 )
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+# --- requests
+# --------------------------------------------------------------------------------
 
 
 class TextPart(Wire, frozen=True, kw_only=True):
@@ -180,7 +182,8 @@ class StreamOptions(Wire, frozen=True, kw_only=True):
 
 
 LogitBias = Annotated[
-    dict[Annotated[str, Meta(pattern=r"^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)
+    dict[Annotated[str, Meta(pattern=r"^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=1024),
 ]
 
 

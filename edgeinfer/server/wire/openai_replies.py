@@ -1,6 +1,7 @@
 """OpenAI's answers and errors: chat completions, completions, embeddings, models.
 
-Source: OpenAI's published OpenAPI document; `timings` and `reasoning_content` as llama.cpp's server spells them.
+Source: OpenAI's published OpenAPI document; `timings` and `reasoning_content` as llama.cpp's server
+spells them.
 """
 
 from __future__ import annotations
@@ -140,7 +141,9 @@ class ChatChunk(Reply, frozen=True, kw_only=True, omit_defaults=True):
     """One SSE chunk of /v1/chat/completions."""
 
     id: str
-    object: Literal["chat.completion.chunk"] = msgspec.field(default_factory=lambda: "chat.completion.chunk")
+    object: Literal["chat.completion.chunk"] = msgspec.field(
+        default_factory=lambda: "chat.completion.chunk"
+    )
     created: int
     model: str
     system_fingerprint: str = ""

@@ -1,4 +1,5 @@
-"""OpenAI's Responses API, stateless: nothing is stored, so `store: true` and `previous_response_id` are refused.
+"""OpenAI's Responses API, stateless: nothing is stored, so `store: true` and `previous_response_id` are
+refused.
 
 Source: OpenAI's published OpenAPI document.
 """
@@ -26,7 +27,8 @@ from edgeinfer.server.wire.base import (
     WireTimings,
 )
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+# --- requests
+# --------------------------------------------------------------------------------
 
 
 class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
@@ -126,7 +128,9 @@ class ResponsesStreamOptions(Wire, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/responses. `input` items are checked one by one after the body, so that each error names its place."""
+    """POST /v1/responses. `input` items are checked one by one after the body, so that each error names
+    its place.
+    """
 
     input: str | Annotated[list[JsonObject], Meta(min_length=1, max_length=4096)]
     model: ModelName | None = None
@@ -154,7 +158,8 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     keep_alive: KeepAlive | None = None
 
 
-# --- responses --------------------------------------------------------------------------------------------------------
+# --- responses
+# --------------------------------------------------------------------------------
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):

@@ -8,7 +8,9 @@ from edgeinfer.tui.drawing.markdown import Drawer
 
 
 class Body:
-    """A document and its lines. `settled` blocks can no longer change when text is appended behind them."""
+    """A document and its lines. `settled` blocks can no longer change when text is appended behind
+    them.
+    """
 
     def __init__(self, source: str, width: int) -> None:
         self.source = source
@@ -41,7 +43,14 @@ class Body:
         tail = self.source[self._settled_chars :]
         tokens = parser().parse(tail)
         del self._lines[self._settled_lines :]
-        last = next((i for i in range(len(tokens) - 1, -1, -1) if tokens[i].level == 0 and tokens[i].nesting >= 0), None)
+        last = next(
+            (
+                i
+                for i in range(len(tokens) - 1, -1, -1)
+                if tokens[i].level == 0 and tokens[i].nesting >= 0
+            ),
+            None,
+        )
         if last is None:
             return
         begin = tokens[last].map

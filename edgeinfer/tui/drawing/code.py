@@ -1,4 +1,6 @@
-"""A code block as lines: highlighted, folded at the edge, with a label that says its language and its number for copying."""
+"""A code block as lines: highlighted, folded at the edge, with a label that says its language and its
+number for copying.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from typing import Any
 
 from edgeinfer.tui.drawing.lines import Line, Span, clean, fold, prefixed, right
 
-#: Pygments' token names, from the outermost, to our style names. What is not listed looks like plain code.
+#: Pygments' token names, from the outermost, to our style names. What is not listed looks like plain
+#: code.
 _STYLES = {
     "Comment": "code-comment",
     "Keyword": "code-keyword",

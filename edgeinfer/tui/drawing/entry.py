@@ -1,4 +1,5 @@
-"""What the transcript shows, one entry a turn: a question, an answer, or a remark of ours. An entry draws itself when asked.
+"""What the transcript shows, one entry a turn: a question, an answer, or a remark of ours. An entry
+draws itself when asked.
 
 Drawing is put off until an entry comes into view; until then its height is an estimate.
 """
@@ -54,7 +55,9 @@ def _rows(text: str, width: int) -> int:
 
 
 class Question(Entry):
-    """A user's turn: its words as typed, its attachments as names. `page` is (which, of how many) alternatives."""
+    """A user's turn: its words as typed, its attachments as names. `page` is (which, of how many)
+    alternatives.
+    """
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
@@ -79,7 +82,11 @@ class Question(Entry):
             tokens = f" · {attached.tokens:,} tokens" if attached.tokens else ""
             rows += fold(styled(f"+ {clean(attached.name)}{tokens}", "attachment"), width - 2)
         drawn = [
-            prefixed(Line(r.text, (Span(0, len(r.text), "question"), *r.spans)), "❯ " if i == 0 else "  ", "prompt")
+            prefixed(
+                Line(r.text, (Span(0, len(r.text), "question"), *r.spans)),
+                "❯ " if i == 0 else "  ",
+                "prompt",
+            )
             for i, r in enumerate(rows)
         ]
         if self.page[1] > 1 and drawn:
@@ -88,7 +95,9 @@ class Question(Entry):
         return cut + drawn
 
     def _estimate(self, width: int) -> int:
-        return min(_rows(self.turn.content, width - 2), _FOLD_LINES + 4) + len(self.turn.attachments) + 1
+        return (
+            min(_rows(self.turn.content, width - 2), _FOLD_LINES + 4) + len(self.turn.attachments) + 1
+        )
 
 
 def _cut_mark(summary: str, width: int) -> list[Line]:
@@ -98,7 +107,9 @@ def _cut_mark(summary: str, width: int) -> list[Line]:
 
 
 class AnswerEntry(Entry):
-    """A model's turn. While it is `streaming` it grows by `grow`; `settle` draws it once more, whole."""
+    """A model's turn. While it is `streaming` it grows by `grow`; `settle` draws it once more,
+    whole.
+    """
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1), *, streaming: bool = False) -> None:
         super().__init__()
@@ -170,15 +181,22 @@ class AnswerEntry(Entry):
         head = styled(f"  {'▸' if self.folded else '▾'} {verb} · {words:,} words", "fold")
         if self.folded:
             return [head, BLANK]
-        dimmed = [Line(line.text, (*line.spans, Span(0, len(line.text), "dim")), "") for line in thought.lines]
+        dimmed = [
+            Line(line.text, (*line.spans, Span(0, len(line.text), "dim")), "") for line in thought.lines
+        ]
         return [head, *(prefixed(line, "  │ ", "dim") for line in dimmed), BLANK]
 
     def _foot(self, width: int, has_text: bool) -> list[Line]:
         lines: list[Line] = []
         if self.turn.status == "failed":
-            lines += [prefixed(line, "  ") for line in wrap(styled(f"✗ {clean(self.turn.error)}", "error"), width - 2)]
+            lines += [
+                prefixed(line, "  ")
+                for line in wrap(styled(f"✗ {clean(self.turn.error)}", "error"), width - 2)
+            ]
         elif self.turn.status in CUT:
-            word = {"length": "cut: no room left", "interrupted": "interrupted"}.get(self.turn.status, "stopped")
+            word = {"length": "cut: no room left", "interrupted": "interrupted"}.get(
+                self.turn.status, "stopped"
+            )
             lines.append(styled(f"  ◌ {word} · /continue goes on", "dim"))
         if self.page[1] > 1:
             lines.append(styled(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))
@@ -224,13 +242,28 @@ class Welcome(Entry):
         rows = [
             BLANK,
             Line("  edgeinfer", (Span(2, 11, "h2"),)),
-            *(prefixed(line, "  ") for line in wrap(styled(clean(f"{self.model} · {self.started}"), "dim"), width - 2)),
+            *(
+                prefixed(line, "  ")
+                for line in wrap(styled(clean(f"{self.model} · {self.started}"), "dim"), width - 2)
+            ),
             BLANK,
         ]
-        for keys, words in (("Enter", "asks"), ("Ctrl+J", "a new line"), ("/", "commands"), ("@", "files"), ("F1", "help")):
+        for keys, words in (
+            ("Enter", "asks"),
+            ("Ctrl+J", "a new line"),
+            ("/", "commands"),
+            ("@", "files"),
+            ("F1", "help"),
+        ):
             label = f"  {keys:<8}"
             rows.append(
-                Line(label + words, (Span(2, 2 + len(keys), "bullet"), Span(len(label), len(label) + len(words), "dim")))
+                Line(
+                    label + words,
+                    (
+                        Span(2, 2 + len(keys), "bullet"),
+                        Span(len(label), len(label) + len(words), "dim"),
+                    ),
+                )
             )
         return rows
 

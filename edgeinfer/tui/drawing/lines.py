@@ -1,6 +1,8 @@
-"""A line of text with named styles, and the few things one does with it: wrap, indent, pad, cut out of a selection.
+"""A line of text with named styles, and the few things one does with it: wrap, indent, pad, cut out of
+a selection.
 
-The names are the transcript's component classes, so a theme decides what they look like; `link:URL` is a link.
+The names are the transcript's component classes, so a theme decides what they look like; `link:URL` is
+a link.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from typing import NamedTuple
 from rich._wrap import divide_line
 from rich.cells import cell_len
 
-#: Control characters that a terminal would obey. Models and files may hold them; nothing of ours draws one.
-_CONTROLS: dict[int, str] = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F)), "")
+#: Control characters that a terminal would obey. Models and files may hold them; nothing of ours draws
+#: one.
+_CONTROLS: dict[int, str] = dict.fromkeys(
+    (*range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F)), ""
+)
 _CONTROLS |= {0x09: "    ", 0x0A: "\n"}
 
 
@@ -71,10 +76,16 @@ def fold(line: Line, width: int) -> list[Line]:
     return [_slice(text, spans, fill, a, b, keep=True) for a, b in itertools.pairwise(cuts)]
 
 
-def _slice(text: str, spans: tuple[Span, ...], fill: str, start: int, end: int, *, keep: bool = False) -> Line:
+def _slice(
+    text: str, spans: tuple[Span, ...], fill: str, start: int, end: int, *, keep: bool = False
+) -> Line:
     piece = text[start:end] if keep else text[start:end].rstrip()
     stop = start + len(piece)
-    inside = tuple(Span(max(a, start) - start, min(b, stop) - start, s) for a, b, s in spans if a < stop and b > start)
+    inside = tuple(
+        Span(max(a, start) - start, min(b, stop) - start, s)
+        for a, b, s in spans
+        if a < stop and b > start
+    )
     return Line(piece, inside, fill)
 
 
@@ -90,7 +101,10 @@ def prefixed(line: Line, prefix: str, style: str = "", fill: str | None = None) 
 def hung(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
     """Lines with `first` before the first and as many blank cells before the rest."""
     blank = " " * cell_len(first)
-    return [prefixed(line, first if i == 0 else blank, style if i == 0 else "") for i, line in enumerate(lines)]
+    return [
+        prefixed(line, first if i == 0 else blank, style if i == 0 else "")
+        for i, line in enumerate(lines)
+    ]
 
 
 def right(line: Line, label: str, style: str, width: int) -> Line:
@@ -99,4 +113,8 @@ def right(line: Line, label: str, style: str, width: int) -> Line:
     if gap < 1:
         return line
     start = len(line.text) + gap
-    return Line(f"{line.text}{' ' * gap}{label}", (*line.spans, Span(start, start + len(label), style)), line.fill)
+    return Line(
+        f"{line.text}{' ' * gap}{label}",
+        (*line.spans, Span(start, start + len(label), style)),
+        line.fill,
+    )

@@ -1,4 +1,6 @@
-"""Markdown as lines of a given width: headings, paragraphs, lists, quotes, tables, code. Every block a small function."""
+"""Markdown as lines of a given width: headings, paragraphs, lists, quotes, tables, code. Every block a
+small function.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _LINKS = ("http://", "https://", "mailto:")
 
 
 class Drawer:
-    """Draws blocks, counting the code blocks it meets so that each has its number. `first_code` is the next one's."""
+    """Draws blocks, counting the code blocks it meets so that each has its number. `first_code` is the
+    next one's.
+    """
 
     def __init__(self, width: int, first_code: int = 1) -> None:
         self.width = max(width, 10)
@@ -31,7 +35,9 @@ class Drawer:
         """The blocks of a parsed document, a blank line between each two."""
         return self._blocks(SyntaxTreeNode(list(tokens)).children, self.width, 0)
 
-    def _blocks(self, nodes: Sequence[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False) -> list[Line]:
+    def _blocks(
+        self, nodes: Sequence[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False
+    ) -> list[Line]:
         lines: list[Line] = []
         for node in nodes:
             drawn = self._block(node, width, depth)
@@ -46,10 +52,18 @@ class Drawer:
                 return paragraph(node, width)
             case "heading":
                 level = min(int(node.tag[1:]), 3)
-                return [Line(line.text, (Span(0, len(line.text), f"h{level}"), *line.spans)) for line in paragraph(node, width)]
+                return [
+                    Line(line.text, (Span(0, len(line.text), f"h{level}"), *line.spans))
+                    for line in paragraph(node, width)
+                ]
             case "fence" | "code_block":
                 self.next_code += 1
-                return draw_code(node.content.rstrip("\n"), node.info.strip().split(" ")[0], self.next_code - 1, width)
+                return draw_code(
+                    node.content.rstrip("\n"),
+                    node.info.strip().split(" ")[0],
+                    self.next_code - 1,
+                    width,
+                )
             case "bullet_list" | "ordered_list":
                 return self._list(node, width, depth)
             case "blockquote":
@@ -65,11 +79,22 @@ class Drawer:
     def _list(self, node: SyntaxTreeNode, width: int, depth: int) -> list[Line]:
         start = int(node.attrs.get("start", 1)) if node.type == "ordered_list" else 0
         last = len(f"{start + len(node.children) - 1}. ")
-        tight = all(child.hidden for item in node.children for child in item.children if child.type == "paragraph")
+        tight = all(
+            child.hidden
+            for item in node.children
+            for child in item.children
+            if child.type == "paragraph"
+        )
         lines: list[Line] = []
         for index, item in enumerate(node.children):
-            mark = f"{start + index}. ".rjust(last) if node.type == "ordered_list" else f"{_BULLETS[min(depth, 2)]} "
-            inside = self._blocks(item.children, max(width - len(mark), 8), depth + 1, tight=tight) or [BLANK]
+            mark = (
+                f"{start + index}. ".rjust(last)
+                if node.type == "ordered_list"
+                else f"{_BULLETS[min(depth, 2)]} "
+            )
+            inside = self._blocks(item.children, max(width - len(mark), 8), depth + 1, tight=tight) or [
+                BLANK
+            ]
             if lines and not tight:
                 lines.append(BLANK)
             lines += hung(inside, mark, "bullet")
@@ -94,7 +119,9 @@ def _inline(node: SyntaxTreeNode) -> list[Line]:
     return [_cut(whole, spans, a, b) for a, b in itertools.pairwise(edges)]
 
 
-def _walk(nodes: Sequence[SyntaxTreeNode], text: list[str], spans: list[Span], breaks: list[int]) -> None:
+def _walk(
+    nodes: Sequence[SyntaxTreeNode], text: list[str], spans: list[Span], breaks: list[int]
+) -> None:
     for node in nodes:
         start = sum(map(len, text))
         match node.type:
@@ -125,7 +152,11 @@ def _walk(nodes: Sequence[SyntaxTreeNode], text: list[str], spans: list[Span], b
 def _cut(text: str, spans: Sequence[Span], start: int, end: int) -> Line:
     return Line(
         text[start:end],
-        tuple(Span(max(a, start) - start, min(b, end) - start, s) for a, b, s in spans if a < end and b > start),
+        tuple(
+            Span(max(a, start) - start, min(b, end) - start, s)
+            for a, b, s in spans
+            if a < end and b > start
+        ),
     )
 
 

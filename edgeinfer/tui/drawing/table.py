@@ -1,4 +1,6 @@
-"""A table as lines: columns as wide as their words need, narrowed together where the screen is too small."""
+"""A table as lines: columns as wide as their words need, narrowed together where the screen is too
+small.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def draw_table(rows: Sequence[Sequence[Line]], width: int) -> list[Line]:
 
 def _column_widths(rows: Sequence[Sequence[Line]], width: int) -> list[int]:
     columns = len(rows[0])
-    wanted = [max(1, *(cell_len(row[i].text) if i < len(row) else 0 for row in rows)) for i in range(columns)]
+    wanted = [
+        max(1, *(cell_len(row[i].text) if i < len(row) else 0 for row in rows)) for i in range(columns)
+    ]
     room = width - len(_GAP) * (columns - 1)
     while sum(wanted) > room and max(wanted) > 4:
         excess, widest = sum(wanted) - room, max(wanted)

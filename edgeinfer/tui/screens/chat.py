@@ -1,4 +1,6 @@
-"""The chat itself: header, conversation, completions, composer, status. Keys and messages arrive here and go to their rooms."""
+"""The chat itself: header, conversation, completions, composer, status. Keys and messages arrive here
+and go to their rooms.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ _PLACEHOLDER = "Ask something"
 
 
 class ChatScreen(Screen[None]):
-    """One conversation on show. What it says and stores is the session's; what it loads, the loader's."""
+    """One conversation on show. What it says and stores is the session's; what it loads, the
+    loader's.
+    """
 
     BINDINGS: ClassVar[list[Binding]] = [*bindings("chat"), *bindings("turn")]  # type: ignore[assignment]
     app: ChatApp
@@ -236,8 +240,14 @@ class ChatScreen(Screen[None]):
         if error is not None:
             question = self.session.turn(turn.parent_id) if turn.parent_id else None
             self.next_step(error, question.content if question and not turn.content else "")
-        elif turn.status == "length" and turn.stats.n_ctx and turn.stats.context_tokens >= turn.stats.n_ctx - 1:
-            full = ContextLengthError(f"the context of {turn.stats.n_ctx:,} tokens is full", param="messages")
+        elif (
+            turn.status == "length"
+            and turn.stats.n_ctx
+            and turn.stats.context_tokens >= turn.stats.n_ctx - 1
+        ):
+            full = ContextLengthError(
+                f"the context of {turn.stats.n_ctx:,} tokens is full", param="messages"
+            )
             self.offer_room(full)
 
     def offer_room(self, error: EdgeInferError) -> None:
@@ -245,11 +255,17 @@ class ChatScreen(Screen[None]):
         from edgeinfer.tui.screens.choice import ChoiceScreen
 
         choices = (
-            ("drop", "Leave the oldest turns out", "they stay in the conversation, but are no longer sent"),
+            (
+                "drop",
+                "Leave the oldest turns out",
+                "they stay in the conversation, but are no longer sent",
+            ),
             ("summarise", "Summarise the oldest turns", "a short summary is sent in their place"),
             ("cancel", "Leave it", "shorten the question, or load with /ctx"),
         )
-        self.app.push_screen(ChoiceScreen("The context is full", error.message, choices), self._make_room)
+        self.app.push_screen(
+            ChoiceScreen("The context is full", error.message, choices), self._make_room
+        )
 
     def _make_room(self, choice: str | None) -> None:
         if choice in ("drop", "summarise"):
@@ -259,7 +275,12 @@ class ChatScreen(Screen[None]):
         """After a cut: answer the question that did not fit, go on with the answer that was cut."""
         self.show_session()
         head = self.session.head
-        if head is not None and head.role == "assistant" and head.status == "failed" and not head.content:
+        if (
+            head is not None
+            and head.role == "assistant"
+            and head.status == "failed"
+            and not head.content
+        ):
             self.run_command("/regen")
         elif head is not None and head.role == "user":
             self.answer_question()
@@ -268,7 +289,9 @@ class ChatScreen(Screen[None]):
         """Whether what is typed will replace an earlier question."""
         self.composer.editing = turn_id
         self.composer.set_class(turn_id is not None, "-editing")
-        self.composer.border_title = "editing an earlier question · Esc leaves it" if turn_id is not None else ""
+        self.composer.border_title = (
+            "editing an earlier question · Esc leaves it" if turn_id is not None else ""
+        )
 
     # completion
 
@@ -276,12 +299,16 @@ class ChatScreen(Screen[None]):
     def _typed(self) -> None:
         row, column = self.composer.cursor_location
         lines = self.composer.text.split("\n")
-        before = "\n".join([*lines[:row], lines[row][:column]]) if row < len(lines) else self.composer.text
+        before = (
+            "\n".join([*lines[:row], lines[row][:column]]) if row < len(lines) else self.composer.text
+        )
         found = complete(before, self.front.names())
         self.completions.offer(found)
         self.composer.completing = bool(found)
         choice = self.completions.choice
-        self.composer.can_take = choice is not None and not choice.whole and before[-choice.length :] != choice.text.rstrip()
+        self.composer.can_take = (
+            choice is not None and not choice.whole and before[-choice.length :] != choice.text.rstrip()
+        )
         self.attaching.typed(self.composer.text)
 
     @on(Composer.Choosing)
@@ -304,7 +331,12 @@ class ChatScreen(Screen[None]):
 
     def on_key(self, event: events.Key) -> None:
         """Typing goes to the composer, wherever the focus went."""
-        if event.is_printable and event.character and self.focused is self.transcript and self.transcript.chosen is None:
+        if (
+            event.is_printable
+            and event.character
+            and self.focused is self.transcript
+            and self.transcript.chosen is None
+        ):
             event.stop()
             self.composer.focus()
             self.composer.insert(event.character)
@@ -355,7 +387,9 @@ class ChatScreen(Screen[None]):
         if abs(pages) > 1:
             transcript.scroll_to(y=transcript.max_scroll_y if pages > 0 else 0, animate=False)
         else:
-            transcript.scroll_to(y=transcript.scroll_y + pages * max(1, transcript.size.height - 2), animate=False)
+            transcript.scroll_to(
+                y=transcript.scroll_y + pages * max(1, transcript.size.height - 2), animate=False
+            )
 
     # on a chosen turn
 
@@ -419,7 +453,9 @@ class ChatScreen(Screen[None]):
         blocks = code_blocks(turn.content)
         if not blocks:
             raise UsageError("there is no code in this turn", hint="")
-        self.front.copy(blocks[self._code_at % len(blocks)].text, f"code block {self._code_at % len(blocks) + 1}")
+        self.front.copy(
+            blocks[self._code_at % len(blocks)].text, f"code block {self._code_at % len(blocks) + 1}"
+        )
         self._code_at += 1
 
     @on(Transcript.Clicked)
@@ -428,7 +464,9 @@ class ChatScreen(Screen[None]):
         if kind == "fold":
             self.transcript.toggle_fold(entry)
         elif isinstance(entry, AnswerEntry) and kind == "copy":
-            blocks = code_blocks(entry.turn.content or (self.streaming.answer.text if self.streaming else ""))
+            blocks = code_blocks(
+                entry.turn.content or (self.streaming.answer.text if self.streaming else "")
+            )
             if int(number) <= len(blocks):
                 self.front.copy(blocks[int(number) - 1].text, f"code block {number}")
         elif kind == "page":

@@ -40,20 +40,38 @@ class HelpScreen(ModalScreen[None]):
 
     def on_resize(self) -> None:
         width = self.query_one(VerticalScroll).scrollable_content_region.width
-        self.query_one("#help", Static).update(help_content(self._command, dict(self.app._keymap), width))
+        self.query_one("#help", Static).update(
+            help_content(self._command, dict(self.app._keymap), width)
+        )
 
 
 def help_content(command: str, keymap: dict[str, str], width: int) -> Content:
-    """Commands and keys; `keymap` holds the keys the user has bound otherwise. One command alone when it is named."""
-    commands = [c for c in slash.COMMANDS if not command or command in (c.name, *c.aliases)] or list(slash.COMMANDS)
+    """Commands and keys; `keymap` holds the keys the user has bound otherwise. One command alone when
+    it is named.
+    """
+    commands = [c for c in slash.COMMANDS if not command or command in (c.name, *c.aliases)] or list(
+        slash.COMMANDS
+    )
     blocks = [[("Commands", "bold $primary")]]
     rows = [_row(f"/{c.name} {c.argument}".rstrip(), c.summary, _also(c), width) for c in commands]
     if len(commands) > 1:
         rows.append(_row("@PATH", "attach a text file, anywhere in a question", "", width))
         for where, heading in HEADINGS.items():
             rows.append([(f"\n{heading}", "bold $primary")])
-            rows += [_row(shown(keymap.get(k.id, k.keys)), k.tooltip, k.id, width) for k in KEYS if k.where == where]
-        rows.append([("\nSettings (F4) rebind keys; config.toml does it by their names, under [chat.keys].", "dim")])
+            rows += [
+                _row(shown(keymap.get(k.id, k.keys)), k.tooltip, k.id, width)
+                for k in KEYS
+                if k.where == where
+            ]
+        rows.append(
+            [
+                (
+                    "\nSettings (F4) rebind keys; config.toml does it by their names, under "
+                    "[chat.keys].",
+                    "dim",
+                )
+            ]
+        )
     return Content("\n").join([Content.assemble(*parts) for parts in [*blocks, *rows]])
 
 

@@ -1,4 +1,6 @@
-"""The model picker: what there is, what fits, what is here; pulls and warms with progress, and can be stopped."""
+"""The model picker: what there is, what fits, what is here; pulls and warms with progress, and can be
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,14 @@ _KEYS = "Enter uses or pulls · w warm · x stop · Esc"
 
 
 class ModelScreen(ModalScreen[str | None]):
-    """The answer is the model to use. `first`: nothing can answer yet, so the wanted model is offered."""
+    """The answer is the model to use. `first`: nothing can answer yet, so the wanted model is
+    offered.
+    """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "Leave", show=False), *bindings("models")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "Leave", show=False),
+        *bindings("models"),
+    ]
 
     def __init__(self, launch: Launch, wanted: str, *, first: bool = False) -> None:
         super().__init__()
@@ -43,7 +50,11 @@ class ModelScreen(ModalScreen[str | None]):
             sheet.border_title = "No model is here yet" if self.first else "Models"
             sheet.border_subtitle = _KEYS
             if self.first:
-                yield Static(f"Enter fetches {self.wanted} and starts the chat. Or pick another.", classes="text", markup=False)
+                yield Static(
+                    f"Enter fetches {self.wanted} and starts the chat. Or pick another.",
+                    classes="text",
+                    markup=False,
+                )
             yield OptionList(id="models")
             yield Static("", classes="detail", markup=False)
             yield Static("", classes="progress", markup=False)
@@ -67,8 +78,12 @@ class ModelScreen(ModalScreen[str | None]):
         listed = self.query_one(OptionList)
         listed.clear_options()
         room = self.query_one(".sheet").size.width - 8
-        listed.add_options(Option(_row(r, r.name == self.wanted and not self.first, room), id=r.name) for r in rows)
-        listed.highlighted = next((i for i, r in enumerate(rows) if r.name == chosen), 0) if rows else None
+        listed.add_options(
+            Option(_row(r, r.name == self.wanted and not self.first, room), id=r.name) for r in rows
+        )
+        listed.highlighted = (
+            next((i for i, r in enumerate(rows) if r.name == chosen), 0) if rows else None
+        )
 
     @property
     def chosen(self) -> Shelved | None:
@@ -119,7 +134,9 @@ class ModelScreen(ModalScreen[str | None]):
 
         app = self.app
         try:
-            pulled = pull(name, lambda p: app.call_from_thread(self._progress, pull_words(p)), self._stop)
+            pulled = pull(
+                name, lambda p: app.call_from_thread(self._progress, pull_words(p)), self._stop
+            )
         except EdgeInferError as error:
             app.call_from_thread(self._ended, error)
         else:
@@ -131,7 +148,9 @@ class ModelScreen(ModalScreen[str | None]):
         app = self.app
 
         def progress(stage: str, fraction: float | None) -> None:
-            app.call_from_thread(self._progress, stage if fraction is None else f"{stage} {fraction:.0%}")
+            app.call_from_thread(
+                self._progress, stage if fraction is None else f"{stage} {fraction:.0%}"
+            )
 
         try:
             self.launch.host.warm(name, self.launch.options, progress, self._stop)
@@ -139,7 +158,9 @@ class ModelScreen(ModalScreen[str | None]):
             app.call_from_thread(self._ended, error)
         else:
             app.call_from_thread(self._ended, None)
-            app.call_from_thread(self.notify, f"{name} is warm: it starts in a tenth of a second.", markup=False)
+            app.call_from_thread(
+                self.notify, f"{name} is warm: it starts in a tenth of a second.", markup=False
+            )
             app.call_from_thread(self._read)
 
     def _progress(self, words: str) -> None:
@@ -163,7 +184,9 @@ class ModelScreen(ModalScreen[str | None]):
 
 
 def _row(row: Shelved, current: bool, room: int) -> Content:
-    """One line of `room` cells: mark, name, parameters, size, licence where there is room, whether it fits, warm or here."""
+    """One line of `room` cells: mark, name, parameters, size, licence where there is room, whether it
+    fits, warm or here.
+    """
     state = "warm" if row.warm else "here" if row.pulled else ""
     size = f"{'~' if row.guessed else ''}{size_words(row.size_bytes)}" if row.size_bytes else ""
     fits = {True: "fits", False: "too big", None: ""}[row.fits]
@@ -185,13 +208,24 @@ def _cut(text: str, width: int) -> str:
 
 def detail(row: Shelved) -> str:
     """Two lines about the chosen model."""
-    facts = [row.title, row.purpose, f"{row.context_length:,} tokens of context" if row.context_length else "", row.licence]
+    facts = [
+        row.title,
+        row.purpose,
+        f"{row.context_length:,} tokens of context" if row.context_length else "",
+        row.licence,
+    ]
     needs = ""
     if row.needs_bytes:
         verb = "Fits" if row.fits else "Does not fit" if row.fits is False else "Needs"
         about = "about " if not row.pulled else ""
         needs = f"{verb}: {about}{size_words(row.needs_bytes)} needed, {size_words(row.available_bytes)} free"
-    state = "" if row.pulled else f"Enter fetches {size_words(row.size_bytes)}." if row.size_bytes else "Enter fetches it."
+    state = (
+        ""
+        if row.pulled
+        else f"Enter fetches {size_words(row.size_bytes)}."
+        if row.size_bytes
+        else "Enter fetches it."
+    )
     return "\n".join(line for line in (" · ".join(f for f in facts if f), needs, state) if line)
 
 

@@ -1,4 +1,6 @@
-"""Conversations: newest first, searched as one types, opened, renamed, deleted and brought back, exported."""
+"""Conversations: newest first, searched as one types, opened, renamed, deleted and brought back,
+exported.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class SessionScreen(ModalScreen[int | None]):
         Binding("down", "step(1)", "Next", show=False, priority=True),
         Binding("up", "step(-1)", "Before", show=False, priority=True),
         *(
-            Binding(b.key, b.action, b.description, show=False, priority=True, tooltip=b.tooltip, id=b.id)
+            Binding(
+                b.key, b.action, b.description, show=False, priority=True, tooltip=b.tooltip, id=b.id
+            )
             for b in bindings("sessions")
         ),
     ]
@@ -60,14 +64,20 @@ class SessionScreen(ModalScreen[int | None]):
     def _search(self) -> None:
         words = self.query_one(Input).value
         try:
-            self.found = library.search(self.session.store, words) if words.strip() else library.listing(self.session.store)
+            self.found = (
+                library.search(self.session.store, words)
+                if words.strip()
+                else library.listing(self.session.store)
+            )
         except EdgeInferError as error:
             self._say(error)
             return
         listed = self.query_one(OptionList)
         listed.clear_options()
         room = max(20, self.app.size.width * 9 // 10 - 30)
-        listed.add_options(Option(_row(s, self.session.store.clock(), room), id=str(s.id)) for s in self.found)
+        listed.add_options(
+            Option(_row(s, self.session.store.clock(), room), id=str(s.id)) for s in self.found
+        )
         if self.found:
             listed.highlighted = 0
         listed.border_title = ""
@@ -91,7 +101,9 @@ class SessionScreen(ModalScreen[int | None]):
     def action_rename(self) -> None:
         chosen = self.chosen
         if chosen is not None:
-            self.app.push_screen(AskScreen("Rename", chosen.title), lambda title: self._rename(chosen.id, title))
+            self.app.push_screen(
+                AskScreen("Rename", chosen.title), lambda title: self._rename(chosen.id, title)
+            )
 
     def _rename(self, conversation_id: int, title: str | None) -> None:
         if title and title.strip():
@@ -131,7 +143,9 @@ class SessionScreen(ModalScreen[int | None]):
         try:
             conversation = self.session.store.conversation(chosen.id)
             turns = tree.path(self.session.store.turns(chosen.id), conversation.head_id)
-            path = export.write(Path(export.file_name(conversation, ".md")), export.to_markdown(conversation, turns))
+            path = export.write(
+                Path(export.file_name(conversation, ".md")), export.to_markdown(conversation, turns)
+            )
         except EdgeInferError as error:
             self._say(error)
             return
@@ -144,7 +158,9 @@ class SessionScreen(ModalScreen[int | None]):
 def _row(summary: Summary, now_ms: int, room: int) -> Content:
     title = clean(summary.title)
     title = title if len(title) <= room else title[: room - 1] + "…"
-    head = Content.assemble((title, "bold"), (f"   {ago(now_ms - summary.updated_ms)} · {summary.turns} turns", "dim"))
+    head = Content.assemble(
+        (title, "bold"), (f"   {ago(now_ms - summary.updated_ms)} · {summary.turns} turns", "dim")
+    )
     if not summary.snippet:
         return head
     return Content.assemble(head, "\n  ", _snippet(summary.snippet))

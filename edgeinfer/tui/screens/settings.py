@@ -1,4 +1,6 @@
-"""Settings: theme, sampling preset, system prompt, and every key. What is changed is written to config.toml."""
+"""Settings: theme, sampling preset, system prompt, and every key. What is changed is written to
+config.toml.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +78,20 @@ class SettingsScreen(ModalScreen[None]):
         options: list[Option | None] = [
             _option("theme", "Theme", self.app.theme),
             _option("preset", "Sampling", presets.describe(conversation.sampling)),
-            _option("prompt", "System prompt", (prompt[:50] + "…" if len(prompt) > 50 else prompt) or "the model's own"),
+            _option(
+                "prompt",
+                "System prompt",
+                (prompt[:50] + "…" if len(prompt) > 50 else prompt) or "the model's own",
+            ),
         ]
         keymap = self.app._keymap
         for where, heading in HEADINGS.items():
             options += [None, Option(Content.styled(heading, "bold $primary"), disabled=True)]
-            options += [_option(f"key:{k.id}", k.label, shown(keymap.get(k.id, k.keys))) for k in KEYS if k.where == where]
+            options += [
+                _option(f"key:{k.id}", k.label, shown(keymap.get(k.id, k.keys)))
+                for k in KEYS
+                if k.where == where
+            ]
         return options
 
     @on(OptionList.OptionHighlighted)
@@ -92,7 +102,9 @@ class SettingsScreen(ModalScreen[None]):
             "preset": "How freely words are chosen in this conversation. /set changes one option.",
             "prompt": "What the model is told first. /system TEXT sets it, /save-system NAME keeps it.",
         }.get(kind, "")
-        self.query_one(".detail", Static).update(f"{BY_ID[name].tooltip}. In config.toml: {name}" if kind == "key" else words)
+        self.query_one(".detail", Static).update(
+            f"{BY_ID[name].tooltip}. In config.toml: {name}" if kind == "key" else words
+        )
 
     @on(OptionList.OptionSelected)
     def _change(self, event: OptionList.OptionSelected) -> None:
@@ -101,19 +113,25 @@ class SettingsScreen(ModalScreen[None]):
             self.app.push_screen(KeyScreen(name), lambda key: self._bind(name, key))
         elif kind == "theme":
             choices = [
-                (t, t, "dark" if self.app.available_themes[t].dark else "light") for t in sorted(self.app.available_themes)
+                (t, t, "dark" if self.app.available_themes[t].dark else "light")
+                for t in sorted(self.app.available_themes)
             ]
             choices.sort(key=lambda c: not c[0].startswith("edgeinfer"))
             self.app.push_screen(ChoiceScreen("Theme", "", choices), self._theme)
         elif kind == "preset":
             found = self.chat.commander.presets
             self.app.push_screen(
-                ChoiceScreen("Sampling", "", [(n, n, presets.describe(v)) for n, v in found.items()]), self._preset
+                ChoiceScreen("Sampling", "", [(n, n, presets.describe(v)) for n, v in found.items()]),
+                self._preset,
             )
         elif kind == "prompt":
-            found_prompts = [(n, n, " ".join(t.split())[:50]) for n, t in self.chat.commander.prompts.items()]
+            found_prompts = [
+                (n, n, " ".join(t.split())[:50]) for n, t in self.chat.commander.prompts.items()
+            ]
             none = ("none", "none", "the model's own")
-            self.app.push_screen(ChoiceScreen("System prompt", "", [none, *found_prompts]), self._prompt)
+            self.app.push_screen(
+                ChoiceScreen("System prompt", "", [none, *found_prompts]), self._prompt
+            )
 
     def _theme(self, name: str | None) -> None:
         if name:
@@ -127,13 +145,22 @@ class SettingsScreen(ModalScreen[None]):
 
     def _prompt(self, name: str | None) -> None:
         if name:
-            self.chat.session.set(system_prompt="" if name == "none" else self.chat.commander.prompts[name])
+            self.chat.session.set(
+                system_prompt="" if name == "none" else self.chat.commander.prompts[name]
+            )
             self._show()
 
     def _bind(self, name: str, key: str | None) -> None:
         if key is None:
             return
-        taken = next((k for k in KEYS if k.id != name and k.where == BY_ID[name].where and key in self._keys_of(k.id)), None)
+        taken = next(
+            (
+                k
+                for k in KEYS
+                if k.id != name and k.where == BY_ID[name].where and key in self._keys_of(k.id)
+            ),
+            None,
+        )
         if taken is not None:
             self.notify(f"{shown(key)} is “{taken.label}” already.", severity="warning", markup=False)
             return

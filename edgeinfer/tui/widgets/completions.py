@@ -25,7 +25,9 @@ class Completions(OptionList, can_focus=False):
         self.found = list(found)
         self.clear_options()
         width = max((len(c.label) for c in self.found), default=0)
-        self.add_options(Option(Content.assemble(c.label.ljust(width + 2), (c.summary, "dim"))) for c in self.found)
+        self.add_options(
+            Option(Content.assemble(c.label.ljust(width + 2), (c.summary, "dim"))) for c in self.found
+        )
         self.display = bool(self.found)
         if self.found:
             self.highlighted = 0

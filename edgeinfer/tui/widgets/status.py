@@ -1,4 +1,6 @@
-"""The one status line: model, how this launch started, context, speed. What does not fit is left out, least important first."""
+"""The one status line: model, how this launch started, context, speed. What does not fit is left out,
+least important first.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from textual.widget import Widget
 
 
 class Part(NamedTuple):
-    """A piece of the line. Higher `weight` stays longer when room is short; `shortens` may lose its end."""
+    """A piece of the line. Higher `weight` stays longer when room is short; `shortens` may lose its
+    end.
+    """
 
     text: str
     weight: int
@@ -44,8 +48,12 @@ class Status(Widget):
             at = kept.index(least)
             kept.remove(least)
             if least.shortens and len(least.text) - over >= _SHORTEST:
-                kept.insert(at, least._replace(text=least.text[: len(least.text) - over - 1] + "…", weight=99))
-        line = Content(" · ").join([Content.styled(p.text, p.style) if p.style else Content(p.text) for p in kept])
+                kept.insert(
+                    at, least._replace(text=least.text[: len(least.text) - over - 1] + "…", weight=99)
+                )
+        line = Content(" · ").join(
+            [Content.styled(p.text, p.style) if p.style else Content(p.text) for p in kept]
+        )
         gap = width - line.cell_length - len(self._hint)
         if self._hint and gap >= 2:
             line = Content.assemble(line, " " * gap, (self._hint, "dim"))

@@ -1,4 +1,5 @@
-"""The conversation: one widget that draws the lines in view, whatever its length (see docs/decisions/060).
+"""The conversation: one widget that draws the lines in view, whatever its length (see
+docs/decisions/060).
 
 It follows the tail only when it is already there.
 """
@@ -65,7 +66,9 @@ _NAMES = (
 
 
 class Transcript(ScrollView, can_focus=True):
-    """Entries, top to bottom. `cursor` is the index of the chosen entry while the user walks among turns, else None."""
+    """Entries, top to bottom. `cursor` is the index of the chosen entry while the user walks among
+    turns, else None.
+    """
 
     FOCUS_ON_CLICK = False  # whoever clicks to mark text goes on typing where they typed
 
@@ -143,12 +146,16 @@ class Transcript(ScrollView, can_focus=True):
         self.refresh()
 
     def _resize_virtual(self) -> None:
-        self.virtual_size = Size(self.scrollable_content_region.width, self._bottoms[-1] if self._bottoms else 0)
+        self.virtual_size = Size(
+            self.scrollable_content_region.width, self._bottoms[-1] if self._bottoms else 0
+        )
         if self.following:
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
 
     def _draw_in_view(self) -> None:
-        """Draw what is in view and a screen around it; where an estimate was wrong above the view, keep the view still."""
+        """Draw what is in view and a screen around it; where an estimate was wrong above the view, keep
+        the view still.
+        """
         width, height = self.text_width, max(self.size.height, 1)
         if not self._bottoms or not self.is_attached:
             return
@@ -156,7 +163,11 @@ class Transcript(ScrollView, can_focus=True):
             top = max(0, round(self.scroll_y) - height)
             first = bisect_right(self._bottoms, top)
             last = bisect_right(self._bottoms, round(self.scroll_y) + 2 * height)
-            pending = [i for i in range(first, min(last + 1, len(self.entries))) if not self.entries[i].drawn(width)]
+            pending = [
+                i
+                for i in range(first, min(last + 1, len(self.entries)))
+                if not self.entries[i].drawn(width)
+            ]
             if not pending:
                 return
             shift = 0
@@ -185,7 +196,9 @@ class Transcript(ScrollView, can_focus=True):
     # the cursor among turns
 
     def move_cursor(self, step: int) -> bool:
-        """Choose the turn before (-1) or after (1) the chosen one; False when there is none that way."""
+        """Choose the turn before (-1) or after (1) the chosen one; False when there is none that
+        way.
+        """
         turns = [i for i, e in enumerate(self.entries) if e.turn_id]
         if self.cursor is None:
             wanted = turns[-1] if turns and step < 0 else None
@@ -204,7 +217,11 @@ class Transcript(ScrollView, can_focus=True):
     @property
     def chosen(self) -> Entry | None:
         """The chosen turn's entry."""
-        return self.entries[self.cursor] if self.cursor is not None and self.cursor < len(self.entries) else None
+        return (
+            self.entries[self.cursor]
+            if self.cursor is not None and self.cursor < len(self.entries)
+            else None
+        )
 
     def _choose(self, index: int | None) -> None:
         self.cursor = index
@@ -213,7 +230,11 @@ class Transcript(ScrollView, can_focus=True):
             bottom = self._bottoms[index]
             height = self.scrollable_content_region.height
             if top < self.scroll_y or bottom > self.scroll_y + height:
-                self.scroll_to(y=top if bottom - top >= height else max(0, bottom - height), animate=False, force=True)
+                self.scroll_to(
+                    y=top if bottom - top >= height else max(0, bottom - height),
+                    animate=False,
+                    force=True,
+                )
         self.refresh()
 
     # drawing
@@ -289,9 +310,15 @@ class Transcript(ScrollView, can_focus=True):
         return found
 
     def _blended(self, name: str) -> Style:
-        """A component's style to put on any background: translucent colours are mixed with ours, which Rich cannot do."""
+        """A component's style to put on any background: translucent colours are mixed with ours, which
+        Rich cannot do.
+        """
         partial = self.get_component_rich_style(name, partial=True)
-        return partial + Style(color=self.get_component_rich_style(name).color) if partial.color else partial
+        return (
+            partial + Style(color=self.get_component_rich_style(name).color)
+            if partial.color
+            else partial
+        )
 
     # mouse and selection
 

@@ -46,14 +46,18 @@ def constraints(vocab: Vocab) -> Constraints:
 @pytest.fixture(scope="session")
 def engine(smollm2: Path) -> Iterator[LlamaEngine]:
     """The engine over the real small model, eight sequences wide."""
-    made = load_engine(ModelFiles(name="smollm2", paths=(str(smollm2),)), LoadOptions(n_ctx=2048, n_parallel=8))
+    made = load_engine(
+        ModelFiles(name="smollm2", paths=(str(smollm2),)), LoadOptions(n_ctx=2048, n_parallel=8)
+    )
     yield made
     made.close()
 
 
 def _schemas() -> Any:
     """generated_schemas.py, which importlib mode cannot import by name."""
-    spec = importlib.util.spec_from_file_location("generated_schemas", Path(__file__).with_name("generated_schemas.py"))
+    spec = importlib.util.spec_from_file_location(
+        "generated_schemas", Path(__file__).with_name("generated_schemas.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

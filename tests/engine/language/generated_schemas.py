@@ -31,7 +31,9 @@ def _string(rng: random.Random, _depth: int) -> dict[str, Any]:
             {"type": "string", "maxLength": 8},
             {
                 "type": "string",
-                "pattern": rng.choice(["^[a-z]{2,5}$", "^[A-Z]{2}-[0-9]{3}$", "^(yes|no|maybe)$", "^\\S{1,6}$"]),
+                "pattern": rng.choice(
+                    ["^[a-z]{2,5}$", "^[A-Z]{2}-[0-9]{3}$", "^(yes|no|maybe)$", "^\\S{1,6}$"]
+                ),
             },
             {"type": "string", "format": rng.choice(["date", "date-time", "time", "uuid", "ipv4"])},
             {"type": ["string", "null"], "maxLength": 5},
@@ -53,7 +55,10 @@ def _integer(rng: random.Random, _depth: int) -> dict[str, Any]:
 def _number(rng: random.Random, _depth: int) -> dict[str, Any]:
     low = rng.randrange(-100, 100)
     return rng.choice(
-        [{"type": "number", "minimum": low, "maximum": low + 1.5}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1}]
+        [
+            {"type": "number", "minimum": low, "maximum": low + 1.5},
+            {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        ]
     )
 
 
@@ -84,7 +89,12 @@ def _object(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _array(rng: random.Random, depth: int) -> dict[str, Any]:
     low = rng.randrange(0, 3)
-    return {"type": "array", "items": _any(rng, depth - 1), "minItems": low, "maxItems": low + rng.randrange(0, 3)}
+    return {
+        "type": "array",
+        "items": _any(rng, depth - 1),
+        "minItems": low,
+        "maxItems": low + rng.randrange(0, 3),
+    }
 
 
 def _tuple(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -158,7 +168,11 @@ def _wild_object(rng: random.Random, depth: int) -> dict[str, Any]:
     made: dict[str, Any] = {"type": "object", "properties": properties}
     made["required"] = rng.sample([*sorted(properties), "z"], rng.randrange(0, len(properties) + 1))
     made["additionalProperties"] = rng.choice([False, _wild(rng, 0)])
-    for key, value in (("patternProperties", {"^q": _wild(rng, 0)}), ("minProperties", 1), ("maxProperties", 3)):
+    for key, value in (
+        ("patternProperties", {"^q": _wild(rng, 0)}),
+        ("minProperties", 1),
+        ("maxProperties", 3),
+    ):
         if rng.random() < 0.2:
             made[key] = value
     return made

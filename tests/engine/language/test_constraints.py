@@ -1,4 +1,6 @@
-"""Constrained output: what a mask allows is what validates, and what cannot be honoured is refused with its place."""
+"""Constrained output: what a mask allows is what validates, and what cannot be honoured is refused with
+its place.
+"""
 
 import json
 import random
@@ -14,7 +16,16 @@ from edgeinfer.runtime.constraint_api import Lark
 from edgeinfer.runtime.constraints import Constraints, whole
 from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.gbnf import to_lark
-from edgeinfer.runtime.requests import Choice, Constraint, GenerateRequest, Grammar, JsonSchema, Message, Regex, Sampling
+from edgeinfer.runtime.requests import (
+    Choice,
+    Constraint,
+    GenerateRequest,
+    Grammar,
+    JsonSchema,
+    Message,
+    Regex,
+    Sampling,
+)
 
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(80):
@@ -22,11 +33,20 @@ for _ in range(80):
 
 REFUSED = {
     "not": ({"not": {"type": "string"}}, "#/not"),
-    "unique": ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "#/properties/a/uniqueItems"),
+    "unique": (
+        {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+        "#/properties/a/uniqueItems",
+    ),
     "if": ({"anyOf": [{"if": {}}]}, "#/anyOf/0/if"),
     "escaped name": ({"properties": {"a/b~c": {"contains": {}}}}, "#/properties/a~1b~0c/contains"),
-    "look-around": ({"properties": {"a": {"type": "string", "pattern": "(?=x)a"}}, "required": ["a"]}, "#/properties/a"),
-    "overlapping oneOf": ({"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "type": "array"}, "#/items"),
+    "look-around": (
+        {"properties": {"a": {"type": "string", "pattern": "(?=x)a"}}, "required": ["a"]},
+        "#/properties/a",
+    ),
+    "overlapping oneOf": (
+        {"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "type": "array"},
+        "#/items",
+    ),
     "contradiction": (
         {
             "properties": {"a": {"$ref": "#/$defs/b"}},
@@ -51,7 +71,11 @@ REFUSED = {
     "inner name": ({"properties": {"a": {"$id": "https://example.org/a"}}}, "#/properties/a/$id"),
     "counted open": ({"type": "object", "minProperties": 2}, "#/minProperties"),
     "overlapping names": (
-        {"type": "object", "patternProperties": {"^a %": {"type": "string", "pattern": "\\bx"}}, "minProperties": 1},
+        {
+            "type": "object",
+            "patternProperties": {"^a %": {"type": "string", "pattern": "\\bx"}},
+            "minProperties": 1,
+        },
         "#/patternProperties/^a %",
     ),
     "counted optional": (
@@ -101,7 +125,9 @@ def test_other_constraints_are_refused_up_front(constraints, vocab, constraint, 
     assert caught.value.param == param
 
 
-def walk(constraints: Constraints, vocab: Any, constraint: Constraint | Lark, seed: int, limit: int = 400) -> str | None:
+def walk(
+    constraints: Constraints, vocab: Any, constraint: Constraint | Lark, seed: int, limit: int = 400
+) -> str | None:
     """A text drawn at random from what the masks allow; None when it got too long."""
     rng = np.random.default_rng(seed)
     matcher = constraints.compile(constraint, vocab).start()
@@ -124,7 +150,9 @@ def walk(constraints: Constraints, vocab: Any, constraint: Constraint | Lark, se
 
 def test_when_nothing_can_follow_it_is_said(constraints, vocab):
     matcher = constraints.compile(Choice(("yes",)), vocab).start()
-    matcher._matcher.consume_token(vocab.tokenize("no")[0])  # what llguidance calls an error, it never leaves
+    matcher._matcher.consume_token(
+        vocab.tokenize("no")[0]
+    )  # what llguidance calls an error, it never leaves
     with pytest.raises(UnsupportedConstraintError):
         matcher.mask_into(np.zeros(vocab.n_vocab, np.float32))
 
@@ -148,7 +176,10 @@ def test_an_ambiguous_grammar_ends_its_own_request(constraints, vocab):
 def test_large_constraints_stay_within_the_limits(constraints, vocab):
     options = tuple(f"option {i}" for i in range(1000))
     members = {f"p{i}": {"type": "integer", "maximum": 9, "minimum": 0} for i in range(300)}
-    kinds = [{"properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"], "type": "object"} for i in range(300)]
+    kinds = [
+        {"properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"], "type": "object"}
+        for i in range(300)
+    ]
     for constraint in (
         Choice(options),
         JsonSchema({"type": "object", "properties": members, "additionalProperties": False}),
@@ -195,7 +226,9 @@ def test_random_walks_validate_with_a_sentencepiece_vocabulary(big_vocab, genera
         valid(schema, text)
 
 
-@pytest.mark.parametrize("pattern", ["^[A-Z]{3}-\\d{2}$", "(red|green) (fox|hen)", "[^a-z\n]{4}", "ü+/é{2}", "a|b"])
+@pytest.mark.parametrize(
+    "pattern", ["^[A-Z]{3}-\\d{2}$", "(red|green) (fox|hen)", "[^a-z\n]{4}", "ü+/é{2}", "a|b"]
+)
 def test_random_walks_match_the_expression(constraints, vocab, pattern):
     for seed in range(5):
         text = walk(constraints, vocab, Regex(pattern), seed)
@@ -245,7 +278,12 @@ def test_const_null_is_a_restriction(constraints, vocab):
             constraints,
             vocab,
             JsonSchema(
-                {"properties": {"a": {"const": None}}, "required": ["a"], "type": "object", "additionalProperties": False}
+                {
+                    "properties": {"a": {"const": None}},
+                    "required": ["a"],
+                    "type": "object",
+                    "additionalProperties": False,
+                }
             ),
             0,
         )
@@ -285,7 +323,9 @@ def test_control_tokens_are_text_to_no_constraint(constraints, vocab):
     matcher = constraints.compile(Regex("(?s:.*)"), vocab).start()
     logits = np.zeros(vocab.n_vocab, np.float32)
     matcher.mask_into(logits)
-    assert not any(vocab.is_control(int(t)) for t in np.flatnonzero(logits == 0) if t not in vocab.eos_tokens)
+    assert not any(
+        vocab.is_control(int(t)) for t in np.flatnonzero(logits == 0) if t not in vocab.eos_tokens
+    )
 
 
 def test_compiled_constraints_are_kept_and_the_oldest_forgotten(vocab):
@@ -340,8 +380,14 @@ def test_the_model_at_a_high_temperature_writes_what_100_schemas_ask_for(engine,
     answers = []
     for start in range(0, 100, 25):
         answers += _run(engine, [JsonSchema(s) for s in schemas[start : start + 25]], temperature=1.5)
-    ended = [(schema, text) for schema, (text, reason) in zip(schemas, answers, strict=True) if reason == "stop"]
-    assert len(ended) >= 90  # the rest is cut by its token limit, as is said below: a batch's bits depend on who is in it
+    ended = [
+        (schema, text)
+        for schema, (text, reason) in zip(schemas, answers, strict=True)
+        if reason == "stop"
+    ]
+    assert (
+        len(ended) >= 90
+    )  # the rest is cut by its token limit, as is said below: a batch's bits depend on who is in it
     for schema, text in ended:
         valid(schema, text)
     assert all(reason == "length" for _, reason in answers if reason != "stop")
@@ -357,9 +403,14 @@ def test_the_model_follows_100_expressions_choices_and_grammars_each(engine):
         wanted += [
             (Regex(f"[a-z]{{{low},{low + 3}}}-\\d{{2}}"), f"[a-z]{{{low},{low + 3}}}-\\d{{2}}"),
             (Choice(options), "|".join(map(re.escape, options))),
-            (Grammar(f'root ::= "<" [0-9]{{{low}}} (" " [a-f]){{0,2}} ">"'), f"<[0-9]{{{low}}}( [a-f]){{0,2}}>"),
+            (
+                Grammar(f'root ::= "<" [0-9]{{{low}}} (" " [a-f]){{0,2}} ">"'),
+                f"<[0-9]{{{low}}}( [a-f]){{0,2}}>",
+            ),
         ]
-    for (_, pattern), (text, reason) in zip(wanted, _run(engine, [c for c, _ in wanted], temperature=1.5), strict=True):
+    for (_, pattern), (text, reason) in zip(
+        wanted, _run(engine, [c for c, _ in wanted], temperature=1.5), strict=True
+    ):
         assert reason == "stop"
         assert re.fullmatch(pattern, text)
 
@@ -367,7 +418,9 @@ def test_the_model_follows_100_expressions_choices_and_grammars_each(engine):
 @pytest.mark.model
 def test_a_cut_by_max_tokens_is_said(engine):
     request = GenerateRequest(
-        prompt="List: ", constraint=JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 50}), max_tokens=5
+        prompt="List: ",
+        constraint=JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 50}),
+        max_tokens=5,
     )
     reasons = [event.reason for event in engine.submit(request) if isinstance(event, Finished)]
     assert reasons == ["length"]

@@ -1,4 +1,6 @@
-"""From a request to a prompt, a constraint and a parser: the engine's way into templates, tool formats and reasoning."""
+"""From a request to a prompt, a constraint and a parser: the engine's way into templates, tool formats
+and reasoning.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,13 +32,19 @@ WEATHER = Tool(
     description="The weather",
     parameters={
         "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+        "properties": {
+            "city": {"type": "string", "maxLength": 8},
+            "days": {"type": "integer", "minimum": 1, "maximum": 7},
+        },
         "required": ["city"],
         "additionalProperties": False,
     },
 )
 PING = Tool(name="ping")
-ODD = Tool(name="odd", parameters={"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
+ODD = Tool(
+    name="odd",
+    parameters={"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+)
 
 
 class Words:
@@ -44,10 +52,24 @@ class Words:
 
     eos_tokens = (2,)
     n_vocab = 100
-    markers = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>")
+    markers = (
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[THINK]",
+        "[/THINK]",
+        "<|python_tag|>",
+        "<|tool_call|>",
+        "<|/tool_call|>",
+    )
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        return [10 + self.markers.index(text)] if parse_special and text in self.markers else [50] * max(2, len(text))
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        return (
+            [10 + self.markers.index(text)]
+            if parse_special and text in self.markers
+            else [50] * max(2, len(text))
+        )
 
     def is_control(self, token: int) -> bool:
         return token < 50
@@ -116,7 +138,9 @@ def test_bos_is_put_before_a_prompt_that_lacks_it_only_where_the_model_wants_it(
 
 
 def test_the_template_for_tools_is_taken_when_there_are_tools():
-    conversations = talk("smollm2", named_templates={"tool_use": (FOLDER / "hermes3.jinja").read_text()})
+    conversations = talk(
+        "smollm2", named_templates={"tool_use": (FOLDER / "hermes3.jinja").read_text()}
+    )
     assert "<tools>" in conversations.render(asked(tools=(WEATHER,)))
     assert "<tools>" not in conversations.render(asked())
     assert conversations.tool_format == "hermes"
@@ -137,7 +161,10 @@ def test_a_broken_template_is_a_load_error_with_a_way_out():
         ({"tools": (Tool(name=""),)}, "tools[0].name"),
         ({"tools": (Tool(name="a\nb"),)}, "tools[0].name"),
         ({"tools": tuple(Tool(name=f"t{i}") for i in range(200))}, "tools"),
-        ({"tools": (WEATHER,), "tool_choice": ToolChoice(mode="required"), "constraint": Regex("a")}, "tool_choice"),
+        (
+            {"tools": (WEATHER,), "tool_choice": ToolChoice(mode="required"), "constraint": Regex("a")},
+            "tool_choice",
+        ),
     ],
 )
 def test_tools_that_cannot_be_are_refused(fields, param):
@@ -167,7 +194,10 @@ def test_a_template_without_tools_gets_them_described():
     assert '{"name": "function-name", "parameters":' in prompt
     past = (
         *USER,
-        Message(role="assistant", tool_calls=(ToolCall(id="1", name="get_weather", arguments='{"city": "Rome"}'),)),
+        Message(
+            role="assistant",
+            tool_calls=(ToolCall(id="1", name="get_weather", arguments='{"city": "Rome"}'),),
+        ),
         Message(role="tool", content="31", tool_call_id="1"),
     )
     prompt = conversations.render(asked(messages=past, tools=(WEATHER,)))
@@ -195,7 +225,9 @@ def test_control_tokens_are_asked_for_where_calls_are_marked_with_them(name, spe
 
 
 def test_markers_that_are_control_tokens_stand_in_the_grammar_by_number():
-    prepared = talk("mistral_args").prepare(asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="required")))
+    prepared = talk("mistral_args").prepare(
+        asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
+    )
     assert isinstance(prepared.constraint, Lark)
     assert "<[10]>" in prepared.constraint.source
     assert "<[11]>" in prepared.constraint.source
@@ -247,14 +279,26 @@ def parsed(parser: Any, text: str) -> list[Any]:
     return [*parser.feed(text), *parser.finish()]
 
 
-TEMPLATES = ["qwen25", "llama31", "mistral_list", "mistral_args", "gemma3", "phi4mini", "hermes3", "smollm2", "smollm3"]
+TEMPLATES = [
+    "qwen25",
+    "llama31",
+    "mistral_list",
+    "mistral_args",
+    "gemma3",
+    "phi4mini",
+    "hermes3",
+    "smollm2",
+    "smollm3",
+]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("mode", ["required", "named"])
 def test_whatever_a_required_call_s_grammar_allows_is_read_as_calls(constraints, vocab, name, mode):
     choice = ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
-    request = asked(tools=(WEATHER, PING), tool_choice=choice, template_options={"enable_thinking": False})
+    request = asked(
+        tools=(WEATHER, PING), tool_choice=choice, template_options={"enable_thinking": False}
+    )
     for seed in range(8):
         prepared = talk(name, vocab).prepare(request)
         text = walk(constraints, vocab, prepared.constraint, seed)
@@ -263,12 +307,16 @@ def test_whatever_a_required_call_s_grammar_allows_is_read_as_calls(constraints,
         assert all(isinstance(event, ToolCallDelta) for event in events), text
         assert 1 <= len(calls) <= 8
         assert len(calls) == 1 or mode == "required"
-        assert {call.name for call in calls} <= ({"get_weather"} if mode == "named" else {"get_weather", "ping"})
+        assert {call.name for call in calls} <= (
+            {"get_weather"} if mode == "named" else {"get_weather", "ping"}
+        )
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
 def test_required_calls_wait_for_reasoning(constraints, vocab, name):
-    prepared = talk(name, vocab).prepare(asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="required")))
+    prepared = talk(name, vocab).prepare(
+        asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
+    )
     matcher = constraints.compile(prepared.constraint, vocab).start()
     thought = "Let me think.\n</think>\n\n" if name == "deepseek_r1" else "<think>\nhm\n</think>\n\n"
     for token in vocab.tokenize(thought):
@@ -297,7 +345,9 @@ def test_plain_text_stays_allowed_where_calls_are_free(constraints, vocab):
     assert matcher.accept(vocab.eos_tokens[0])
 
 
-@pytest.mark.parametrize("constraint", [JsonSchema({"type": "boolean"}), Choice(("yes", "no")), Regex("[ab]c")])
+@pytest.mark.parametrize(
+    "constraint", [JsonSchema({"type": "boolean"}), Choice(("yes", "no")), Regex("[ab]c")]
+)
 def test_other_constraints_stand_behind_reasoning(constraints, vocab, constraint):
     prepared = talk("qwen3", vocab).prepare(asked(constraint=constraint))
     seen = set()
@@ -311,7 +361,9 @@ def test_other_constraints_stand_behind_reasoning(constraints, vocab, constraint
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_with_tools_and_a_constraint_the_answer_is_a_call_or_follows_it(constraints, vocab, name):
-    request = asked(tools=(WEATHER,), constraint=Choice(("yes", "no")), template_options={"enable_thinking": False})
+    request = asked(
+        tools=(WEATHER,), constraint=Choice(("yes", "no")), template_options={"enable_thinking": False}
+    )
     seen = set()
     for seed in range(12):
         prepared = talk(name, vocab).prepare(request)
@@ -333,7 +385,9 @@ def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
 @pytest.mark.model
 def test_the_model_calls_what_it_has_to(engine):
     for mode, name in (("required", ""), ("named", "get_weather")):
-        events, finished = run(engine, tools=(WEATHER, PING), tool_choice=ToolChoice(mode=mode, name=name), max_tokens=400)
+        events, finished = run(
+            engine, tools=(WEATHER, PING), tool_choice=ToolChoice(mode=mode, name=name), max_tokens=400
+        )
         calls = [event for event in events if isinstance(event, ToolCallDelta) and event.name]
         assert finished.reason == "tool_calls"
         assert calls

@@ -1,4 +1,6 @@
-"""A hostile chat template ends in our error, soon and in little memory: never a hang, never a traceback."""
+"""A hostile chat template ends in our error, soon and in little memory: never a hang, never a
+traceback.
+"""
 
 import resource
 
@@ -12,12 +14,16 @@ _S = "{% set s='aaaaaaaaaaaaaaaa' %}"
 _M = "{% set s='a'*1000000 %}"
 HOSTILE = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "filtered loops": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
+    "filtered "
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
     "macro for ever": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "macro tree": "{% macro f(n) %}{% if n > 0 %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "macro "
+    "tree": "{% macro f(n) %}{% if n > 0 %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "recursive loop": "{% for x in [1,2] recursive %}{{ loop([1,2]) }}{% endfor %}",
-    "long searches": "{% set s='a'*1000000 %}{% for i in range(99999) %}{% set c = s.count('b') %}{% endfor %}",
-    "many sorts": "{% set s=range(99999)|list %}{% for x in range(99999) %}{% set y = s|sort(reverse=true) %}{% endfor %}",
+    "long "
+    "searches": "{% set s='a'*1000000 %}{% for i in range(99999) %}{% set c = s.count('b') %}{% endfor %}",
+    "many "
+    "sorts": "{% set s=range(99999)|list %}{% for x in range(99999) %}{% set y = s|sort(reverse=true) %}{% endfor %}",
     "multiplied": "{{ 'a' * 10000000000 }}",
     "multiplied list": "{{ [1] * 10000000000 }}",
     "power": "{{ 9**60**60 }}",
@@ -26,14 +32,17 @@ HOSTILE = {
     "doubled by ~": _S + "{% set s = s ~ s %}" * 60 + "{{ s }}",
     "doubled by +": _S + "{% set s = s + s %}" * 60 + "{{ s }}",
     "doubled by blocks": _S + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60,
-    "doubled by filter blocks": _S + "{% set s %}{% filter upper %}{{ s }}{{ s }}{% endfilter %}{% endset %}" * 60,
+    "doubled by filter blocks": _S
+    + "{% set s %}{% filter upper %}{{ s }}{{ s }}{% endfilter %}{% endset %}" * 60,
     "lists of lists": "{% set s=[1] %}" + "{% set s = [s,s] %}" * 60 + "{{ s }}",
     "tuples of tuples": "{% set s=(1,) %}" + "{% set s = (s,s) %}" * 60 + "{{ s|string }}",
     "dicts of dicts": "{% set s={'a':1} %}" + "{% set s = {'a':s,'b':s} %}" * 60 + "{{ s|tojson }}",
     "dict calls": "{% set s={'a':1} %}" + "{% set s = dict(a=s,b=s) %}" * 60 + "{{ s|tojson }}",
     "added lists": "{% set s=[1] %}" + "{% set s = [s]+[s] %}" * 60 + "{{ s }}",
-    "varargs": "{% set n=namespace(x=1) %}{% macro f() %}{% set n.x = varargs %}{% endmacro %}" + "{{ f(n.x, n.x) }}" * 60,
-    "kwargs": "{% set n=namespace(x=1) %}{% macro f() %}{% set n.x = kwargs %}{% endmacro %}" + "{{ f(a=n.x, b=n.x) }}" * 60,
+    "varargs": "{% set n=namespace(x=1) %}{% macro f() %}{% set n.x = varargs %}{% endmacro %}"
+    + "{{ f(n.x, n.x) }}" * 60,
+    "kwargs": "{% set n=namespace(x=1) %}{% macro f() %}{% set n.x = kwargs %}{% endmacro %}"
+    + "{{ f(a=n.x, b=n.x) }}" * 60,
     "mapped and joined": _M + "{{ range(100000)|map(attribute='x', default=s)|join }}",
     "joined by method": _M + "{{ ''.join(range(100000)|map(attribute='x', default=s)) }}",
     "mapped to json": _M + "{{ range(100000)|map(attribute='x', default=s)|tojson }}",
@@ -94,9 +103,7 @@ def test_insides_are_not_shown(source):
 
 
 def test_a_template_that_is_hostile_only_later_still_ends():
-    late = (
-        "{{ messages[0].content }}{% if messages[0].content == 'now' %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    )
+    late = "{{ messages[0].content }}{% if messages[0].content == 'now' %}{% for a in range(99999) %}{% for b in range(99999) %}"
     late += "{% endfor %}{% endfor %}{% endif %}"
     template = ChatTemplate.load(late)
     assert template.render((Message(role="user", content="not yet"),)) == "not yet"
@@ -106,6 +113,8 @@ def test_a_template_that_is_hostile_only_later_still_ends():
 
 
 def test_a_long_conversation_fits():
-    template = ChatTemplate.load("{% for m in messages %}{{ m.role ~ ': ' ~ m.content|trim }}\n{% endfor %}")
+    template = ChatTemplate.load(
+        "{% for m in messages %}{{ m.role ~ ': ' ~ m.content|trim }}\n{% endfor %}"
+    )
     turns = tuple(Message(role="user", content="word " * 2000) for _ in range(300))
     assert len(template.render(turns)) > 2_900_000

@@ -1,4 +1,6 @@
-"""The main families' templates take our messages and tools, whatever each of them knows and insists on."""
+"""The main families' templates take our messages and tools, whatever each of them knows and
+insists on.
+"""
 
 import re
 from datetime import datetime
@@ -15,11 +17,18 @@ FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 TOOL = Tool(
     name="get_weather",
     description="Weather <now> & then",
-    parameters={"type": "object", "properties": {"city": {"type": "string", "description": "größte"}}, "required": ["city"]},
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "größte"}},
+        "required": ["city"],
+    },
 )
 USER = Message(role="user", content='Is it <hot> & "dry"?')
 SYSTEM = Message(role="system", content="Answer as a pirate.")
-CALL = Message(role="assistant", tool_calls=(ToolCall(id="call_12345678", name="get_weather", arguments='{"city": "Köln"}'),))
+CALL = Message(
+    role="assistant",
+    tool_calls=(ToolCall(id="call_12345678", name="get_weather", arguments='{"city": "Köln"}'),),
+)
 RESULT = Message(role="tool", content="31", tool_call_id="call_12345678", name="get_weather")
 
 
@@ -29,7 +38,9 @@ def load(name: str) -> ChatTemplate:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_conversation_with_a_system_prompt(name):
-    text = load(name).render((SYSTEM, USER, Message(role="assistant", content="Aye."), Message(role="user", content="Sure?")))
+    text = load(name).render(
+        (SYSTEM, USER, Message(role="assistant", content="Aye."), Message(role="user", content="Sure?"))
+    )
     for part in (SYSTEM.content, USER.content, "Aye.", "Sure?"):
         assert part in text
     assert text.index("Aye.") < text.index("Sure?")
@@ -43,7 +54,8 @@ def test_a_developer_is_a_system_prompt_to_templates_that_know_none(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen25", "qwen3", "llama31", "mistral_list", "mistral_args", "hermes3", "phi4mini", "smollm3"]
+    "name",
+    ["qwen25", "qwen3", "llama31", "mistral_list", "mistral_args", "hermes3", "phi4mini", "smollm3"],
 )
 def test_tools_are_shown_as_plain_json(name):
     template = load(name)
@@ -55,7 +67,17 @@ def test_tools_are_shown_as_plain_json(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen25", "qwen3", "llama31", "mistral_list", "mistral_args", "hermes3", "phi4mini", "deepseek_r1"]
+    "name",
+    [
+        "qwen25",
+        "qwen3",
+        "llama31",
+        "mistral_list",
+        "mistral_args",
+        "hermes3",
+        "phi4mini",
+        "deepseek_r1",
+    ],
 )
 def test_calls_and_results_of_earlier_turns(name):
     template = load(name)
@@ -83,12 +105,17 @@ def test_ids_of_another_form_fit_mistral():
     (made,) = set(re.findall(r'"(?:call_)?id": "([^"]*)"', text))
     assert re.fullmatch(r"[a-z0-9]{9}", made)
     kept = ToolCall(id="abcdeFGH1", name="get_weather", arguments="{}")
-    assert '"id": "abcdeFGH1"' in load("mistral_list").render((USER, Message(role="assistant", tool_calls=(kept,))), (TOOL,))
+    assert '"id": "abcdeFGH1"' in load("mistral_list").render(
+        (USER, Message(role="assistant", tool_calls=(kept,))), (TOOL,)
+    )
 
 
 def test_gemma_gets_the_system_prompt_in_the_first_turn():
     text = load("gemma3").render((SYSTEM, USER))
-    assert text == f"<s><start_of_turn>user\n{SYSTEM.content}\n\n{USER.content}<end_of_turn>\n<start_of_turn>model\n"
+    assert (
+        text
+        == f"<s><start_of_turn>user\n{SYSTEM.content}\n\n{USER.content}<end_of_turn>\n<start_of_turn>model\n"
+    )
 
 
 def test_turns_of_one_role_are_joined_where_a_template_insists():
@@ -105,15 +132,21 @@ def test_the_template_s_own_refusal_is_told():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_continued_answer_stays_open(name):
-    text = load(name).render((USER, Message(role="assistant", content="It is very ")), continue_final=True)
+    text = load(name).render(
+        (USER, Message(role="assistant", content="It is very ")), continue_final=True
+    )
     assert text.endswith("It is very ")
     assert text.count("It is very") == 1
 
 
 def test_several_calls_become_turns_of_one_call_where_a_template_knows_no_more():
     calls = tuple(ToolCall(id=f"call_{i}", name=f"f{i}", arguments="{}") for i in range(2))
-    results = tuple(Message(role="tool", content=f"result {i}", tool_call_id=f"call_{i}") for i in range(2))
-    text = load("llama31").render((USER, Message(role="assistant", tool_calls=calls), *results), (TOOL,))
+    results = tuple(
+        Message(role="tool", content=f"result {i}", tool_call_id=f"call_{i}") for i in range(2)
+    )
+    text = load("llama31").render(
+        (USER, Message(role="assistant", tool_calls=calls), *results), (TOOL,)
+    )
     assert text.index('"f0"') < text.index("result 0") < text.index('"f1"') < text.index("result 1")
 
 
@@ -128,7 +161,11 @@ def test_only_an_answer_can_be_continued():
 
 def test_options_reach_the_template():
     assert load("qwen3").render((USER,)).endswith("<|im_start|>assistant\n")
-    assert load("qwen3").render((USER,), options={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
+    assert (
+        load("qwen3")
+        .render((USER,), options={"enable_thinking": False})
+        .endswith("<think>\n\n</think>\n\n")
+    )
     assert "Today Date: then" in load("llama31").render((USER,), options={"date_string": "then"})
     assert datetime.now().astimezone().strftime("%Y") in load("llama31").render((USER,))
 
@@ -136,7 +173,9 @@ def test_options_reach_the_template():
 def test_reasoning_goes_where_the_template_wants_it():
     thought = Message(role="assistant", reasoning="hm", tool_calls=CALL.tool_calls)
     assert "<think>\nhm\n</think>" in load("qwen3").render((USER, thought, RESULT), (TOOL,))
-    assert "hm" not in load("qwen25").render((USER, Message(role="assistant", content="a", reasoning="hm"), USER))
+    assert "hm" not in load("qwen25").render(
+        (USER, Message(role="assistant", content="a", reasoning="hm"), USER)
+    )
 
 
 def test_arguments_that_are_not_json_are_refused():
@@ -162,8 +201,10 @@ def test_a_model_without_a_template():
 
 def test_what_hugging_face_templates_count_on():
     source = (
-        "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- if loop.first -%}{%- continue -%}{%- endif -%}"
-        "{%- set ns.n = ns.n + 1 -%}{%- endfor -%}{{ ns.n }}{{ {'a': '<é>'} | tojson }}{{ [1] | tojson(indent=2) }}\n"
+        "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- if loop.first -%}{%- continue "
+        "-%}{%- endif -%}"
+        "{%- set ns.n = ns.n + 1 -%}{%- endfor -%}{{ ns.n }}{{ {'a': '<é>'} | tojson }}{{ [1] | "
+        "tojson(indent=2) }}\n"
         "    {% if true %}\nx\n    {% endif %}\n"
     )
     assert ChatTemplate.load(source).render((USER, USER)) == '1{"a": "<é>"}[\n  1\n]\nx\n'

@@ -23,7 +23,9 @@ Said = tuple[str, str] | tuple[str, int, str, str]
 
 
 def gathered(events) -> list[Said]:
-    """Events with neighbours of one kind joined: ("text", …), ("thought", …), ("call", index, name, arguments)."""
+    """Events with neighbours of one kind joined: ("text", …), ("thought", …), ("call", index, name,
+    arguments).
+    """
     said: list[Said] = []
     for event in events:
         if isinstance(event, ToolCallDelta):
@@ -55,25 +57,44 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 PARIS, ADD = ("call", 0, "get_weather", '{"city": "Paris"}'), '{"a": 1, "b": [2, {"x": "}"}]}'
 CALLS = [
-    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', [PARIS]),
     (
         "hermes",
-        'Sure.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n<tool_call>\n'
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        [PARIS],
+    ),
+    (
+        "hermes",
+        'Sure.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": '
+        '"Paris"}}\n</tool_call>\n<tool_call>\n'
         '{"name": "add", "arguments": ' + ADD + "}\n</tool_call>",
         [("text", "Sure.\n"), PARIS, ("call", 1, "add", ADD)],
     ),
-    ("hermes", '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}</tool_call>', [("call", 0, "add", '{"a": 1}')]),
-    ("hermes", '<tool_call>{"name": "functions.add"}</tool_call>bye', [("call", 0, "add", "{}"), ("text", "bye")]),
+    (
+        "hermes",
+        '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}</tool_call>',
+        [("call", 0, "add", '{"a": 1}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "functions.add"}</tool_call>bye',
+        [("call", 0, "add", "{}"), ("text", "bye")],
+    ),
     ("llama", '{"name": "get_weather", "parameters": {"city": "Paris"}}', [PARIS]),
     (
         "llama",
-        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": '
+        "2}}",
         [("call", 0, "add", '{"a": 1}'), ("call", 1, "add", '{"a": 2}')],
     ),
-    ("llama", '{"type": "function", "name": "add", "parameters": {}} done', [("call", 0, "add", "{}"), ("text", "done")]),
+    (
+        "llama",
+        '{"type": "function", "name": "add", "parameters": {}} done',
+        [("call", 0, "add", "{}"), ("text", "done")],
+    ),
     (
         "mistral",
-        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "add", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "add", '
+        '"arguments": {}}]',
         [("call", 0, "add", '{"a": 1}'), ("call", 1, "add", "{}")],
     ),
     (
@@ -84,7 +105,8 @@ CALLS = [
     ("mistral-args", '[TOOL_CALLS]add{"a": 1}', [("call", 0, "add", '{"a": 1}')]),
     (
         "phi",
-        '<|tool_call|>[{"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}]'
+        '<|tool_call|>[{"type": "function", "function": {"name": "get_weather", "arguments": {"city": '
+        '"Paris"}}}]'
         "<|/tool_call|>",
         [PARIS],
     ),
@@ -94,12 +116,21 @@ CALLS = [
         '```tool_code\n[get_weather(city="Paris"), add(a=1)]\n```',
         [PARIS, ("call", 1, "add", '{"a": 1}')],
     ),
-    ("gemma", '```json\n{"name": "add", "parameters": {"a": 1}}\n```', [("call", 0, "add", '{"a": 1}')]),
-    ("gemma", "```tool_code\nprint(add(a=-1))\n```\nSo.", [("call", 0, "add", '{"a": -1}'), ("text", "\nSo.")]),
+    (
+        "gemma",
+        '```json\n{"name": "add", "parameters": {"a": 1}}\n```',
+        [("call", 0, "add", '{"a": 1}')],
+    ),
+    (
+        "gemma",
+        "```tool_code\nprint(add(a=-1))\n```\nSo.",
+        [("call", 0, "add", '{"a": -1}'), ("text", "\nSo.")],
+    ),
     ("gemma", "```tool_code\nadd(a=1)", [("call", 0, "add", '{"a": 1}')]),
     (
         "deepseek",
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```'
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": '
+        '"Paris"}\n```'
         '<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```'
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [PARIS, ("call", 1, "add", '{"a": 1}')],
@@ -107,12 +138,21 @@ CALLS = [
     (
         "qwen-xml",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n"
-        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>x < y</parameter>\n</function>\n"
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>x < "
+        "y</parameter>\n</function>\n"
         "</tool_call>",
         [PARIS, ("call", 1, "add", '{"a": 1, "b": "x < y"}')],
     ),
-    ("qwen-xml", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', [("call", 0, "add", '{"a": 1}')]),
-    ("lfm", '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>It is', [PARIS, ("text", "It is")]),
+    (
+        "qwen-xml",
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        [("call", 0, "add", '{"a": 1}')],
+    ),
+    (
+        "lfm",
+        '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>It is',
+        [PARIS, ("text", "It is")],
+    ),
     ("generic", '[{"name": "add", "arguments": {"a": 1}}]', [("call", 0, "add", '{"a": 1}')]),
     (
         "generic",
@@ -170,7 +210,9 @@ def test_what_is_no_call_comes_back_as_text(family, text):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([(f, t) for f, t, _ in CALLS] + TEXTS), st.lists(st.integers(0, 400), max_size=12))
+@given(
+    st.sampled_from([(f, t) for f, t, _ in CALLS] + TEXTS), st.lists(st.integers(0, 400), max_size=12)
+)
 def test_any_cutting_of_a_stream_gives_the_same_events(case, places):
     family, text = case
     assert read(family, *cut(text, places)) == read(family, text)
@@ -184,7 +226,9 @@ def test_text_without_markers_goes_through_unchanged(family, text, places):
     assert read(family, *cut(text, places)) == ([("text", text)] if text else [])
 
 
-_LITERALS = sorted({literal for form in FAMILIES.values() for literal in (*form.literals, *form.name_ends)})
+_LITERALS = sorted(
+    {literal for form in FAMILIES.values() for literal in (*form.literals, *form.name_ends)}
+)
 _PIECES = (
     '{"name": "add"',
     ', "arguments": {"a": 1}}',
@@ -207,8 +251,14 @@ _FRAGMENTS = st.sampled_from([*_LITERALS, *_PIECES])
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.sampled_from(sorted(FAMILIES)), st.lists(_FRAGMENTS, max_size=14), st.lists(st.integers(0, 400), max_size=8))
-def test_rubbish_is_read_the_same_however_it_is_cut_and_without_calls_nothing_is_lost(family, fragments, places):
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.lists(_FRAGMENTS, max_size=14),
+    st.lists(st.integers(0, 400), max_size=8),
+)
+def test_rubbish_is_read_the_same_however_it_is_cut_and_without_calls_nothing_is_lost(
+    family, fragments, places
+):
     text = "".join(fragments)
     whole = read(family, text)
     assert read(family, *cut(text, places)) == whole
@@ -223,7 +273,13 @@ def test_a_certain_call_streams_its_arguments():
     parser = CallParser(HERMES, NAMES, certain=True)
     chunks = ['<tool_call>\n{"name": "add", "argum', 'ents": {"a"', ": 1", "0}", "}\n</tool_call>"]
     seen = [parser.feed(chunk) for chunk in chunks]
-    assert [[e.arguments for e in events if not e.name] for events in seen] == [[], ['{"a"'], [": 1"], ["0}"], []]
+    assert [[e.arguments for e in events if not e.name] for events in seen] == [
+        [],
+        ['{"a"'],
+        [": 1"],
+        ["0}"],
+        [],
+    ]
     assert seen[1][0].name == "add"
     assert parser.finish() == []
 
@@ -251,8 +307,19 @@ def test_a_call_that_we_write_is_read(family):
 
 
 def test_python_is_parsed_and_never_run():
-    assert python_calls("add(a=1, b='x', c=[True, None])") == [("add", '{"a": 1, "b": "x", "c": [true, null]}')]
-    for code in ("add(1)", "add(**x)", "add(a=open('/etc/passwd'))", "1", "add(a=b)", "(" * 10_000, "x" * 30_000, ""):
+    assert python_calls("add(a=1, b='x', c=[True, None])") == [
+        ("add", '{"a": 1, "b": "x", "c": [true, null]}')
+    ]
+    for code in (
+        "add(1)",
+        "add(**x)",
+        "add(a=open('/etc/passwd'))",
+        "1",
+        "add(a=b)",
+        "(" * 10_000,
+        "x" * 30_000,
+        "",
+    ):
         assert python_calls(code) is None
 
 
@@ -338,4 +405,6 @@ def test_a_call_after_reasoning():
 
 def test_templates_without_reasoning_still_have_it_read():
     assert detect("{{ messages }}") == (THINK, False)
-    assert not any(isinstance(e, ReasoningDelta) for e in ReasoningParser(THINK, None, opened=False).feed("no"))
+    assert not any(
+        isinstance(e, ReasoningDelta) for e in ReasoningParser(THINK, None, opened=False).feed("no")
+    )
