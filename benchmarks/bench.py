@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.runtime import native
+from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -36,7 +36,7 @@ class Bare:
     """llama_decode and nothing else."""
 
     def __init__(self, path: Path, n_threads: int) -> None:
-        self.llama = L = native.lib()
+        self.llama = L = libllama.lib()
         self.model = L.llama_model_load_from_file(str(path).encode(), L.llama_model_default_params())
         params = L.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = N_CTX, PREFILL, PREFILL
@@ -212,7 +212,7 @@ def main() -> None:
     options = parser.parse_args()
     results = {name: measure(name, options.rounds) for name in options.models}
     options.out.mkdir(exist_ok=True)
-    info = native.build_info()
+    info = libllama.build_info()
     text = f"llama.cpp {info.llama_version} ({info.ggml_commit}), CPU variant {info.cpu_variant}\n\n{table(results)}"
     (options.out / "bench.md").write_text(text)
     (options.out / "bench.json").write_text(

@@ -20,7 +20,7 @@ from pathlib import Path
 import peer_server
 from bench import MODELS, NAMES, Bare, beside, finished
 
-from edgeinfer.runtime import native
+from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, Progress, TextDelta
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -361,7 +361,7 @@ def main() -> None:
     options = parser.parse_args()
     results = {name: measure(name, options.rounds, set(options.sections)) for name in options.models}
     options.out.mkdir(exist_ok=True)
-    info = native.build_info()
+    info = libllama.build_info()
     text = f"llama.cpp {info.llama_version} ({info.ggml_commit}), CPU variant {info.cpu_variant}\n\n{table(results)}"
     (options.out / "bench-engine.md").write_text(text)
     (options.out / "bench-engine.json").write_text(json.dumps(results, indent=1))

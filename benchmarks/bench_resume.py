@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.server.memory import available_bytes
+from edgeinfer.server.core.eviction import available_bytes
 
 HERE = Path(__file__).parent
 MODELS = {"small": 0, "7b": 32, "14b": 64}

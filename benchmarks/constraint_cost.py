@@ -81,7 +81,7 @@ def _times_us(step: Any, count: int) -> list[float]:
 
 
 def _masks_of_llguidance(vocab: Any) -> dict[str, Any]:
-    from edgeinfer.runtime.constraints import Constraints
+    from edgeinfer.runtime.language.constraints import Constraints
     from edgeinfer.runtime.requests import JsonSchema
 
     constraints = Constraints()

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from edgeinfer import __version__, words
-from edgeinfer.arguments import catalog, launch, machine, snapshots
+from edgeinfer.arguments import catalog, launch_args, machine, snapshots
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result, envelope, error_envelope
 
-FAMILIES = (launch, catalog, snapshots, machine)
+FAMILIES = (launch_args, catalog, snapshots, machine)
 
 
 class _Parser(argparse.ArgumentParser):

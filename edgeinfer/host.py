@@ -48,7 +48,7 @@ class Copies(Protocol):
 
 
 class Host:
-    """A cold process with no launcher behind it: loads models itself. `snapshots.app.ResumedHost` knows
+    """A cold process with no launcher behind it: loads models itself. `snapshots.resumed.app_process.ResumedHost` knows
     more.
     """
 

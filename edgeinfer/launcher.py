@@ -32,7 +32,7 @@ def main() -> int:
     )  # what this process has computed since exec: it has hardly waited
     argv = sys.argv[1:] or ["chat"]
     if sys.platform == "linux" and argv[0] in LAUNCH_VERBS and not any(word in _HELP for word in argv):
-        from edgeinfer.snapshots.launch import launch  # Linux only
+        from edgeinfer.snapshots.launching.launch import launch  # Linux only
 
         launch(argv, exec_ns, main_ns)
     if getattr(sys, "frozen", False):

@@ -33,9 +33,9 @@ async def shot(name: str, scene: str, size: tuple[int, int], theme: str) -> str:
     from scenes import SCENES
 
     from edgeinfer.config import ChatConfig
-    from edgeinfer.tui.screens import models
+    from edgeinfer.tui.screens import model_picker
 
-    models.shelf = lambda warm=(): list(SHELF)
+    model_picker.shelf = lambda warm=(): list(SHELF)
     made = SCENES[scene]()
     with tempfile.TemporaryDirectory() as home:
         os.environ["EDGEINFER_HOME"] = home

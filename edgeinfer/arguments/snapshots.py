@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from edgeinfer.arguments.launch import add_load_options
+from edgeinfer.arguments.launch_args import add_load_options
 from edgeinfer.errors import SnapshotsUnavailableError
 from edgeinfer.host import Host
 from edgeinfer.result import Result

@@ -13,7 +13,7 @@ import msgspec
 
 from edgeinfer.catalog.ggml_types import TENSOR_TYPES
 from edgeinfer.catalog.gguf import GgufHeader
-from edgeinfer.runtime.choices import choose_ubatch
+from edgeinfer.runtime.loading.choices import choose_ubatch
 
 #: Every so many layers one attends to the whole context, the others to the window; (period, whether the
 #: whole one comes first). llama.cpp has these in its model code for architectures whose files do not
@@ -36,7 +36,7 @@ _WINDOW_DEFAULTS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}
 _BYTES_OF = {kind.name.lower(): kind.bytes / kind.block for kind in TENSOR_TYPES.values()}
 #: llama.cpp pads the cache to this many cells.
 _CELLS = 256
-#: What the engine makes its context with (`runtime.load`, which cannot be imported here: it loads
+#: What the engine makes its context with (`runtime.loading.load`, which cannot be imported here: it loads
 #: llama.cpp).
 _BATCH_TOKENS = 512
 _SPARE_SEQUENCES = 16
@@ -125,7 +125,7 @@ def engine_estimate(
     n_parallel: int = 4,
     weights_bytes: int = 0,
 ) -> Estimate:
-    """`estimate` with the context that `runtime.load` makes for `n_parallel` sequences over `n_cells`
+    """`estimate` with the context that `runtime.loading.load` makes for `n_parallel` sequences over `n_cells`
     cells together.
 
     A test compares the two on both real models.

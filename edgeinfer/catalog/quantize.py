@@ -1,4 +1,4 @@
-"""Quantizing: the parent's side of `runtime.quantizer` and `runtime.perplexity`, and the store's.
+"""Quantizing: the parent's side of `runtime.helpers.quantizer` and `runtime.helpers.perplexity`, and the store's.
 
 A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat
 template, stop strings and sampling defaults.
@@ -148,7 +148,7 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
     said: dict[str, object] = {}
     try:
         work = children.events(
-            "edgeinfer.runtime.quantizer", msgspec.json.encode(wish).decode(), job=job
+            "edgeinfer.runtime.helpers.quantizer", msgspec.json.encode(wish).decode(), job=job
         )
         with closing(work):  # the process is gone before the target is, also when the report raises
             for said in work:
@@ -256,7 +256,9 @@ def perplexity(model: str, job: Job, score_tokens: int = 0) -> tuple[float, int]
     job.begin("scoring", Path(model).name)
     said: dict[str, object] = {}
     with closing(
-        children.events("edgeinfer.runtime.perplexity", model, str(perplexity_text()), *limit, job=job)
+        children.events(
+            "edgeinfer.runtime.helpers.perplexity", model, str(perplexity_text()), *limit, job=job
+        )
     ) as work:
         for said in work:
             if said["event"] == "progress":

@@ -17,7 +17,7 @@ import msgspec
 from edgeinfer.chat import attachments, context, slash
 from edgeinfer.chat.answer import Answer, Piece
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
-from edgeinfer.chat.launch import Launch, started
+from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.settings import save
 from edgeinfer.chat.shelf import shelf, size_words
 from edgeinfer.chat.values import Attachment, Turn

@@ -214,8 +214,7 @@ class Store:
         """
         with speaking(self.name):
             rows = self._db.execute(
-                f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id",
-                (conversation_id,),
+                f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", (conversation_id,)
             ).fetchall()
             found = {row[0]: _turn(row) for row in rows}
             for turn in [t for t in found.values() if t.status == "streaming"]:

@@ -36,14 +36,14 @@ from edgeinfer.errors import (
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.server import offline
-from edgeinfer.server.app import build_app
-from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.keys import Keys
-from edgeinfer.server.limits import Limits
-from edgeinfer.server.logs import Log
-from edgeinfer.server.models import Models, Sources
-from edgeinfer.server.security import Gate
-from edgeinfer.server.tracing import NoTracer
+from edgeinfer.server.asgi import build_app
+from edgeinfer.server.core.exchange import Endpoint
+from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.core.model_pool import Models, Sources
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate
+from edgeinfer.server.observe.logs import Log
+from edgeinfer.server.observe.tracing import NoTracer
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 #: A status that says "not now": such a line is tried again instead of being written as done.

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from edgeinfer import requesting
 from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
-from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.values import Attachment, Conversation
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host

@@ -123,7 +123,7 @@ def _memory() -> Check:
 
 def _llama() -> Check:
     """Llama.cpp: the library loads and has a CPU backend for this machine."""
-    from edgeinfer.runtime.native import build_info
+    from edgeinfer.runtime.libllama import build_info
 
     build = build_info()
     variant = f"{build.cpu_variant} variant: " if build.cpu_variant else ""
@@ -136,7 +136,7 @@ def _llama() -> Check:
 
 def _gpu() -> Check:
     """GPU: whether the build can offload."""
-    from edgeinfer.runtime.native import build_info
+    from edgeinfer.runtime.libllama import build_info
 
     build = build_info()
     if build.supports_gpu:

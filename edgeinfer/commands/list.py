@@ -12,7 +12,7 @@ from edgeinfer.catalog.models import Catalog, Model, load_catalog
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.commands.table import table
 from edgeinfer.result import Result
-from edgeinfer.snapshots.format import generations, model_part, safe_name
+from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
 from edgeinfer.units import bytes_words
 
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from edgeinfer.catalog.remove import Removed, remove
 from edgeinfer.result import Result
-from edgeinfer.snapshots.format import generations, model_part, safe_name
-from edgeinfer.snapshots.prune import remove as remove_snapshot
+from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
+from edgeinfer.snapshots.shelf.prune import remove as remove_snapshot
 from edgeinfer.units import bytes_words
 
 

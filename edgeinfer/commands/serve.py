@@ -20,15 +20,15 @@ from edgeinfer.host import Host, LoadProgress
 from edgeinfer.result import Result
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.server import keys, last_words, sockets
-from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.limits import Limits
-from edgeinfer.server.logs import Log
-from edgeinfer.server.models import Loaded, Models, Pulled, Sources
-from edgeinfer.server.payload_log import PayloadLog
-from edgeinfer.server.security import LOOPBACK_HOSTS, Gate
+from edgeinfer.server.core.exchange import Endpoint
+from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.core.model_pool import Loaded, Models, Pulled, Sources
+from edgeinfer.server.guards import crash_replies, keys, sockets
+from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
+from edgeinfer.server.observe.logs import Log
+from edgeinfer.server.observe.payload_log import PayloadLog
+from edgeinfer.server.observe.tracing import tracer_from_environment
 from edgeinfer.server.server import Ended, RunOptions, run
-from edgeinfer.server.tracing import tracer_from_environment
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ async def _serve(
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )
-    return await run(endpoint, listeners, run_options, host.keep_copies(last_words.words()))
+    return await run(endpoint, listeners, run_options, host.keep_copies(crash_replies.words()))
 
 
 class Loader:

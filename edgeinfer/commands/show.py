@@ -18,7 +18,7 @@ from edgeinfer.commands.list import parameters_words
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.runtime.choices import (
+from edgeinfer.runtime.loading.choices import (
     choose_cells,
     choose_context,
     choose_parallel,

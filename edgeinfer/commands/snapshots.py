@@ -13,8 +13,9 @@ from edgeinfer import paths
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.snapshots import format, prune, records, verify
-from edgeinfer.snapshots.records import Details, Listed
+from edgeinfer.snapshots.building import verify
+from edgeinfer.snapshots.shelf import format, prune, records
+from edgeinfer.snapshots.shelf.records import Details, Listed
 from edgeinfer.units import bytes_words, duration_words
 
 

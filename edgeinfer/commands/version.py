@@ -36,7 +36,7 @@ class VersionResult(Result, frozen=True, kw_only=True):
 
 def version() -> VersionResult:
     """Ask the loaded library itself."""
-    from edgeinfer.runtime.native import build_info  # 160–290 ms: llama_cpp
+    from edgeinfer.runtime.libllama import build_info  # 160–290 ms: llama_cpp
 
     build = build_info()
     return VersionResult(

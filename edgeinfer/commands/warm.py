@@ -16,8 +16,8 @@ from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.snapshots import warm as snapshots_warm
-from edgeinfer.snapshots.records import Details
+from edgeinfer.snapshots.building import build_order as snapshots_warm
+from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.units import bytes_words
 
 
@@ -45,7 +45,7 @@ class WarmResult(Result, frozen=True, kw_only=True):
 
 
 def warm(options: argparse.Namespace, host: Host) -> WarmResult:
-    """Raises what `snapshots.warm.build` raises, UsageError for a system prompt that cannot be read."""
+    """Raises what `snapshots.building.build_order.build` raises, UsageError for a system prompt that cannot be read."""
     began = time.monotonic()
     model = canonical(options.model or host.config.default_model, host)
     files = _with_lora(host.files(model), options.lora)

@@ -16,8 +16,8 @@ import numpy as np
 from llama_cpp import llama_cpp as L
 
 from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
-from edgeinfer.runtime.batch import Batch
-from edgeinfer.runtime.load import Loaded, context_params, make_context
+from edgeinfer.runtime.decoding.batch import Batch
+from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
 
 Call = Callable[[Callable[[], Any]], Any]

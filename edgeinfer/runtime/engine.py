@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
-from edgeinfer.runtime import native
-from edgeinfer.runtime.batch import Batch
-from edgeinfer.runtime.choices import exact_rows
-from edgeinfer.runtime.chunks import Exactness
-from edgeinfer.runtime.constraints import Constraints
-from edgeinfer.runtime.dialogue import load_conversations
-from edgeinfer.runtime.draft import DraftModel
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.batch import Batch
+from edgeinfer.runtime.decoding.chunks import Exactness
+from edgeinfer.runtime.decoding.draft import DraftModel
+from edgeinfer.runtime.decoding.kvcache import KvCache, LlamaMemory
+from edgeinfer.runtime.decoding.loop import DecodeLoop
+from edgeinfer.runtime.decoding.prepare import Preparer
+from edgeinfer.runtime.decoding.scheduler import Scheduler
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.kvcache import KvCache, LlamaMemory
-from edgeinfer.runtime.load import MAX_DRAFT, Loaded, file_type_of, load_model
-from edgeinfer.runtime.loop import DecodeLoop
-from edgeinfer.runtime.lora import LoraAdapters
+from edgeinfer.runtime.language.constraints import Constraints
+from edgeinfer.runtime.language.dialogue import load_conversations
+from edgeinfer.runtime.language.parsers_api import Conversations, TemplateFacts
+from edgeinfer.runtime.loading.choices import exact_rows
+from edgeinfer.runtime.loading.load import MAX_DRAFT, Loaded, file_type_of, load_model
+from edgeinfer.runtime.loading.lora import LoraAdapters
 from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
-from edgeinfer.runtime.parsers_api import Conversations, TemplateFacts
-from edgeinfer.runtime.prepare import Preparer
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
-from edgeinfer.runtime.scheduler import Scheduler
 
 #: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
 _EXACT_CELLS = 192
@@ -172,7 +172,7 @@ class LlamaEngine:
         self._preparer.seeds.entropy = entropy
         if n_threads:
             self._loaded.n_threads = n_threads
-            native.lib().llama_set_n_threads(self._loaded.context, n_threads, n_threads)
+            libllama.lib().llama_set_n_threads(self._loaded.context, n_threads, n_threads)
             self._embedder.set_threads(n_threads)
             if self._draft is not None:
                 self._draft.set_threads(n_threads)
@@ -194,7 +194,7 @@ class LlamaEngine:
 
 
 def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
-    llama = native.lib()
+    llama = libllama.lib()
     can_cut = not (
         llama.llama_model_is_recurrent(loaded.model) or llama.llama_model_is_hybrid(loaded.model)
     )
@@ -253,7 +253,7 @@ def _conversations(files: ModelFiles, loaded: Loaded) -> Conversations:
 
 
 def _own_template(loaded: Loaded) -> str:
-    text = native.lib().llama_model_chat_template(loaded.model, None)
+    text = libllama.lib().llama_model_chat_template(loaded.model, None)
     return text.decode("utf-8", "replace") if text else ""
 
 
@@ -264,7 +264,7 @@ def _info(
     conversations: Conversations,
     embedder: Embedder,
 ) -> EngineInfo:
-    llama = native.lib()
+    llama = libllama.lib()
     meta = loaded.meta
     return EngineInfo(
         model=files.name,
@@ -294,5 +294,5 @@ def _info(
 
 def _description(loaded: Loaded) -> str:
     buffer = ctypes.create_string_buffer(256)
-    native.lib().llama_model_desc(loaded.model, buffer, len(buffer))
+    libllama.lib().llama_model_desc(loaded.model, buffer, len(buffer))
     return buffer.value.decode("utf-8", "replace")

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from edgeinfer import __version__
+from edgeinfer.server.anthropic.wire import AnthropicError
+from edgeinfer.server.native.wire import Health
+from edgeinfer.server.openai.wire_replies import ErrorReply
 from edgeinfer.server.operations import OPERATIONS, Operation
-from edgeinfer.server.wire.anthropic import AnthropicError
-from edgeinfer.server.wire.native import Health
-from edgeinfer.server.wire.openai_replies import ErrorReply
 
 _REF = "#/components/schemas/{name}"
 #: Status → what it says; every operation may give these.

@@ -11,13 +11,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgeinfer.server.problems import Dialect
-from edgeinfer.server.routes import anthropic, native, openai
-from edgeinfer.server.wire import anthropic as anthropic_wire
-from edgeinfer.server.wire import native as native_wire
-from edgeinfer.server.wire import openai as openai_wire
-from edgeinfer.server.wire import openai_replies
-from edgeinfer.server.wire import responses as responses_wire
+from edgeinfer.server.anthropic import routes as anthropic
+from edgeinfer.server.anthropic import wire as anthropic_wire
+from edgeinfer.server.core.problems import Dialect
+from edgeinfer.server.native import routes as native
+from edgeinfer.server.native import wire as native_wire
+from edgeinfer.server.openai import routes as openai
+from edgeinfer.server.openai import wire as openai_wire
+from edgeinfer.server.openai import wire_replies as openai_replies
+from edgeinfer.server.responses import routes as responses
+from edgeinfer.server.responses import wire as responses_wire
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -78,7 +81,7 @@ OPERATIONS: tuple[Operation, ...] = (
     _streaming(
         _post(
             "/v1/responses",
-            openai.responses,
+            responses.responses,
             "Answer a conversation; nothing is stored.",
             responses_wire.ResponsesRequest,
             responses_wire.ResponseReply,

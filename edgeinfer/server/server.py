@@ -18,11 +18,11 @@ import msgspec
 import uvicorn
 
 from edgeinfer.host import Copies
-from edgeinfer.server import sockets
-from edgeinfer.server.app import build_app
-from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.logs import capture_uvicorn
-from edgeinfer.server.protocol import guarded
+from edgeinfer.server.asgi import build_app
+from edgeinfer.server.core.exchange import Endpoint
+from edgeinfer.server.guards import sockets
+from edgeinfer.server.guards.protocol import guarded
+from edgeinfer.server.observe.logs import capture_uvicorn
 
 #: After generations were cancelled at the drain's limit, this long for their last words to reach the
 #: clients.

@@ -17,8 +17,8 @@ import sys
 from edgeinfer import places
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.shipping import shipped
-from edgeinfer.snapshots import native
-from edgeinfer.snapshots.format import Manifest, refuse_unsafe
+from edgeinfer.snapshots import linux
+from edgeinfer.snapshots.shelf.format import Manifest, refuse_unsafe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MINIMUM = (4, 1)
 ROOT, UNPRIVILEGED, CAPABILITIES = "root", "unprivileged", "capabilities"
 NAMESPACES = {
-    ROOT: native.CLONE_NEWNS | native.CLONE_NEWPID,
-    UNPRIVILEGED: native.CLONE_NEWNS | native.CLONE_NEWPID | native.CLONE_NEWUSER,
+    ROOT: linux.CLONE_NEWNS | linux.CLONE_NEWPID,
+    UNPRIVILEGED: linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWUSER,
     CAPABILITIES: 0,
 }
 #: `setcap` words for the third tier.
@@ -137,7 +137,7 @@ def namespaces_refused(tier: str) -> str:
 
     try:
         done = subprocess.run(
-            child_command("edgeinfer.snapshots.supervise", "probe", tier),
+            child_command("edgeinfer.snapshots.launching.supervise", "probe", tier),
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
@@ -201,7 +201,7 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
     directory = work_dir()
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "XDG_RUNTIME_DIR": directory}
     if tier == UNPRIVILEGED:
-        native.keep_capabilities(native.CRIU_CAPABILITIES)
+        linux.keep_capabilities(linux.CRIU_CAPABILITIES)
     os.execve(criu, [criu, "--unprivileged", *arguments, "-W", directory], environment)
 
 

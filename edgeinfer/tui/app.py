@@ -16,7 +16,7 @@ from textual.css.model import RuleSet
 from textual.screen import Screen
 
 from edgeinfer.chat import slash
-from edgeinfer.chat.launch import Launch, started
+from edgeinfer.chat.opening import Launch, started
 from edgeinfer.tui.bindings import BY_ID
 from edgeinfer.tui.screens.chat import ChatScreen
 from edgeinfer.tui.themes import DARK, LIGHT

@@ -81,14 +81,14 @@ class AppFront:
         self._screen.loader.start(name, n_ctx)
 
     def pick_model(self) -> None:
-        from edgeinfer.tui.screens.models import ModelScreen
+        from edgeinfer.tui.screens.model_picker import ModelScreen
 
         current = self._screen.session.conversation.model
         self._screen.app.push_screen(ModelScreen(self._screen.launch, current), self._model_picked)
 
     def offer_pull(self, model: str) -> None:
         """No model yet: the first screen."""
-        from edgeinfer.tui.screens.models import ModelScreen
+        from edgeinfer.tui.screens.model_picker import ModelScreen
 
         self._screen.app.push_screen(
             ModelScreen(self._screen.launch, model, first=True), self._model_picked

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from textual._context import NoActiveAppError
 
-from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.opening import Launch
 from edgeinfer.errors import EdgeInferError, EngineClosedError, ModelNotPulledError
 from edgeinfer.runtime.interface import Engine
 

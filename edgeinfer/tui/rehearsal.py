@@ -17,8 +17,8 @@ from textual import events
 from textual.cache import LRUCache
 from textual.pilot import Pilot
 
-from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.migrate import migrate
+from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.store import Store
 from edgeinfer.config import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start

@@ -13,7 +13,7 @@ from edgeinfer.catalog.progress import Job, PullProgress
 from edgeinfer.catalog.store import list_pulled
 from edgeinfer.cli import main
 from edgeinfer.commands.progress import PlainLines, line, progress_on
-from edgeinfer.snapshots.format import MANIFEST
+from edgeinfer.snapshots.shelf.format import MANIFEST
 
 
 @pytest.fixture

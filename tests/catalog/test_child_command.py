@@ -8,15 +8,15 @@ from edgeinfer.process import MODULE_SWITCH, child_command
 
 
 def test_from_a_checkout() -> None:
-    assert child_command("edgeinfer.runtime.quantizer", "{}") == [
+    assert child_command("edgeinfer.runtime.helpers.quantizer", "{}") == [
         sys.executable,
         "-m",
-        "edgeinfer.runtime.quantizer",
+        "edgeinfer.runtime.helpers.quantizer",
         "{}",
     ]
 
 
 def test_from_the_frozen_program(monkeypatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    command = child_command("edgeinfer.runtime.perplexity", "a", "b")
-    assert command == [sys.executable, MODULE_SWITCH, "edgeinfer.runtime.perplexity", "a", "b"]
+    command = child_command("edgeinfer.runtime.helpers.perplexity", "a", "b")
+    assert command == [sys.executable, MODULE_SWITCH, "edgeinfer.runtime.helpers.perplexity", "a", "b"]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import ContextLengthError, DecodeError, QueueFullError
-from edgeinfer.runtime import load as load_module
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
+from edgeinfer.runtime.loading import load as load_module
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 

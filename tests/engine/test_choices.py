@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.runtime.choices import (
+from edgeinfer.runtime.loading.choices import (
     Machine,
     choose_cells,
     choose_context,

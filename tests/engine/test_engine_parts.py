@@ -19,8 +19,8 @@ from edgeinfer.errors import (
     OutOfMemoryError,
     UsageError,
 )
-from edgeinfer.runtime import native
-from edgeinfer.runtime.batch import Batch
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, TokenLogprobs
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -54,7 +54,7 @@ def ask(engine: LlamaEngine, prompt: str = "The capital of France is", **fields:
 
 
 def test_build_info_names_the_variant_and_the_commit() -> None:
-    info = native.build_info()
+    info = libllama.build_info()
     assert info.llama_version
     assert info.ggml_commit
     assert any(flag.startswith(("AVX", "SSE", "NEON")) for flag in info.flags)
@@ -108,7 +108,7 @@ def test_flash_attention_on_and_off_answer(smollm2: Path, flash: str) -> None:
 
 
 def test_the_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.runtime.load.choose_cells", lambda n_ctx, *_: _cells(256))
+    monkeypatch.setattr("edgeinfer.runtime.loading.load.choose_cells", lambda n_ctx, *_: _cells(256))
     engine = load_engine(files(smollm2), LoadOptions(n_ctx=200, n_parallel=1))
     try:
         last = ask(engine, "word " * 190, max_tokens=100)[-1]

@@ -21,16 +21,16 @@ import pytest
 from edgeinfer.host import Copies, Start
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server import sockets
-from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.keys import Keys
-from edgeinfer.server.limits import Limits
-from edgeinfer.server.logs import Log
-from edgeinfer.server.models import Loaded, Models, Progress, Pulled, Sources
-from edgeinfer.server.payload_log import PayloadLog
-from edgeinfer.server.security import Gate
+from edgeinfer.server.core.exchange import Endpoint
+from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.core.model_pool import Loaded, Models, Progress, Pulled, Sources
+from edgeinfer.server.guards import sockets
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate
+from edgeinfer.server.observe.logs import Log
+from edgeinfer.server.observe.payload_log import PayloadLog
+from edgeinfer.server.observe.tracing import NoTracer, Tracer
 from edgeinfer.server.server import Ended, RunOptions, run
-from edgeinfer.server.tracing import NoTracer, Tracer
 
 
 @dataclass

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from edgeinfer.arguments import launch
+from edgeinfer.arguments import launch_args
 from edgeinfer.commands.batch import batch
 from edgeinfer.config import Config
 from edgeinfer.errors import DiskFullError, ModelBusyError, UsageError
@@ -38,7 +38,7 @@ class FakeHost(Host):
 
 def _options(*typed: str) -> argparse.Namespace:
     verbs = argparse.ArgumentParser().add_subparsers()
-    launch._add_batch(verbs)
+    launch_args._add_batch(verbs)
     return verbs.choices["batch"].parse_args(typed)
 
 

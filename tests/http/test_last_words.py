@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine, Gate
-from edgeinfer.server import last_words
-from edgeinfer.server.last_words import State
-from edgeinfer.snapshots.last_words import Copies, Kept
+from edgeinfer.server.guards import crash_replies
+from edgeinfer.server.guards.crash_replies import State
+from edgeinfer.snapshots.launching.kept_connections import Copies, Kept
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="the launcher keeps copies on Linux"
@@ -30,7 +30,7 @@ def ends():
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     states_fd = os.memfd_create("states")
     with here:
-        yield Copies(here, states_fd), Kept([there.detach(), os.dup(states_fd)], last_words.words())
+        yield Copies(here, states_fd), Kept([there.detach(), os.dup(states_fd)], crash_replies.words())
     os.close(states_fd)
 
 
@@ -70,11 +70,11 @@ def test_a_connection_gets_the_words_of_its_state_and_is_closed(ends, state):
         copies.mark(ours.fileno(), state)
         ours.close()
         kept.say()
-        assert rest(client) == last_words.words()[state]
+        assert rest(client) == crash_replies.words()[state]
 
 
 def test_the_words_are_whole_answers_and_whole_ends_of_streams():
-    said = last_words.words()
+    said = crash_replies.words()
     for state in (State.WAITING, State.WAITING_ANTHROPIC):
         head, _, body = said[state].partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")

@@ -15,8 +15,8 @@ import httpx2
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine, Gate
-from edgeinfer.server import sockets
-from edgeinfer.server.limits import Limits
+from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.guards import sockets
 from edgeinfer.server.server import RunOptions
 
 

@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine, Gate
-from edgeinfer.server.keys import Keys
-from edgeinfer.server.limits import Limits
-from edgeinfer.server.security import Gate as Doorkeeper
+from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate as Doorkeeper
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 
@@ -201,11 +201,7 @@ def test_a_models_queue_is_bounded_by_what_this_launch_allows(serve, until):
             refused.status_code,
             refused.json()["error"]["code"],
             refused.headers["retry-after"],
-        ) == (
-            503,
-            "queue_full",
-            "1",
-        )
+        ) == (503, "queue_full", "1")
     gate.opened.set()
     for thread in (*threads, *more):
         thread.join()

@@ -18,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from edgeinfer.errors import ServeError
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
-from edgeinfer.server import tracing
-from edgeinfer.server.logs import Log
-from edgeinfer.server.metrics import Metrics, TokenClock, version_of
-from edgeinfer.server.payload_log import PayloadLog
-from edgeinfer.server.tracing import NoTracer, OtelTracer, tracer_from_environment
+from edgeinfer.server.observe import tracing
+from edgeinfer.server.observe.logs import Log
+from edgeinfer.server.observe.metrics import Metrics, TokenClock, version_of
+from edgeinfer.server.observe.payload_log import PayloadLog
+from edgeinfer.server.observe.tracing import NoTracer, OtelTracer, tracer_from_environment
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHA = "0123456789abcdef" * 4

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.limits import Limits
-from edgeinfer.server.models import Loaded
+from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.core.model_pool import Loaded
 from edgeinfer.server.openapi import document
 from edgeinfer.server.operations import OPERATIONS
 

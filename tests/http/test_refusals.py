@@ -8,9 +8,9 @@ import pytest
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.wire.anthropic import MessagesRequest
-from edgeinfer.server.wire.openai import ChatRequest
-from edgeinfer.server.wire.responses import ResponsesRequest
+from edgeinfer.server.anthropic.wire import MessagesRequest
+from edgeinfer.server.openai.wire import ChatRequest
+from edgeinfer.server.responses.wire import ResponsesRequest
 
 HI = [{"role": "user", "content": "hi"}]
 

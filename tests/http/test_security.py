@@ -11,15 +11,15 @@ import subprocess
 import httpx2
 import pytest
 
-from edgeinfer.arguments import launch
+from edgeinfer.arguments import launch_args
 from edgeinfer.commands.serve import limits, make_gate
 from edgeinfer.config import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host
-from edgeinfer.server import keys, sockets
-from edgeinfer.server.keys import Keys
+from edgeinfer.server.guards import keys, sockets
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate, host_name
 from edgeinfer.server.operations import OPERATIONS
-from edgeinfer.server.security import LOOPBACK_HOSTS, Gate, host_name
 from edgeinfer.server.server import RunOptions
 
 KEY = "test-key-0123456789abcdef"
@@ -28,7 +28,7 @@ PAGE = "https://page.example"
 
 def _options(*typed: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    launch.add_endpoint_options(parser)
+    launch_args.add_endpoint_options(parser)
     return parser.parse_args(typed)
 
 

@@ -368,13 +368,7 @@ def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
         request.deadline_s,
         request.ignore_eos,
         request.cache_prompt,
-    ) == (
-        ("x",),
-        "shift",
-        9,
-        True,
-        False,
-    )
+    ) == (("x",), "shift", 9, True, False)
 
 
 def test_effort_and_template_arguments_reach_the_template(serve):

@@ -14,7 +14,8 @@ from edgeinfer.errors import (
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
-from edgeinfer.snapshots import format, frames
+from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots.shelf import format
 
 words = st.text(
     st.characters(exclude_characters="\0\r\x85\u2028\u2029", exclude_categories=("Cs", "Zl", "Zp")),

@@ -19,18 +19,10 @@ from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, Snapsho
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.snapshots import (
-    choose,
-    digests,
-    fingerprint,
-    format,
-    freshness,
-    held,
-    memory,
-    prefetch,
-    prune,
-)
-from edgeinfer.snapshots.idle import IdleWatch
+from edgeinfer.snapshots.building import digests
+from edgeinfer.snapshots.resumed import freshness, loaded_model, prefetch, residency
+from edgeinfer.snapshots.resumed.idle import IdleWatch
+from edgeinfer.snapshots.shelf import choose, fingerprint, format, prune
 
 
 @pytest.fixture
@@ -121,7 +113,7 @@ def test_what_refused_the_only_one_is_said(root):
 
 def test_a_default_option_accepts_any_snapshot_and_another_does_not():
     engine = FakeEngine()
-    mine = held.Held(engine, "fake", LoadOptions(n_ctx=4096, kv_type="q8_0"))
+    mine = loaded_model.Held(engine, "fake", LoadOptions(n_ctx=4096, kv_type="q8_0"))
     assert mine.serves("fake", LoadOptions())
     assert mine.serves("fake", LoadOptions(n_ctx=4096, n_threads=7))
     assert not mine.serves("fake", LoadOptions(n_ctx=512))
@@ -195,36 +187,38 @@ def test_a_large_allocation_is_found_whole_and_given_back(tmp_path):
     assert libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
     try:
         inside = [
-            (low, high) for low, high in memory.buffers() if low <= pointer.value + memory.PAGE < high
+            (low, high)
+            for low, high in residency.buffers()
+            if low <= pointer.value + residency.PAGE < high
         ]
         assert len(inside) == 1
         low, high = inside[0]
-        assert pointer.value <= low + memory.PAGE
-        assert size - 3 * memory.PAGE <= high - low <= size
+        assert pointer.value <= low + residency.PAGE
+        assert size - 3 * residency.PAGE <= high - low <= size
     finally:
         libc.free(pointer)
 
 
 def test_clean_file_pages_are_dropped_and_written_ones_kept(tmp_path):
     path = tmp_path / "file"
-    length = 4 * memory.WINDOW_BYTES
+    length = 4 * residency.WINDOW_BYTES
     path.write_bytes(b"f" * length)
     with open(path, "r+b") as file:
         area = mmap.mmap(file.fileno(), length, flags=mmap.MAP_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    low = -(-address // memory.WINDOW_BYTES) * memory.WINDOW_BYTES
+    low = -(-address // residency.WINDOW_BYTES) * residency.WINDOW_BYTES
     offset = low - address
     assert area[:] == b"f" * length
     area[offset + 5] = ord("w")
-    dropped = memory.give_back([(low, low + 2 * memory.WINDOW_BYTES)])
-    assert dropped == memory.WINDOW_BYTES
+    dropped = residency.give_back([(low, low + 2 * residency.WINDOW_BYTES)])
+    assert dropped == residency.WINDOW_BYTES
     assert area[offset + 5] == ord("w")
-    assert area[offset + memory.WINDOW_BYTES] == ord("f")
+    assert area[offset + residency.WINDOW_BYTES] == ord("f")
 
 
 def test_reading_ahead_reads_what_is_not_cached(tmp_path):
     path = tmp_path / "file"
-    step = memory.WINDOW_BYTES
+    step = residency.WINDOW_BYTES
     content = os.urandom(4 * step + 5000)
     path.write_bytes(content)
     stretches = [(step // 2, 2 * step), (3 * step, step + 5000)]
@@ -242,22 +236,22 @@ def test_reading_ahead_reads_what_is_not_cached(tmp_path):
 
 def test_what_is_touched_of_a_shared_mapping_is_found_in_windows(tmp_path):
     path = tmp_path / "file"
-    path.write_bytes(b"f" * memory.LARGE_BYTES * 2)
+    path.write_bytes(b"f" * residency.LARGE_BYTES * 2)
     with open(path, "rb") as file:
         area = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
 
     def of_file():
         return [
             (found.offset, found.high - found.low)
-            for found in memory.touched_shared()
+            for found in residency.touched_shared()
             if found.path == str(path)
         ]
 
-    memory.give_back_shared()
+    residency.give_back_shared()
     assert of_file() == []
     area.madvise(mmap.MADV_RANDOM)  # one fault, few pages around it
-    assert area[10 * memory.WINDOW_BYTES + memory.WINDOW_BYTES // 2] == ord("f")
-    assert of_file() == [(10 * memory.WINDOW_BYTES, memory.WINDOW_BYTES)]
+    assert area[10 * residency.WINDOW_BYTES + residency.WINDOW_BYTES // 2] == ord("f")
+    assert of_file() == [(10 * residency.WINDOW_BYTES, residency.WINDOW_BYTES)]
 
 
 @pytest.mark.parametrize("size", [0, 1, digests.PIECE_BYTES, 2 * digests.PIECE_BYTES + 5])
@@ -325,7 +319,7 @@ LAUNCH = """
 import sys, json
 before = set(sys.modules)
 from edgeinfer.launcher import main
-from edgeinfer.snapshots.launch import launch
+from edgeinfer.snapshots.launching.launch import launch
 print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - before})))
 """
 CHEAP = {

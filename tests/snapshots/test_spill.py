@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime import mappings
-from edgeinfer.snapshots.digests import digest
-from edgeinfer.snapshots.spill import BLOCK_BYTES, HUGE_PAGE_BYTES, STRETCH_BYTES, spill
+from edgeinfer.runtime.loading import mappings
+from edgeinfer.snapshots.building.digests import digest
+from edgeinfer.snapshots.building.spill import BLOCK_BYTES, HUGE_PAGE_BYTES, STRETCH_BYTES, spill
 
 PAGE = mmap.PAGESIZE
 SIZE = 3 * STRETCH_BYTES + 5 * PAGE

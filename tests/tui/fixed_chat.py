@@ -10,7 +10,7 @@ import time
 
 import msgspec
 
-from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved
 from edgeinfer.chat.store import Store
 from edgeinfer.config import ChatConfig, Config

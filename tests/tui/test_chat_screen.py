@@ -14,7 +14,7 @@ from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledErro
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.tui.screens.choice import ChoiceScreen
-from edgeinfer.tui.screens.models import ModelScreen
+from edgeinfer.tui.screens.model_picker import ModelScreen
 from edgeinfer.tui.widgets.completions import Completions
 
 

@@ -10,18 +10,18 @@ from edgeinfer.config import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.tui import bindings
-from edgeinfer.tui.screens import models
+from edgeinfer.tui.screens import model_picker
 from edgeinfer.tui.screens.ask import AskScreen
 from edgeinfer.tui.screens.choice import ChoiceScreen
 from edgeinfer.tui.screens.help import HelpScreen, help_content
-from edgeinfer.tui.screens.models import ModelScreen, pull_words
+from edgeinfer.tui.screens.model_picker import ModelScreen, pull_words
 from edgeinfer.tui.screens.sessions import SessionScreen, ago
 from edgeinfer.tui.screens.settings import KeyScreen, SettingsScreen
 
 
 @pytest.fixture(autouse=True)
 def shelf(monkeypatch):
-    monkeypatch.setattr(models, "shelf", lambda warm=(): list(SHELF))
+    monkeypatch.setattr(model_picker, "shelf", lambda warm=(): list(SHELF))
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ class TestModels:
     async def test_it_shows_size_licence_fit_and_state(self, drive):
         async with drive(size=(120, 40)) as d:
             screen = await open_models(d)
-            rows = [str(models._row(r, False, 90)) for r in screen.rows]
+            rows = [str(model_picker._row(r, False, 90)) for r in screen.rows]
             assert "98 MB" in rows[0]
             assert "Apache-2.0" in rows[0]
             assert "warm" in rows[0]
             assert "~484 MB" in rows[1]
             assert "too big" in rows[2]
-            assert "Does not fit: about 32.2 GB needed, 8.6 GB free" in models.detail(SHELF[2])
+            assert "Does not fit: about 32.2 GB needed, 8.6 GB free" in model_picker.detail(SHELF[2])
 
     async def test_a_pulled_model_is_used(self, drive):
         async with drive() as d:

@@ -7,7 +7,7 @@ from fixed_chat import NOON, SHELF, make_app
 from scenes import SCENES, Answered
 
 from edgeinfer.config import ChatConfig
-from edgeinfer.tui.screens import models
+from edgeinfer.tui.screens import model_picker
 
 LOOKS = [
     (size, theme) for size in ((80, 24), (120, 40)) for theme in ("edgeinfer-dark", "edgeinfer-light")
@@ -19,7 +19,7 @@ LOOKS = [
     ("size", "theme"), LOOKS, ids=[f"{s[0]}x{s[1]}-{t.removeprefix('edgeinfer-')}" for s, t in LOOKS]
 )
 def test_looks(scene, size, theme, snap_compare, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "shelf", lambda warm=(): list(SHELF))
+    monkeypatch.setattr(model_picker, "shelf", lambda warm=(): list(SHELF))
     made = scene()
     app = make_app(
         tmp_path, made.host, config=ChatConfig(theme=theme), clock=lambda: NOON, **made.fields

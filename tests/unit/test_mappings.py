@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime import mappings
+from edgeinfer.runtime.loading import mappings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
 MIB = 1 << 20

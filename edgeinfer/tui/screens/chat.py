@@ -19,7 +19,7 @@ from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.code import code_blocks
 from edgeinfer.chat.commander import Commander
 from edgeinfer.chat.complete import complete
-from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.slash import is_command
 from edgeinfer.chat.values import Turn
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError, UsageError

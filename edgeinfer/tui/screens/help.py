@@ -19,9 +19,7 @@ from edgeinfer.tui.drawing.lines import Line, wrap
 class HelpScreen(ModalScreen[None]):
     """Everything that can be typed and pressed, or one command."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,f1", "dismiss", "Leave", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,f1", "dismiss", "Leave", show=False)]
 
     def __init__(self, command: str = "") -> None:
         super().__init__()

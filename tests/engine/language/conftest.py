@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from llama_cpp import llama_cpp as L
 
-from edgeinfer.runtime import native
-from edgeinfer.runtime.constraints import Constraints
+from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.language.constraints import Constraints
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.vocab import Vocab
 
 
 def _vocab(path: Path) -> Iterator[Vocab]:
-    native.lib()
+    libllama.lib()
     params = L.llama_model_default_params()
     params.vocab_only = True
     model = L.llama_model_load_from_file(str(path).encode(), params)

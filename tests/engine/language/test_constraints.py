@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import UnsupportedConstraintError
-from edgeinfer.runtime.constraint_api import Lark
-from edgeinfer.runtime.constraints import Constraints, whole
 from edgeinfer.runtime.events import Finished, TextDelta
-from edgeinfer.runtime.gbnf import to_lark
+from edgeinfer.runtime.language.constraint_api import Lark
+from edgeinfer.runtime.language.constraints import Constraints, whole
+from edgeinfer.runtime.language.gbnf import to_lark
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,

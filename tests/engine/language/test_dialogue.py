@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.runtime.constraint_api import Lark
-from edgeinfer.runtime.dialogue import load_conversations
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
-from edgeinfer.runtime.parsers_api import TemplateFacts
+from edgeinfer.runtime.language.constraint_api import Lark
+from edgeinfer.runtime.language.dialogue import load_conversations
+from edgeinfer.runtime.language.parsers_api import TemplateFacts
 from edgeinfer.runtime.requests import (
     Choice,
     GenerateRequest,

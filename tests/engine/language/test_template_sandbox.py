@@ -7,8 +7,8 @@ import resource
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.runtime.language.templates import ChatTemplate
 from edgeinfer.runtime.requests import Message
-from edgeinfer.runtime.templates import ChatTemplate
 
 _S = "{% set s='aaaaaaaaaaaaaaaa' %}"
 _M = "{% set s='a'*1000000 %}"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.language.templates import CHATML, TRANSCRIPT, ChatTemplate, choose
 from edgeinfer.runtime.requests import Message, Tool, ToolCall
-from edgeinfer.runtime.templates import CHATML, TRANSCRIPT, ChatTemplate, choose
 
 FOLDER = Path(__file__).with_name("templates")
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
-from edgeinfer.runtime.markers import first_marker, held_back
-from edgeinfer.runtime.reasoning import SPANS, THINK, ReasoningParser, detect, is_open
-from edgeinfer.runtime.tool_formats.families import FAMILIES, HERMES
-from edgeinfer.runtime.tool_formats.families import detect as detect_format
-from edgeinfer.runtime.tool_formats.grammar import write_call
-from edgeinfer.runtime.tool_formats.python_calls import python_calls
-from edgeinfer.runtime.tool_formats.stream import CallParser, call_id
+from edgeinfer.runtime.language.markers import first_marker, held_back
+from edgeinfer.runtime.language.reasoning import SPANS, THINK, ReasoningParser, detect, is_open
+from edgeinfer.runtime.language.tool_formats.families import FAMILIES, HERMES
+from edgeinfer.runtime.language.tool_formats.families import detect as detect_format
+from edgeinfer.runtime.language.tool_formats.grammar import write_call
+from edgeinfer.runtime.language.tool_formats.python_calls import python_calls
+from edgeinfer.runtime.language.tool_formats.stream import CallParser, call_id
 
 NAMES = {"get_weather": {"properties": {"city": {"type": "string"}}}, "add": {}}
 Said = tuple[str, str] | tuple[str, int, str, str]

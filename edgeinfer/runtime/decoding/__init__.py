@@ -1,0 +1,1 @@
+"""The decode loop: scheduling, the KV cache, sampling, speculation, output."""

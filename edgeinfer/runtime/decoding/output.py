@@ -1,0 +1,92 @@
+"""What becomes of a sampled token: bytes, whole characters, stop strings, parsed events,
+log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.runtime.decoding.textstream import TextStream
+from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta
+from edgeinfer.runtime.language.parsers_api import Parsed, StreamParser
+from edgeinfer.runtime.vocab import Vocab
+
+
+def token_logprobs(
+    vocab: Vocab, logits: npt.NDArray[np.float32], top: int
+) -> tuple[npt.NDArray[np.float32], list[int]]:
+    """Log-probabilities of every token at temperature 1, and the `top` most likely ones, best first."""
+    peak = logits.max()
+    logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
+    if not top:
+        return logprobs, []
+    best = np.argpartition(logprobs, -top)[-top:]
+    return logprobs, [int(t) for t in best[np.argsort(-logprobs[best], kind="stable")]]
+
+
+class Output:
+    """One generation's way from tokens to events. The decode loop's thread alone."""
+
+    def __init__(self, vocab: Vocab, stops: Sequence[str], parser: StreamParser | None) -> None:
+        self._vocab, self._parser = vocab, parser
+        self._text = TextStream(stops)
+        self._special = parser is not None and parser.special_tokens
+        self._logprobs: list[TokenLogprobs] = []
+        self.has_tool_calls = False
+        self.reasoning_tokens = 0
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was met, if one was."""
+        return self._text.stopped_by
+
+    def feed(self, token: int, logprobs: TokenLogprobs | None = None) -> list[Parsed]:
+        """The events that are certain once `token` was sampled."""
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        events = self._parsed(self._text.feed(self._vocab.piece(token, special=self._special)))
+        self.reasoning_tokens += any(isinstance(event, ReasoningDelta) for event in events)
+        return self._with_logprobs(events)
+
+    def finish(self) -> list[Parsed]:
+        """The rest, at the end of the generation."""
+        events = self._parsed(self._text.finish())
+        if self._parser is not None:
+            events += self._note(self._parser.finish())
+        return self._with_logprobs(events)
+
+    def _parsed(self, text: str) -> list[Parsed]:
+        if not text:
+            return []
+        return [TextDelta(text)] if self._parser is None else self._note(self._parser.feed(text))
+
+    def _note(self, events: Sequence[Parsed]) -> list[Parsed]:
+        self.has_tool_calls = self.has_tool_calls or any(
+            isinstance(event, ToolCallDelta) for event in events
+        )
+        return list(events)
+
+    def _with_logprobs(self, events: list[Parsed]) -> list[Parsed]:
+        if not self._logprobs:
+            return events
+        for i, event in enumerate(events):
+            if isinstance(event, TextDelta | ReasoningDelta):
+                events[i] = msgspec.structs.replace(event, logprobs=tuple(self._logprobs))
+                self._logprobs = []
+                break
+        return events
+
+
+def chosen_logprobs(
+    vocab: Vocab, token: int, logprobs: npt.NDArray[np.float32], top: Sequence[int]
+) -> TokenLogprobs:
+    """The event value for a sampled token and its alternatives."""
+
+    def entry(t: int) -> Logprob:
+        return Logprob(t, vocab.piece(t, special=True), float(logprobs[t]))
+
+    return TokenLogprobs(entry(token), tuple(entry(t) for t in top))

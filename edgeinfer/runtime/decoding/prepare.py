@@ -1,0 +1,163 @@
+"""From a request to a sequence: everything that can be refused is refused here, in the caller's
+thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from edgeinfer.errors import ContextLengthError, InvalidRequestError
+from edgeinfer.runtime.decoding.draft import DraftModel
+from edgeinfer.runtime.decoding.kvcache import common_prefix
+from edgeinfer.runtime.decoding.output import Output
+from edgeinfer.runtime.decoding.sampler import Sampler
+from edgeinfer.runtime.decoding.sequence import Sequence
+from edgeinfer.runtime.decoding.speculative import Drafter, Drafting, NgramDrafter
+from edgeinfer.runtime.language.constraint_api import CompiledConstraint, Compiler, Lark, Matcher
+from edgeinfer.runtime.language.parsers_api import Conversations, Prepared
+from edgeinfer.runtime.loading.lora import LoraAdapters
+from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message
+from edgeinfer.runtime.validate import check_request
+from edgeinfer.runtime.vocab import Vocab
+
+
+@dataclass(slots=True)
+class Seeds:
+    """Fresh 32-bit seeds from the kernel's randomness, stirred with what a resume brought (a snapshot
+    repeats the rest).
+    """
+
+    entropy: bytes = b""
+    _count: Any = field(default_factory=itertools.count)
+
+    def draw(self) -> int:
+        stirred = os.urandom(16) + self.entropy + next(self._count).to_bytes(8, "little")
+        return int.from_bytes(hashlib.blake2b(stirred, digest_size=4).digest(), "little")
+
+
+class Preparer:
+    """Turns requests into sequences for one loaded model. Any thread."""
+
+    def __init__(
+        self,
+        *,
+        files: ModelFiles,
+        vocab: Vocab,
+        conversations: Conversations,
+        constraints: Compiler,
+        lora: LoraAdapters,
+        n_ctx: int,
+        max_draft: int,
+    ) -> None:
+        self._files, self._vocab, self._conversations, self._constraints = (
+            files,
+            vocab,
+            conversations,
+            constraints,
+        )
+        self._lora, self._n_ctx, self._max_draft = lora, n_ctx, max_draft
+        self.seeds = Seeds()
+        self.draft_model: DraftModel | None = None
+
+    def sequence(self, request: GenerateRequest) -> Sequence:
+        """A sequence ready to be queued. Raises InvalidRequestError and its kin."""
+        check_request(request, self._vocab.n_vocab)
+        adapters = self._lora.key(request.lora)
+        prepared = self._conversations.prepare(request) if request.messages else None
+        tokens = self._fit(request, self._tokens(request, prepared))
+        matcher = self._matcher(request, prepared)
+        stops = (*request.stop, *self._files.stop, *(prepared.stop if prepared else ()))
+        s = request.sampling
+        seed = self.seeds.draw() if s.seed is None else s.seed
+        return Sequence(
+            request=request,
+            tokens=tokens,
+            sampler=Sampler(self._vocab, s, seed=seed, n_ctx=self._n_ctx),
+            output=Output(self._vocab, stops, prepared.parser if prepared else None),
+            drafting=Drafting(self._drafter(request), limit=self._max_draft),
+            adapters=adapters,
+            max_tokens=self._max_tokens(request, len(tokens)),
+            keep_tokens=lambda: self._keep_tokens(request, tokens),
+            matcher=matcher,
+            banned=np.array(self._vocab.eos_tokens, np.int64) if request.ignore_eos else None,
+            deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
+        )
+
+    def _tokens(self, request: GenerateRequest, prepared: Prepared | None) -> list[int]:
+        if prepared is not None:
+            return self._vocab.tokenize(prepared.prompt, parse_special=True)
+        if isinstance(request.prompt, str):
+            return self._vocab.tokenize(request.prompt, add_special=True, parse_special=True)
+        return list(request.prompt or ())
+
+    def _fit(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
+        """At least one token, and room for at least one more."""
+        if not tokens and self._vocab.bos >= 0:
+            tokens = [self._vocab.bos]
+        if not tokens:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if len(tokens) < self._n_ctx:
+            return tokens
+        param = "messages" if request.messages else "prompt"
+        if request.overflow != "shift":
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens and the context {self._n_ctx}, which must hold "
+                f"the answer too",
+                param=param,
+            )
+        keep = min(self._keep_tokens(request, tokens), self._n_ctx // 2)
+        tail = self._n_ctx - keep - self._n_ctx // 4
+        return tokens[:keep] + tokens[-tail:]
+
+    def _keep_tokens(self, request: GenerateRequest, tokens: list[int]) -> int:
+        """Tokens at the front that survive a context shift: the system prompt, or BOS."""
+        if request.messages and request.messages[0].role in ("system", "developer"):
+            return common_prefix(self.system_prefix(request.messages[0].content), tokens)
+        return int(tokens[0] == self._vocab.bos)
+
+    def system_prefix(self, system: str) -> list[int]:
+        """The tokens that every conversation with this system prompt begins with."""
+
+        def begin(user: str) -> list[int]:
+            turns = ((Message(role="system", content=system),) if system else ()) + (
+                Message(role="user", content=user),
+            )
+            return self._vocab.tokenize(
+                self._conversations.render(GenerateRequest(messages=turns)), parse_special=True
+            )
+
+        a, b = begin("A"), begin("7 B")
+        return a[: common_prefix(a, b)]
+
+    def _matcher(self, request: GenerateRequest, prepared: Prepared | None) -> Matcher | None:
+        constraint: Constraint | Lark | CompiledConstraint | None = request.constraint
+        if prepared is not None and prepared.constraint is not None:
+            constraint = prepared.constraint
+        if constraint is None:
+            return None
+        if isinstance(constraint, msgspec.Struct):
+            return self._constraints.compile(constraint, self._vocab).start()
+        return constraint.start()
+
+    def _drafter(self, request: GenerateRequest) -> Drafter | None:
+        if request.speculative == "draft" and self.draft_model is None:
+            raise InvalidRequestError("no draft model is loaded", param="speculative")
+        if request.speculative == "off":
+            return None
+        if self.draft_model is not None and request.speculative != "ngram":
+            return self.draft_model.drafter()
+        return NgramDrafter()
+
+    def _max_tokens(self, request: GenerateRequest, n_prompt: int) -> int:
+        if request.max_tokens is not None:
+            return request.max_tokens
+        return self._n_ctx if request.overflow == "shift" else self._n_ctx - n_prompt

@@ -1,0 +1,435 @@
+"""The decode loop's step: who joins, what goes into the next batch, and what comes out of it.
+
+Each step is one llama_decode. It carries the next token of every decoding sequence (and guesses behind
+it), and fills what is left of the batch with the prompts of those still prefilling, so a long prompt
+never stalls the others. One thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
+from edgeinfer.runtime.decoding.batch import Batch, Logits
+from edgeinfer.runtime.decoding.chunks import Chunks, Exactness
+from edgeinfer.runtime.decoding.kvcache import AdapterKey, KvCache, common_prefix
+from edgeinfer.runtime.decoding.metrics import Counters
+from edgeinfer.runtime.decoding.sequence import Sequence
+from edgeinfer.runtime.decoding.speculative import StepCosts
+from edgeinfer.runtime.events import FinishReason
+from edgeinfer.runtime.vocab import Vocab
+
+#: A prefix that another sequence is about to compute is waited for when it saves at least this many
+#: tokens.
+_WORTH_WAITING = 32
+#: Short prompts of requests that came together: up to this many tokens are computed before any of them
+#: decodes.
+_TOGETHER_TOKENS = 256
+
+
+class Adapters(Protocol):
+    """Sets the LoRA adapters of the context."""
+
+    def use(self, adapters: AdapterKey) -> None: ...
+
+
+@dataclass(slots=True)
+class Part:
+    """A sequence's share of a batch: its tokens, guesses at their end included, and the first row that
+    has logits.
+    """
+
+    seq: Sequence
+    row: int
+    tokens: list[int]
+    drafts: list[int] = field(default_factory=list)
+    has_output: bool = True
+    is_prefill: bool = False
+
+
+class Scheduler:
+    """Owns the context while it runs. `n_ctx` is what one sequence may use."""
+
+    def __init__(
+        self,
+        *,
+        context: Any,
+        vocab: Vocab,
+        kv: KvCache,
+        batch: Batch,
+        adapters: Adapters,
+        n_parallel: int,
+        n_ctx: int,
+        can_cut: bool,
+        exactness: Exactness,
+    ) -> None:
+        self._context, self._vocab, self.kv, self._batch = context, vocab, kv, batch
+        self._adapters, self._n_parallel, self._n_ctx, self._can_cut = (
+            adapters,
+            n_parallel,
+            n_ctx,
+            can_cut,
+        )
+        self._exactness = exactness
+        self._logits = Logits(context, vocab.n_vocab)
+        self._costs = StepCosts()
+        self._chunks = Chunks(exactness)
+        self._last_group: AdapterKey = ()
+        self.counters = Counters()
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.on_end: Callable[[Sequence], None] = lambda seq: None
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a request."""
+        self.counters.requests += 1
+        self.waiting.append(seq)
+
+    def step(self) -> None:
+        """End what is cancelled or late, let others in, decode one batch, sample from it."""
+        began = time.perf_counter()
+        self._end_cancelled_and_late()
+        self._admit()
+        self._start()
+        parts = self._plan()
+        if not parts:
+            return
+        decode_s = self._decode(parts)
+        self._harvest(parts)
+        self.counters.steps += 1
+        self.counters.python_s += time.perf_counter() - began - decode_s
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every request with `error` and forget the cache."""
+        for seq in [*self.running, *self.waiting]:
+            self._leave(seq, lambda s: s.fail(error), keep=False)
+        self.kv.drop_idle(pinned=True)
+
+    def pin(self, tokens: list[int]) -> int:
+        """Compute a prefix that many requests will begin with, and keep it; how many tokens. Only while
+        idle.
+        """
+        for old in [r for r in self.kv.residents if r.pinned]:
+            self.kv.drop(old)
+        resident = self.kv.claim(tokens, (), reuse=False)
+        if resident is None or not self.kv.make_room(len(tokens)):
+            return 0
+        self._adapters.use(())
+        for start in range(0, len(tokens), self._batch.capacity):
+            chunk = tokens[start : start + self._batch.capacity]
+            self._batch.clear()
+            self._batch.add(chunk, start, resident.seq_id, outputs=0)
+            code = self._batch.decode(self._context)
+            if code:
+                raise DecodeError(
+                    f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens"
+                )
+            self.kv.extend(resident, chunk)
+        self.kv.release(resident, keep=True)
+        resident.pinned = True
+        return len(tokens)
+
+    # who is in
+
+    def _end_cancelled_and_late(self) -> None:
+        now = time.monotonic()
+        for seq in [*self.running, *self.waiting]:
+            if seq.cancelled:
+                self.counters.cancelled += 1
+                self._end(seq, "cancelled")
+            elif seq.deadline is not None and now >= seq.deadline:
+                self._end(seq, "deadline")
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        self._leave(seq, lambda s: s.finish(reason), keep=seq.request.cache_prompt)
+
+    def _leave(self, seq: Sequence, farewell: Callable[[Sequence], None], *, keep: bool) -> None:
+        if seq in self.running:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+        if seq.resident is not None:
+            resident, seq.resident = seq.resident, None
+            self.kv.release(resident, keep=keep)
+        self._book(seq)
+        self.on_end(seq)  # before the consumer learns of it, who may look at the metrics then
+        farewell(seq)
+
+    def _book(self, seq: Sequence) -> None:
+        c = self.counters
+        c.completion_tokens += seq.n_generated
+        c.constraint_s += seq.constraint_s
+        c.draft_tokens += seq.drafting.drafted
+        c.draft_accepted += seq.drafting.accepted
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._n_parallel:
+            self.running.append(self.waiting.popleft())
+
+    def _start(self) -> None:
+        """Give cache sequences to those that have none, in order.
+
+        One that waits for a prefix lets later ones pass; one that waits for cells does not, or it might
+        wait for ever.
+        """
+        for seq in [s for s in self.running if s.resident is None]:
+            cached = self.kv.match(seq.tokens, seq.adapters)[1] if seq.request.cache_prompt else 0
+            active = [s for s in self.running if s.resident is not None]
+            if seq.request.cache_prompt and self._soon_shared(seq, active) >= cached + _WORTH_WAITING:
+                continue
+            if active and not self._fits(seq, cached, active):
+                return
+            self._give_resident(seq)
+
+    def _fits(self, seq: Sequence, cached: int, active: list[Sequence]) -> bool:
+        """Whether there are cells for `seq` besides those in use and those promised to the prompts
+        being computed.
+        """
+        in_use = len(set().union(*(s.resident.cells for s in active if s.resident)))
+        promised = sum(s.n_pending for s in active)
+        return in_use + promised + len(seq.tokens) - cached <= self.kv.n_cells
+
+    def _soon_shared(self, seq: Sequence, active: list[Sequence]) -> int:
+        """The longest prefix of `seq` that a sequence still prefilling is going to have."""
+        if not self._can_cut:
+            return 0
+        prefilling = [
+            s
+            for s in active
+            if s.n_pending > 1 and s.adapters == seq.adapters and s.request.cache_prompt
+        ]
+        limit = len(seq.tokens) - 1
+        return max((min(limit, common_prefix(s.tokens, seq.tokens)) for s in prefilling), default=0)
+
+    def _give_resident(self, seq: Sequence) -> None:
+        seq.resident = self.kv.claim(seq.tokens, seq.adapters, reuse=seq.request.cache_prompt)
+        if seq.resident is None:
+            return
+        kept = common_prefix(seq.resident.tokens, seq.tokens[:-1])
+        if not self.kv.truncate(seq.resident, kept):
+            kept = 0
+        if not seq.clock.started:
+            seq.clock.started = time.monotonic()
+            seq.cached_tokens = kept
+            self.counters.prompt_tokens += seq.prompt_tokens
+            self.counters.cached_tokens += kept
+        seq.progress()
+
+    # what goes into the batch
+
+    def _plan(self) -> list[Part]:
+        group = self._next_group()
+        members = [s for s in self.running if s.resident is not None and s.adapters == group]
+        for seq in [s for s in members if len(s.tokens) >= self._n_ctx]:
+            if not self._make_context_room(seq):
+                members.remove(seq)
+        decoding = [s for s in members if s.is_decoding]
+        if self._is_beginning(members, decoding):
+            decoding = []
+        while not self.kv.make_room(len(decoding)):
+            victim = decoding.pop()
+            members.remove(victim)
+            self._preempt(victim)
+        self._adapters.use(group)
+        self._batch.clear()
+        parts = self._add_decoding(decoding)
+        self._add_prefill([s for s in members if not s.is_decoding], parts)
+        return parts
+
+    def _is_beginning(self, members: list[Sequence], decoding: list[Sequence]) -> bool:
+        """Requests that came together, and the first of them have their first token: the others' short
+        prompts come before the second, or the last stream goes on alone at the end and the whole takes
+        longer (2 % at 16 streams).
+        """
+        pending = sum(s.n_pending for s in members if not s.is_decoding)
+        short = 0 < pending <= min(_TOGETHER_TOKENS, self.kv.free_cells)
+        return short and all(s.n_generated == 1 for s in decoding)
+
+    def _next_group(self) -> AdapterKey:
+        """Sequences with the same adapters share a step; sets take turns."""
+        groups = sorted({s.adapters for s in self.running if s.resident is not None})
+        if not groups:
+            return self._last_group
+        later = [g for g in groups if g > self._last_group]
+        self._last_group = later[0] if later else groups[0]
+        return self._last_group
+
+    def _make_context_room(self, seq: Sequence) -> bool:
+        """The sequence has filled its context: shift it, or end it. False when it has ended."""
+        if seq.request.overflow != "shift":
+            self._end(seq, "length")
+            return False
+        assert seq.resident is not None
+        keep = min(seq.keep_tokens(), self._n_ctx // 2)
+        drop = (len(seq.tokens) - keep) // 2
+        if seq.n_pending > 1 or not self.kv.shift(seq.resident, keep, drop):
+            self.kv.truncate(seq.resident, min(keep, seq.n_past))
+        del seq.tokens[keep : keep + drop]
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take the youngest sequence's cells; it computes its tokens again when there is room."""
+        assert seq.resident is not None
+        self.kv.release(seq.resident, keep=False)
+        seq.resident = None
+
+    def _add_decoding(self, decoding: list[Sequence]) -> list[Part]:
+        parts: list[Part] = []
+        spare = min(self._batch.max_outputs, self.kv.free_cells, self._batch.capacity) - len(decoding)
+        for seq in decoding:
+            drafts = self._drafts(seq, min(spare, self._exact_room(seq, decoding)))
+            spare -= len(drafts)
+            assert seq.resident is not None
+            tokens = [seq.tokens[-1], *drafts]
+            row = self._batch.add(tokens, seq.n_past, seq.resident.seq_id, outputs=len(tokens))
+            parts.append(Part(seq, row, tokens, drafts))
+        return parts
+
+    def _exact_room(self, seq: Sequence, decoding: list[Sequence]) -> int:
+        """Guesses that change no bit of the answer. Who asks for a drafter by name takes the last bits
+        as they come.
+        """
+        if seq.request.speculative != "auto":
+            return self._batch.capacity
+        exact = self._exactness
+        if exact.cells is not None and self.kv.used_cells > exact.cells:
+            return 0
+        return exact.rows - self._batch.n_tokens - (len(decoding) - decoding.index(seq))
+
+    def _drafts(self, seq: Sequence, spare: int) -> list[int]:
+        if not self._can_cut or spare <= 0:
+            return []
+        room = min(spare, seq.max_tokens - seq.n_generated - 1, self._n_ctx - len(seq.tokens) - 1)
+        return seq.drafting.propose(seq.tokens, room)
+
+    def _add_prefill(self, prefilling: list[Sequence], parts: list[Part]) -> None:
+        budget = self._chunks.budget(
+            self._batch.room, self._batch.n_tokens, [s.n_pending for s in prefilling]
+        )
+        for seq in prefilling:
+            if budget <= 0 or self._batch.n_outputs >= self._batch.max_outputs:
+                return
+            used = self._batch.n_tokens
+            if not self.kv.make_room(used + min(budget, seq.n_pending)):
+                budget = min(budget, self.kv.free_cells - used)
+                if budget <= 0:
+                    self._preempt_for_prefill(seq, parts)
+                    return
+            budget -= self._add_chunk(seq, budget, parts)
+
+    def _add_chunk(self, seq: Sequence, budget: int, parts: list[Part]) -> int:
+        assert seq.resident is not None
+        past = seq.n_past
+        tokens = seq.tokens[past : past + budget]
+        complete = past + len(tokens) == len(seq.tokens)
+        row = self._batch.add(tokens, past, seq.resident.seq_id, outputs=int(complete))
+        parts.append(Part(seq, row + len(tokens) - 1, tokens, has_output=complete, is_prefill=True))
+        return len(tokens)
+
+    def _preempt_for_prefill(self, seq: Sequence, parts: list[Part]) -> None:
+        """No cell is left for a prompt. Those who decode go on and free theirs; without any, the
+        youngest gives way.
+        """
+        if parts:
+            return
+        others = [s for s in self.running if s.resident is not None and s is not seq]
+        if others:
+            self._preempt(others[-1])
+
+    # what comes out of it
+
+    def _decode(self, parts: list[Part]) -> float:
+        """Run the batch; seconds in llama.cpp. Raises DecodeError when llama.cpp fails."""
+        began = time.perf_counter()
+        code = self._batch.decode(self._context)
+        if (
+            code == 1
+        ):  # no cells, although our books say there are: free what can be spared and try once more
+            self.kv.drop_idle(pinned=True)
+            code = self._batch.decode(self._context)
+        seconds = time.perf_counter() - began
+        if code:
+            raise DecodeError(
+                f"llama_decode returned {code} for a batch of {self._batch.n_tokens} tokens"
+            )
+        for part in parts:
+            assert part.seq.resident is not None
+            self.kv.extend(part.seq.resident, part.tokens)
+        self._book_time(parts, seconds)
+        return seconds
+
+    def _book_time(self, parts: list[Part], seconds: float) -> None:
+        decode_tokens = sum(len(p.tokens) for p in parts if not p.is_prefill)
+        prefill_tokens = self._batch.n_tokens - decode_tokens
+        if not prefill_tokens:
+            self._costs.note(decode_tokens, seconds)
+            self.counters.decode_s += seconds
+            return
+        decode_share = min(seconds, self._costs.mean(decode_tokens) or 0.0) if decode_tokens else 0.0
+        self.counters.decode_s += decode_share
+        self.counters.prefill_s += seconds - decode_share
+        self._chunks.note(prefill_tokens, seconds - decode_share)
+
+    def _harvest(self, parts: list[Part]) -> None:
+        plain = sum(1 for p in parts if p.has_output)
+        for part in parts:
+            if part.is_prefill:
+                part.seq.progress()
+            if part.has_output:
+                self._sample_or_fail(part, plain)
+
+    def _sample_or_fail(self, part: Part, plain: int) -> None:
+        """A constraint that outgrew its parser ends its own request and no other."""
+        try:
+            self._sample(part, plain)
+        except InvalidRequestError as error:
+            failed = error
+            self._leave(part.seq, lambda s: s.fail(failed), keep=False)
+
+    def _sample(self, part: Part, plain: int) -> None:
+        seq = part.seq
+        first = not seq.n_generated
+        before = seq.clock.last
+        reason = None
+        for i in range(len(part.drafts) + 1):
+            length = len(seq.tokens)
+            reason = seq.sample(
+                self._vocab, self._context, part.row + i, self._logits.row(part.row + i)
+            )
+            guessed = (
+                i < len(part.drafts)
+                and len(seq.tokens) == length + 1
+                and seq.tokens[-1] == part.drafts[i]
+            )
+            if reason is not None or not guessed:
+                break
+        self._settle(part, plain)
+        if first:
+            self.counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)
+        else:
+            self.counters.inter_token_ms.append((seq.clock.last - before) * 1000.0)
+        if reason is not None:
+            self._end(seq, reason)
+
+    def _settle(self, part: Part, plain: int) -> None:
+        """Take back from the cache what was guessed wrong."""
+        if not part.drafts:
+            return
+        seq = part.seq
+        assert seq.resident is not None
+        right = common_prefix(seq.resident.tokens, seq.tokens, seq.n_past - len(part.drafts))
+        # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are
+        # still to come
+        right = min(right, len(seq.tokens) - 1)
+        seq.drafting.settle(
+            len(part.drafts), len(part.drafts) - (seq.n_past - right), self._costs, plain
+        )
+        self.kv.truncate(seq.resident, right)

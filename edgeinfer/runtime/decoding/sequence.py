@@ -1,0 +1,205 @@
+"""One request while the decode loop works on it: its tokens, its sampler, its clock, and its way to the
+consumer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.errors import EngineError
+from edgeinfer.runtime.decoding.kvcache import AdapterKey, Resident
+from edgeinfer.runtime.decoding.output import Output, chosen_logprobs, token_logprobs
+from edgeinfer.runtime.decoding.sampler import Sampler
+from edgeinfer.runtime.decoding.speculative import Drafting
+from edgeinfer.runtime.events import Finished, FinishReason, Progress, Timings, TokenLogprobs, Usage
+from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.language.constraint_api import Matcher
+from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.vocab import Vocab
+
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Monotonic seconds of a request's stations; 0.0 while not reached."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """A request in the engine. `tokens` are the prompt and what was sampled; `n_past` of them are in
+    the KV cache.
+
+    `keep_tokens` says how many tokens at the front survive a context shift.
+    """
+
+    request: GenerateRequest
+    tokens: list[int]
+    sampler: Sampler
+    output: Output
+    drafting: Drafting
+    adapters: AdapterKey
+    max_tokens: int
+    keep_tokens: Callable[[], int]
+    matcher: Matcher | None = None
+    banned: npt.NDArray[np.int64] | None = None
+    deadline: float | None = None
+    stream: EventStream = field(init=False)
+    clock: Clock = field(default_factory=Clock)
+    resident: Resident | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    n_generated: int = 0
+    constraint_s: float = 0.0
+    cancelled: bool = False
+    wake: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.tokens)
+        self.stream = EventStream(self.cancel)
+        if self.sampler.history:
+            self.sampler.accept(self.tokens[-self.sampler.history :])
+
+    def cancel(self) -> None:
+        """Ask for the end; the loop sees it at its next step. Any thread."""
+        self.cancelled = True
+        self.wake()
+
+    @property
+    def n_past(self) -> int:
+        return len(self.resident.tokens) if self.resident else 0
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.n_past
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the last sampled token is to be computed."""
+        return self.n_generated > 0 and self.n_pending == 1
+
+    def sample(
+        self, vocab: Vocab, context: Any, row: int, logits: npt.NDArray[np.float32]
+    ) -> FinishReason | None:
+        """Sample from a row of logits, hand the token's events over, and say whether and why the
+        generation has ended.
+        """
+        report = None
+        top = self.request.logprobs
+        if top is not None:
+            report = token_logprobs(vocab, logits, top)
+        if self.banned is not None:
+            logits[self.banned] = _MINUS_INFINITY
+        if self.matcher is not None:
+            self._mask(logits)
+        token = self.sampler.sample(context, row, logits)
+        reason = self._take(vocab, token, chosen_logprobs(vocab, token, *report) if report else None)
+        if reason is None and self.matcher is not None and top is None:
+            reason = self._take_forced(vocab)
+        return reason
+
+    def _mask(self, logits: npt.NDArray[np.float32]) -> None:
+        assert self.matcher is not None
+        started = time.perf_counter()
+        self.matcher.mask_into(logits)
+        self.constraint_s += time.perf_counter() - started
+
+    def _take(self, vocab: Vocab, token: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
+        self._note_time()
+        self.tokens.append(token)
+        self.n_generated += 1
+        if vocab.is_eos(token) and not self.request.ignore_eos:
+            return "stop"
+        for event in self.output.feed(token, logprobs):
+            self.stream.put(event)
+        if self.output.stopped_by is not None:
+            return "stop"
+        if self.matcher is not None and self._matched(token):
+            return "stop"
+        return "length" if self.n_generated >= self.max_tokens else None
+
+    def _matched(self, token: int) -> bool:
+        assert self.matcher is not None
+        started = time.perf_counter()
+        self.matcher.accept(token)
+        done = self.matcher.is_done
+        self.constraint_s += time.perf_counter() - started
+        return done
+
+    def _take_forced(self, vocab: Vocab) -> FinishReason | None:
+        """Take the tokens that the constraint leaves no choice about, without sampling them."""
+        assert self.matcher is not None
+        for token in self.matcher.forced():
+            self.sampler.accept((token,))
+            reason = self._take(vocab, token, None)
+            if reason is not None:
+                return reason
+        return None
+
+    def _note_time(self) -> None:
+        now = time.monotonic()
+        self.clock.first = self.clock.first or now
+        self.clock.last = now
+
+    def progress(self) -> None:
+        """Tell the consumer how far the prefill is."""
+        done = min(self.n_past, self.prompt_tokens)
+        self.stream.put(Progress(done, self.prompt_tokens, queued=self.resident is None))
+
+    def finish(self, reason: FinishReason) -> None:
+        """Hand over what was held back and the end. Frees the sampler."""
+        for event in self.output.finish():
+            self.stream.put(event)
+        if reason == "stop" and self.output.has_tool_calls:
+            reason = "tool_calls"
+        self.stream.put(
+            Finished(
+                reason=reason,
+                usage=self.usage(),
+                timings=self.timings(),
+                stop_sequence=self.output.stopped_by,
+            )
+        )
+        self._free()
+
+    def fail(self, error: EngineError) -> None:
+        """End with an error, raised from the consumer's iteration."""
+        self.stream.put(error)
+        self._free()
+
+    def _free(self) -> None:
+        self.sampler.close()
+        self.drafting.close()
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.n_generated,
+            reasoning_tokens=self.output.reasoning_tokens,
+        )
+
+    def timings(self) -> Timings:
+        c = self.clock
+        started = c.started or time.monotonic()
+        return Timings(
+            queue_ms=(started - c.submitted) * 1000.0,
+            prefill_ms=(c.first - c.started) * 1000.0 if c.first else 0.0,
+            ttft_ms=(c.first - c.submitted) * 1000.0 if c.first else 0.0,
+            decode_ms=(c.last - c.first) * 1000.0,
+            constraint_ms=self.constraint_s * 1000.0,
+            draft_tokens=self.drafting.drafted,
+            draft_accepted_tokens=self.drafting.accepted,
+        )

@@ -1,0 +1,146 @@
+"""llama.cpp's quantizer in a process of its own: `python -m edgeinfer.runtime.helpers.quantizer JOB`, JOB being
+JSON.
+
+It writes one JSON object a line to stdout: `{"event": "planned", "bytes"}`, `{"event": "tensor",
+"done", "total", "name"}`, and at the end `{"event": "done"}` or `{"event": "error", "kind",
+"message"}`. A model file that makes llama.cpp abort takes this process along and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import sys
+from typing import Any
+
+import llama_cpp
+import msgspec
+import numpy as np
+
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.helpers.child import die_with_parent, say
+
+_TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
+_SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")
+_FAILED = re.compile(r"failed to quantize: (.*)")
+#: Metadata beside the tensors: generous, and small against any model.
+_HEADER_BYTES = 64 << 20
+
+
+class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Where an importance matrix keeps one tensor's figures: byte offsets and numbers of 32-bit floats,
+    already checked.
+    """
+
+    name: str
+    sums_offset: int
+    n_sums: int
+    counts_offset: int
+    n_counts: int
+
+
+class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do. `ftype` is a llama_ftype; `pure` gives every tensor the same type; 0 threads means
+    all we may use.
+    """
+
+    source: str
+    target: str
+    ftype: int
+    pure: bool = False
+    keep_output: bool = False
+    threads: int = 0
+    imatrix: str = ""
+    spans: tuple[ImatrixSpan, ...] = ()
+
+
+def main(argv: list[str]) -> int:
+    """Quantize as `argv[0]` says; 0 when the target is whole."""
+    die_with_parent()
+    job = msgspec.json.decode(argv[0], type=QuantizeJob)
+    libllama.lib()  # the backends; then the log is taken over
+    heard: list[str] = []
+    callback = llama_cpp.llama_log_callback(
+        lambda _level, text, _data: _hear(text.decode("utf-8", "replace"), heard)
+    )
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    planned = _planned_bytes(job, heard)
+    free = shutil.disk_usage(os.path.dirname(job.target)).free
+    if planned + min(_HEADER_BYTES, os.path.getsize(job.source)) > free:
+        return say(
+            1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free"
+        )
+    say(event="planned", bytes=planned)
+    heard.append("live")
+    params, kept = _params(job), _imatrix(job)
+    if kept:
+        params.imatrix = kept[0]
+    if _run(job, params) != 0:
+        return say(1, event="error", kind="refused", message=_reason(heard))
+    return say(0, event="done")
+
+
+def _hear(text: str, heard: list[str]) -> None:
+    """Keep what may explain a failure, and pass on progress once the real run began."""
+    heard.append(text)
+    match = _TENSOR.search(text)
+    if match and "live" in heard:
+        say(event="tensor", done=int(match[1]), total=int(match[2]), name=match[3])
+
+
+def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = job.ftype
+    params.nthread = job.threads or len(os.sched_getaffinity(0))
+    params.allow_requantize = True
+    params.quantize_output_tensor = not job.keep_output
+    params.pure = job.pure
+    params.dry_run = dry
+    return params
+
+
+def _imatrix(job: QuantizeJob) -> list[Any]:
+    """The importance matrix as llama.cpp takes it, first, and what its pointers point to; [] without
+    one.
+    """
+    if not job.spans:
+        return []
+    table = (
+        llama_cpp.llama_model_imatrix_data * (len(job.spans) + 1)
+    )()  # the last one stays empty: it ends the table
+    kept: list[Any] = [table]
+    for row, span in zip(table, job.spans, strict=False):
+        sums = np.fromfile(job.imatrix, np.float32, span.n_sums, offset=span.sums_offset).reshape(
+            span.n_counts, -1
+        )
+        counts = np.fromfile(job.imatrix, np.float32, span.n_counts, offset=span.counts_offset)[:, None]
+        means = np.divide(sums, counts, out=np.ones_like(sums), where=counts > 0)
+        row.name, row.size = span.name.encode(), means.size
+        row.data = means.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        kept.append(means)
+    return kept
+
+
+def _run(job: QuantizeJob, params: Any) -> int:
+    return int(
+        llama_cpp.llama_model_quantize(job.source.encode(), job.target.encode(), ctypes.byref(params))
+    )
+
+
+def _planned_bytes(job: QuantizeJob, heard: list[str]) -> int:
+    """The size llama.cpp expects, from a run without computing; 0 when it does not say."""
+    if _run(job, _params(job, dry=True)) != 0:
+        return 0
+    match = _SIZE.search("".join(heard))
+    return int(float(match[1]) * (1 << 20)) if match else 0
+
+
+def _reason(heard: list[str]) -> str:
+    match = _FAILED.search("".join(heard))
+    return match[1].strip() if match else "llama.cpp gave no reason"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

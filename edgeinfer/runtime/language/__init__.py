@@ -1,0 +1,1 @@
+"""From conversations to prompts and back: templates, tools, reasoning, constraints."""

@@ -1,0 +1,300 @@
+"""Constrained output: which tokens may come next, from llguidance's token masks (docs/decisions/030).
+
+A constraint is compiled once and kept (`Constraints`); each request walks its own copy of the parser
+(`TokenMatcher`). The bytes that a token stands for here are those the engine shows for it, so what is
+masked is what is read. Control tokens match no text; grammars of ours name them by number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import llguidance
+import msgspec
+import numpy as np
+from llama_cpp import llama_cpp as L
+
+from edgeinfer.errors import UnsupportedConstraintError
+from edgeinfer.runtime.language.constraint_api import Lark, VocabView
+from edgeinfer.runtime.language.gbnf import to_lark
+from edgeinfer.runtime.language.schema_check import locate, normalise
+from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.language.constraint_api import Logits
+
+#: Compiled constraints kept. One takes about 20 KiB.
+CACHE_SIZE = 128
+#: The longest constraint, characters of JSON.
+MAX_SOURCE = 512 * 1024
+#: JSON on one line, as `json.dumps` writes it: fewer choices (more tokens are forced), and no endless
+#: white space from a small model at a high temperature.
+JSON_STYLE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+
+
+def _limits() -> Any:
+    """What one request's parser may grow to, so that an ambiguous grammar (`root ::= root root | "a"`)
+    ends its own request.
+
+    With 500 items in a row a step takes some 30 ms at most; the schemas and grammars measured stay
+    under 100. A lexer state takes 1 to 2 kB.
+    """
+    return llguidance.LLParserLimits(
+        max_items_in_row=500, max_lexer_states=50_000, verbose_errors=False
+    )
+
+
+class TokenMatcher:
+    """One request's place in its constraint. From the decode loop's thread alone."""
+
+    __slots__ = ("_bits", "_matcher", "_n_bytes", "_n_vocab", "_pointer", "_words")
+
+    def __init__(self, matcher: Any, n_vocab: int) -> None:
+        self._matcher, self._n_vocab = matcher, n_vocab
+        self._words = np.empty((n_vocab + 31) // 32, np.uint32)
+        self._bits = self._words.view(np.uint8)
+        self._pointer, self._n_bytes = self._words.ctypes.data, self._words.nbytes
+
+    def mask_into(self, logits: Logits) -> None:
+        """Set every logit whose token may not come next to minus infinity, in place.
+
+        Raises UnsupportedConstraintError when the grammar outgrew the parser's limits.
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._pointer, self._n_bytes)
+        np.invert(self._words, out=self._words)
+        forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
+        # a parser in error allows the end, which would pass for a whole output
+        if self._matcher.is_error() or forbidden.all():
+            raise UnsupportedConstraintError(
+                f"nothing can follow: {_brief(self._matcher.get_error())}", param="constraint"
+            )
+        np.copyto(logits, -np.inf, where=forbidden)
+
+    def accept(self, token: int) -> bool:
+        """Take `token` as the next one; False when the constraint forbids it (nothing changes then)."""
+        return bool(self._matcher.try_consume_tokens([token]) == 1)
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next whatever the model says; empty when there is a choice."""
+        return self._matcher.compute_ff_tokens()  # type: ignore[no-any-return]
+
+    @property
+    def is_done(self) -> bool:
+        """The output is complete and nothing may follow but the end."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+
+class Compiled:
+    """A constraint ready for one vocabulary. Any thread."""
+
+    __slots__ = ("_lock", "_matcher", "_n_vocab")
+
+    def __init__(self, matcher: Any, n_vocab: int) -> None:
+        self._matcher, self._n_vocab, self._lock = matcher, n_vocab, threading.Lock()
+
+    def start(self) -> TokenMatcher:
+        """A matcher at the beginning; 3 µs."""
+        with self._lock:
+            return TokenMatcher(self._matcher.deep_copy(), self._n_vocab)
+
+
+class Constraints:
+    """Compiles and keeps. One for each loaded model. Any thread."""
+
+    def __init__(self, cache_size: int = CACHE_SIZE) -> None:
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._cache_size = cache_size
+        self._vocab: VocabView | None = None
+        self._tokenizer: Any = None
+
+    def prepare(self, vocab: VocabView) -> None:
+        """Make what every constraint needs of the vocabulary: 0.15 s for 49,152 tokens, 1.2 s for
+        262,144; once.
+        """
+        self._tokens(vocab)
+
+    def compile(self, constraint: Constraint | Lark, vocab: VocabView) -> Compiled:
+        """Raises UnsupportedConstraintError, `param` naming the place in the schema or grammar."""
+        try:
+            key = msgspec.json.encode(constraint)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UnsupportedConstraintError(
+                f"the constraint is not JSON: {error}", param="constraint"
+            ) from error
+        with self._lock:
+            found = self._cache.get(key) if vocab is self._vocab else None
+            if found is not None:
+                self._cache.move_to_end(key)
+                return found
+        if len(key) > MAX_SOURCE:
+            raise UnsupportedConstraintError(
+                f"the constraint is longer than {MAX_SOURCE} bytes", param="constraint"
+            )
+        made = Compiled(self._build(constraint, self._tokens(vocab)), vocab.n_vocab)
+        with self._lock:
+            self._cache[key] = made
+            while len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
+        return made
+
+    def _tokens(self, vocab: VocabView) -> Any:
+        with self._lock:
+            if self._vocab is not vocab:
+                self._tokenizer = token_table(vocab)
+                self._vocab = vocab
+                self._cache.clear()
+            return self._tokenizer
+
+    def _build(self, constraint: Constraint | Lark, tokenizer: Any) -> Any:
+        if isinstance(constraint, JsonSchema):
+            source, place = schema_grammar(check_schema(constraint.schema, tokenizer)), "#"
+        else:
+            source, place = lark_of(constraint)
+        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_limits())
+        wrong = _complaint(matcher)
+        if wrong:
+            raise UnsupportedConstraintError(
+                f"the {_kind(constraint)} cannot be honoured: {wrong}", param=place
+            )
+        return matcher
+
+
+def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
+    """The schema, normalised, once it is sure that a grammar can be made of it.
+
+    Raises UnsupportedConstraintError, `param` the place in it as a JSON pointer.
+    """
+    normalised = normalise(schema)
+
+    def complaint(part: dict[str, Any]) -> str:
+        wrong, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+            schema_grammar(part), tokenizer
+        )
+        return _brief(messages[0]) if wrong and messages else ""
+
+    if complaint(normalised):
+        place, words = locate(normalised, complaint)
+        raise UnsupportedConstraintError(
+            f"the schema cannot be honoured at {place}: {words}", param=place
+        )
+    return normalised
+
+
+def schema_grammar(schema: dict[str, Any]) -> str:
+    """The grammar of a normalised schema."""
+    return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_STYLE))
+
+
+def inline_schema(schema: Any) -> str:
+    """A schema as it stands in a Lark grammar: `%json {…}`. Raises UnsupportedConstraintError as
+    `normalise` does.
+    """
+    return f"%json {json.dumps({**normalise(schema), 'x-guidance': JSON_STYLE})}"
+
+
+def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
+    """(grammar, the request's field that it comes from). Raises UnsupportedConstraintError."""
+    if isinstance(constraint, Lark):
+        named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
+        return json.dumps(
+            {"grammars": [{"name": "start", "lark_grammar": constraint.source}, *named]}
+        ), "constraint"
+    if isinstance(constraint, JsonSchema):
+        return f"start: {inline_schema(check_schema(constraint.schema))}", "#"
+    if isinstance(constraint, Regex):
+        grammar = json.loads(llguidance.LLMatcher.grammar_from_regex(whole(constraint.pattern)))
+        return str(grammar["grammars"][0]["lark_grammar"]), "pattern"
+    if isinstance(constraint, Choice):
+        if not constraint.options or not all(constraint.options):
+            raise UnsupportedConstraintError(
+                "a choice needs options, none of them empty", param="options"
+            )
+        # one terminal: as alternatives of a rule, each option would be an item of the parser
+        return "start: OPTION\nOPTION: " + " | ".join(map(quoted, constraint.options)), "options"
+    return to_lark(constraint.gbnf), "gbnf"
+
+
+def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """(grammar, the further grammars it names), to be put into a larger one. Raises
+    UnsupportedConstraintError.
+    """
+    if isinstance(constraint, Lark):
+        return constraint.source, constraint.grammars
+    return lark_of(constraint)[0], ()
+
+
+def whole(pattern: str) -> str:
+    """`^…$` taken off: the whole output has to match anyway, and the grammar engine knows no
+    anchors.
+    """
+    bare = pattern
+    if "|" not in pattern:
+        bare = bare.removeprefix("^")
+        if bare.endswith("$") and (len(bare) - 1 - len(bare[:-1].rstrip("\\"))) % 2 == 0:
+            bare = bare[:-1]
+    return bare
+
+
+def quoted(text: str) -> str:
+    """A text as a Lark literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _kind(constraint: Constraint | Lark) -> str:
+    return {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}.get(
+        type(constraint), "constraint"
+    )
+
+
+def _complaint(matcher: Any) -> str:
+    """What is wrong with a grammar, in one line; "" when there is something it allows."""
+    if not matcher.is_error() and not any(matcher.compute_bitmask()):
+        return _brief(matcher.get_error()) or "nothing satisfies it"
+    return _brief(matcher.get_error()) if matcher.is_error() else ""
+
+
+def _brief(error: str) -> str:
+    error = error.partition("<state>")[0].partition("while processing json-schema")[0]
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    return " ".join(lines)[:300]
+
+
+def token_table(vocab: VocabView) -> Any:
+    """llguidance's view of the vocabulary: a trie of every token's bytes."""
+    pointer: Any = getattr(vocab, "pointer", None)  # llguidance tokenizes with llama.cpp itself
+    function = ctypes.cast(L._lib.llama_tokenize, ctypes.c_void_p).value
+    return llguidance.LLTokenizer.from_llamacpp(
+        tokens=list(_pieces(pointer, vocab.n_vocab)),
+        vocab_ptr=pointer,
+        tokenize_fptr=function,
+        eos_token=list(vocab.eos_tokens),
+    )
+
+
+def _pieces(pointer: Any, n_vocab: int) -> Iterator[bytes]:
+    """Every token's bytes, as the engine shows them. Read here at once rather than by `Vocab.piece`,
+    which would keep them.
+
+    0xFF before the name of a token that stands for no text is llguidance's mark for it.
+    """
+    size = 4096
+    buffer = ctypes.create_string_buffer(size)
+    for token in range(n_vocab):
+        n = L.llama_token_to_piece(pointer, token, buffer, size, 0, False)
+        if n > 0 and not L.llama_vocab_is_control(pointer, token):
+            yield ctypes.string_at(buffer, n)
+            continue
+        n = L.llama_token_to_piece(pointer, token, buffer, size, 0, True)
+        yield b"\xff" + (ctypes.string_at(buffer, n) if n > 0 else b"<[%d]>" % token)

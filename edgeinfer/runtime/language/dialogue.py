@@ -1,0 +1,337 @@
+"""A loaded model's way of talking: from a request made with messages to a prompt, a constraint and a
+parser of the answer.
+
+The one entry point of the engine is `load_conversations`. Below it `templates` writes prompts,
+`tool_formats` and `reasoning` read answers, and `constraints` says what an answer may be. What happens
+with tools:
+
+- none: the tools are not shown to the model, and its answer is text.
+- auto: the model is free, but once it has begun a call in its family's notation it has to finish it
+  well, by the tool's
+  schema where that can be enforced. Families without a marker of their own, and tools whose schema is
+  beyond the grammar, are left free; then a call counts when it is whole and valid.
+- required, named: the whole answer is calls, one for `named`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+import msgspec
+
+from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
+from edgeinfer.runtime.language.constraint_api import Lark, VocabView
+from edgeinfer.runtime.language.constraints import check_schema, lark_parts, quoted
+from edgeinfer.runtime.language.parsers_api import Prepared, StreamParser, TemplateFacts
+from edgeinfer.runtime.language.reasoning import ReasoningParser, Span, is_open
+from edgeinfer.runtime.language.reasoning import detect as detect_reasoning
+from edgeinfer.runtime.language.templates import (
+    CHATML,
+    TRANSCRIPT,
+    TRANSCRIPT_STOP,
+    ChatTemplate,
+    choose,
+)
+from edgeinfer.runtime.language.tool_formats import grammar
+from edgeinfer.runtime.language.tool_formats.families import ToolFormat
+from edgeinfer.runtime.language.tool_formats.families import detect as detect_format
+from edgeinfer.runtime.language.tool_formats.stream import CallParser
+from edgeinfer.runtime.options import Chosen
+from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
+
+_KEPT = 32
+_MAX_TOOLS = 128
+_MAX_NAME = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """A template with the notations that go with it."""
+
+    template: ChatTemplate
+    form: ToolFormat
+    form_reason: str
+    span: Span
+    knows_span: bool
+
+
+def load_conversations(facts: TemplateFacts) -> ModelConversations:
+    """Called once a load. Raises ModelLoadError when the model's template does not parse."""
+    try:
+        template, reason = choose(
+            facts.template, facts.bos_text, facts.eos_text, has_chatml=_has_chatml(facts.vocab)
+        )
+        named = facts.named_templates.get("tool_use", "")
+        with_tools = ChatTemplate.load(named, facts.bos_text, facts.eos_text) if named else template
+    except ModelLoadError as error:
+        hint = "give the model another template: `chat_template` in models.toml"
+        raise ModelLoadError(error.message, hint=hint) from error
+    return ModelConversations(facts, _talk(facts, template), _talk(facts, with_tools), reason)
+
+
+def _has_chatml(vocab: VocabView) -> bool:
+    return all(
+        len(vocab.tokenize(text, parse_special=True)) == 1 for text in ("<|im_start|>", "<|im_end|>")
+    )
+
+
+def _talk(facts: TemplateFacts, template: ChatTemplate) -> _Talk:
+    form, why = detect_format(template.source, facts.architecture, facts.name)
+    span, knows = detect_reasoning(template.source)
+    return _Talk(template, form, why, span, knows)
+
+
+class ModelConversations:
+    """`Conversations` of one model. Any thread."""
+
+    def __init__(self, facts: TemplateFacts, plain: _Talk, with_tools: _Talk, reason: str) -> None:
+        self._facts, self._plain, self._with_tools = facts, plain, with_tools
+        self._grammars: OrderedDict[bytes, tuple[Lark | None, bool]] = OrderedDict()
+        self._lock = Lock()
+        self.reason = reason
+
+    @property
+    def tool_format(self) -> str:
+        """The family its calls are parsed as; "" for a model without a chat template."""
+        return "" if self._plain.template.source == TRANSCRIPT else self._with_tools.form.name
+
+    @property
+    def choices(self) -> dict[str, Chosen]:
+        """What was chosen for the template and the notations, and why."""
+        span = self._plain.span
+        why = (
+            "the chat template has it"
+            if self._plain.knows_span
+            else "no sign in the chat template; read where an answer begins with it"
+        )
+        kind = {CHATML: "chatml", TRANSCRIPT: "transcript"}.get(self._plain.template.source, "own")
+        return {
+            "chat_template": Chosen(kind, self.reason),
+            "tool_format": Chosen(self.tool_format, self._with_tools.form_reason),
+            "reasoning": Chosen(span.open, why),
+        }
+
+    def render(self, request: GenerateRequest) -> str:
+        """The prompt alone. Raises InvalidRequestError."""
+        tools = self._tools(request)
+        talk = self._with_tools if tools else self._plain
+        messages = _adapted(talk, request.messages, tools)
+        shown = tools if talk.template.traits.tools else ()
+        text = talk.template.render(
+            messages, shown, options=request.template_options, continue_final=request.continue_final
+        )
+        bos = self._facts.bos_text if self._facts.add_bos else ""
+        return text if text.startswith(bos) else bos + text
+
+    def prepare(self, request: GenerateRequest) -> Prepared:
+        """The prompt, what the answer has to be, and what reads it. Raises InvalidRequestError."""
+        tools = self._tools(request)
+        prompt = self.render(request)
+        talk = self._with_tools if tools else self._plain
+        constraint, certain = self._constraint(request, talk, tools)
+        opened = is_open(prompt, talk.span)
+        if talk.knows_span and constraint is not None:
+            constraint = _after_reasoning(
+                constraint,
+                talk.span,
+                self._facts.vocab,
+                opened=opened,
+                free=not prompt_closed(prompt, talk.span),
+            )
+        return Prepared(
+            prompt=prompt,
+            parser=self._parser(talk, tools, certain=certain, opened=opened),
+            constraint=constraint,
+            stop=TRANSCRIPT_STOP if talk.template.source == TRANSCRIPT else (),
+        )
+
+    def _tools(self, request: GenerateRequest) -> tuple[Tool, ...]:
+        """The tools that may be called. Raises InvalidRequestError."""
+        choice, tools = request.tool_choice, request.tools
+        if choice.mode in ("required", "named") and not tools:
+            raise InvalidRequestError(
+                f"tool_choice is {choice.mode}, and there are no tools", param="tool_choice"
+            )
+        if choice.mode == "none":
+            return ()
+        names = [tool.name for tool in tools]
+        if len(tools) > _MAX_TOOLS:
+            raise InvalidRequestError(f"at most {_MAX_TOOLS} tools", param="tools")
+        for i, name in enumerate(names):
+            if not name or len(name) > _MAX_NAME or not name.isprintable() or name in names[:i]:
+                raise InvalidRequestError(
+                    f"a tool's name has to be its own and at most {_MAX_NAME} long",
+                    param=f"tools[{i}].name",
+                )
+        if choice.mode == "named" and choice.name not in names:
+            raise InvalidRequestError(f"no tool is named {choice.name!r}", param="tool_choice")
+        return tools
+
+    def _constraint(
+        self, request: GenerateRequest, talk: _Talk, tools: tuple[Tool, ...]
+    ) -> tuple[Constraint | Lark | None, bool]:
+        """(what the answer has to be, whether calls in it are certain to be well formed)."""
+        if not tools:
+            return request.constraint, False
+        mode = request.tool_choice.mode
+        if request.constraint is not None:
+            if mode != "auto":
+                raise InvalidRequestError(
+                    "a required tool call leaves no room for another constraint", param="tool_choice"
+                )
+            return self._call_or_answer(request, request.constraint, talk, tools)
+        if mode == "auto" and not talk.template.traits.tools:
+            return None, False
+        key = msgspec.json.encode((tools, request.tool_choice))
+        with self._lock:
+            found = self._grammars.get(key)
+        if found is None:
+            found = self._grammar(request, talk, tools)
+            with self._lock:
+                self._grammars[key] = found
+                while len(self._grammars) > _KEPT:
+                    self._grammars.popitem(last=False)
+        return found
+
+    def _call_or_answer(
+        self, request: GenerateRequest, constraint: Constraint, talk: _Talk, tools: tuple[Tool, ...]
+    ) -> tuple[Lark, bool]:
+        """Either a call, or an answer that follows the request's constraint."""
+        for i, tool in enumerate(tools):
+            _check_tool(i, tool)
+        made = grammar.or_answer(
+            talk.form, tools, self._facts.vocab, several=request.tool_choice.parallel
+        )
+        return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not talk.form.bare
+
+    def _grammar(
+        self, request: GenerateRequest, talk: _Talk, tools: tuple[Tool, ...]
+    ) -> tuple[Lark | None, bool]:
+        choice, vocab = request.tool_choice, self._facts.vocab
+        try:
+            for i, tool in enumerate(tools):
+                _check_tool(i, tool)
+        except UnsupportedConstraintError:
+            if choice.mode == "auto":
+                return None, False
+            raise
+        if choice.mode == "auto":
+            made = grammar.once_begun(talk.form, tools, vocab, several=choice.parallel)
+            hidden = talk.knows_span and grammar.control_token(talk.span.open, vocab) is not None
+            return (None, False) if made is None or hidden else (made, True)
+        wanted = (
+            tools if choice.mode == "required" else tuple(t for t in tools if t.name == choice.name)
+        )
+        several = choice.mode == "required" and choice.parallel
+        return grammar.required(talk.form, wanted, vocab, several=several), True
+
+    def _parser(
+        self, talk: _Talk, tools: Sequence[Tool], *, certain: bool, opened: bool
+    ) -> StreamParser | None:
+        if talk.template.source == TRANSCRIPT and not tools:
+            return None
+        vocab = self._facts.vocab
+        calls = (
+            CallParser(talk.form, {tool.name: tool.parameters for tool in tools}, certain=certain)
+            if tools
+            else None
+        )
+        if calls is not None:
+            calls.special_tokens = grammar.needs_special(talk.form, vocab)
+        special = (
+            talk.knows_span and grammar.control_token(_first_part(talk.span.open), vocab) is not None
+        )
+        return ReasoningParser(talk.span, calls, opened=opened, special_tokens=special)
+
+
+def _first_part(marker: str) -> str:
+    """`<|channel|>` of `<|channel|>analysis<|message|>`."""
+    return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
+
+
+def prompt_closed(prompt: str, span: Span) -> bool:
+    """Whether the prompt has already closed a span for the answer, as templates do when thinking is
+    switched off.
+    """
+    return prompt.rstrip().endswith(span.close)
+
+
+def _check_tool(i: int, tool: Tool) -> None:
+    try:
+        check_schema(grammar.arguments_schema(tool))
+    except UnsupportedConstraintError as error:
+        place = f"tools[{i}].parameters{error.param or ''}"
+        raise UnsupportedConstraintError(f"tool {tool.name}: {error.message}", param=place) from error
+
+
+def _after_reasoning(
+    constraint: Constraint | Lark, span: Span, vocab: VocabView, *, opened: bool, free: bool
+) -> Constraint | Lark:
+    """The constraint, behind a reasoning span that the prompt has opened (`opened`), or that the model
+    may open (`free`).
+    """
+    if not opened and not free:
+        return constraint
+    source, grammars = lark_parts(constraint)
+    close = grammar.control_token(span.close, vocab)
+    if close is None:
+        thought = ["thought: thinking /\\s{0,2}/", f"thinking[lazy]: ANYTHING {quoted(span.close)}"]
+    else:
+        thought = [f"thought: ANYTHING <[{close}]> /\\s{{0,2}}/"]
+    begin = "thought" if opened else f"({grammar.marker(span.open, vocab)} thought)?"
+    rules = [f"start: {begin} @behind", *thought, "ANYTHING: /(?s:.*)/"]
+    return Lark("\n".join(rules), (("behind", source), *grammars))
+
+
+def _adapted(talk: _Talk, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
+    """Messages for a template that knows no tools: they are described in the system prompt, calls and
+    results are text.
+    """
+    traits = talk.template.traits
+    adapted = messages
+    if not traits.tool_calls:
+        adapted = tuple(_as_text(talk.form, message) for message in adapted)
+    if not traits.tool_role:
+        adapted = tuple(_result_as_text(message) for message in adapted)
+    if tools and not traits.tools:
+        adapted = _with_description(talk.form, adapted, tools)
+    return adapted
+
+
+def _as_text(form: ToolFormat, message: Message) -> Message:
+    if not message.tool_calls:
+        return message
+    calls = [grammar.write_call(form, call.name, call.arguments or "{}") for call in message.tool_calls]
+    return msgspec.structs.replace(
+        message, content="\n".join(filter(None, [message.content, *calls])), tool_calls=()
+    )
+
+
+def _result_as_text(message: Message) -> Message:
+    if message.role != "tool":
+        return message
+    return Message(role="user", content=f"<tool_response>\n{message.content}\n</tool_response>")
+
+
+def _with_description(
+    form: ToolFormat, messages: tuple[Message, ...], tools: Sequence[Tool]
+) -> tuple[Message, ...]:
+    listed = "\n".join(
+        msgspec.json.encode(
+            {"name": t.name, "description": t.description, "parameters": t.parameters}
+        ).decode()
+        for t in tools
+    )
+    example = grammar.write_call(form, "function-name", '{"argument": "value"}')
+    text = (
+        f"You can call these functions:\n{listed}\n\nTo call one, answer with nothing but:\n{example}\n"
+        "Otherwise answer in plain words."
+    )
+    first = messages[0] if messages else None
+    if first is not None and first.role in ("system", "developer"):
+        joined = msgspec.structs.replace(first, content=f"{first.content}\n\n{text}")
+        return (joined, *messages[1:])
+    return (Message(role="system", content=text), *messages)

@@ -1,0 +1,138 @@
+"""Reasoning spans, `<think>…</think>` and their kin, taken out of a stream as events of their own.
+
+A span is looked for at the beginning of an answer only: in the middle of a text its marker is text.
+Some templates open the span in the prompt; then the answer begins inside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgeinfer.runtime.events import ReasoningDelta, TextDelta
+from edgeinfer.runtime.language.markers import could_become, held_back
+from edgeinfer.runtime.language.parsers_api import Parsed, StreamParser
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A pair of markers. `plain` begins an answer without a span, and is no part of it."""
+
+    open: str
+    close: str
+    plain: str = ""
+
+
+THINK = Span("<think>", "</think>")
+#: Tried in this order against a template's source; the first is also recognised where a template says
+#: nothing.
+SPANS = (
+    THINK,
+    Span("<thinking>", "</thinking>"),
+    Span("[THINK]", "[/THINK]"),
+    Span("<seed:think>", "</seed:think>"),
+    Span("<|START_THINKING|>", "<|END_THINKING|>"),
+    Span("<reasoning>", "</reasoning>"),
+    Span(
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+        plain="<|channel|>final<|message|>",
+    ),
+)
+
+
+def detect(template: str) -> tuple[Span, bool]:
+    """(span, whether the template knows it). Without a sign it is `<think>`, which distilled models
+    write all the same.
+    """
+    for span in SPANS:
+        first = span.close.partition("<|start|>")[0]
+        if span.close in template or (span.open in template and first in template):
+            return span, True
+    if "<|channel|>" in template and "analysis" in template:
+        return SPANS[-1], True
+    return THINK, False
+
+
+def is_open(prompt: str, span: Span) -> bool:
+    """Whether the prompt ends inside of a span, but for white space."""
+    return prompt.rstrip().endswith(span.open)
+
+
+class ReasoningParser:
+    """Splits off a span, and hands the rest to `inner` (None: it is text)."""
+
+    def __init__(
+        self, span: Span, inner: StreamParser | None, *, opened: bool, special_tokens: bool = False
+    ) -> None:
+        self._span, self._inner = span, inner
+        self._step = self._inside if opened else self._start
+        self._held = ""
+        self._space = ""
+        self._said = False
+        self.special_tokens = special_tokens or (inner is not None and inner.special_tokens)
+
+    def feed(self, text: str) -> Sequence[Parsed]:
+        """Events that are certain after `text`."""
+        if self._step == self._after_all:
+            return self._after_all(text)
+        held, self._held = self._held + text, ""
+        return self._step(held)
+
+    def finish(self) -> Sequence[Parsed]:
+        """What was held back, at the end of the generation."""
+        held, self._held = self._held, ""
+        if self._step == self._inside:
+            return self._reason(held)
+        events = list(self._pass(held)) if self._step == self._start else []
+        return [*events, *(self._inner.finish() if self._inner else ())]
+
+    def _start(self, text: str) -> Sequence[Parsed]:
+        begun = text.lstrip()
+        if begun.startswith(self._span.open):
+            self._step = self._inside
+            return self._inside(begun[len(self._span.open) :])
+        if not begun or could_become(begun, (self._span.open, self._span.plain)):
+            self._held = text
+            return ()
+        self._step = self._after_all
+        if self._span.plain and begun.startswith(self._span.plain):
+            text = begun[len(self._span.plain) :]
+        return self._pass(text)
+
+    def _inside(self, text: str) -> Sequence[Parsed]:
+        head, closed, rest = text.partition(self._span.close)
+        if closed:
+            self._step = self._closed
+            return [*self._reason(head), *self._closed(rest)]
+        keep = held_back(text, (self._span.close,))
+        self._held = text[len(text) - keep :]
+        return self._reason(text[: len(text) - keep])
+
+    def _closed(self, text: str) -> Sequence[Parsed]:
+        """White space between the span and the answer belongs to neither."""
+        begun = text.lstrip()
+        if not begun:
+            return ()
+        self._step = self._after_all
+        return self._pass(begun)
+
+    def _after_all(self, text: str) -> Sequence[Parsed]:
+        return self._pass(text)
+
+    def _pass(self, text: str) -> Sequence[Parsed]:
+        if self._inner is not None:
+            return self._inner.feed(text)
+        return [TextDelta(text)] if text else ()
+
+    def _reason(self, text: str) -> list[Parsed]:
+        """White space around the span's text is layout; inside it waits for more text."""
+        text = self._space + text
+        if not self._said:
+            text = text.lstrip()
+        begun = text.rstrip()
+        self._space = text[len(begun) :]
+        if not begun:
+            return []
+        self._said = True
+        return [ReasoningDelta(begun)]

@@ -1,0 +1,382 @@
+"""A jinja2 environment for templates we do not trust: a GGUF's chat template is part of a downloaded
+file.
+
+jinja2's ImmutableSandboxedEnvironment stops a template from reaching Python's insides (CVE-2024-34359).
+It does not stop one from looping for ever or from building a string of a terabyte. Here every loop
+round, macro call, concatenation, container and result of a call or filter is paid for from one `Fuel`,
+which also watches the thread's CPU time, so a render ends within CPU_LIMIT_S and within about four
+times FUEL bytes. What can grow in one step (multiplication, padding, replacing, joining) is checked
+before it happens.
+
+It knows no messages and no models: `edgeinfer.runtime.language.templates` does.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import islice
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateRuntimeError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+#: Units of work one render may spend: a character made; a loop round is 16 of them, a container's
+#: element 256.
+FUEL = 64 * 1024 * 1024
+#: CPU seconds one render may take; a long conversation takes a few milliseconds.
+CPU_LIMIT_S = 2.0
+#: The longest template source that is compiled, characters. The longest in use is under 40,000.
+MAX_SOURCE = 512 * 1024
+#: The widest padding, and the largest count, that a string method or format may be given.
+_MAX_WIDTH = 100_000
+_MAX_BITS = 4096
+_TICK_COST = 16
+_NODE_COST = 256
+_CHECK_EVERY = 16
+_WIDE = re.compile(r"\d{6}")
+#: The filters that chat templates use; jinja2's others make much out of little, or need a web page.
+_FILTERS = (
+    "abs attr capitalize count d default dictsort e escape first float groupby indent int items join "
+    "last length list lower map"
+    " max min reject rejectattr replace reverse round safe select selectattr sort string title tojson "
+    "trim unique upper"
+)
+#: Likewise the methods of a text.
+_STR_METHODS = (
+    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal "
+    "isdigit isidentifier islower"
+    " isnumeric isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix "
+    "replace rfind rindex rjust"
+    " rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
+)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+class ExhaustedError(SecurityError):
+    """The template wants more work or room than any conversation needs."""
+
+
+class Fuel:
+    """What one render may still spend."""
+
+    __slots__ = ("deadline", "left", "until_check")
+
+    def __init__(self, amount: int = FUEL, cpu_s: float = CPU_LIMIT_S) -> None:
+        self.left = amount
+        self.deadline = time.thread_time() + cpu_s
+        self.until_check = _CHECK_EVERY
+
+    def spend(self, units: int) -> None:
+        """Raises ExhaustedError when the fuel or the CPU time is used up."""
+        self.left -= units
+        if self.left < 0:
+            raise ExhaustedError("the chat template makes too much text or loops too often")
+        self.until_check -= 1 if units < 4096 else _CHECK_EVERY
+        if self.until_check <= 0:
+            self.until_check = _CHECK_EVERY
+            if time.thread_time() > self.deadline:
+                raise ExhaustedError("the chat template takes too long")
+
+    def afford(self, units: int) -> None:
+        """Raises ExhaustedError when something of that size may not be made."""
+        if units > self.left:
+            raise ExhaustedError("the chat template makes too much text or loops too often")
+
+
+_fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template_fuel")
+
+
+@contextmanager
+def fuelled(fuel: Fuel | None = None) -> Iterator[Fuel]:
+    """Everything that compiles or renders a template runs inside of this; an outer tank is shared by
+    what is inside.
+    """
+    tank = fuel or _fuel.get(None) or Fuel()
+    token = _fuel.set(tank)
+    try:
+        yield tank
+    finally:
+        _fuel.reset(token)
+
+
+def weigh(value: Any) -> Any:
+    """`value`, once it is sure that writing it out is affordable.
+
+    A list that holds itself twice, forty times over, is small in memory and a terabyte on paper.
+    """
+    fuel = _fuel.get()
+    if isinstance(value, str):
+        fuel.spend(len(value))
+        return value
+    if not isinstance(value, _CONTAINERS):
+        return value
+    total, counted, stack = 0, 0, [value]
+    while stack:
+        item = stack.pop()
+        counted += 1
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, dict):
+            stack.extend(item)
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            stack.extend(item)
+        if total + (counted + len(stack)) * _NODE_COST > fuel.left:
+            raise ExhaustedError("the chat template makes too large a value")
+    fuel.spend(counted)
+    return value
+
+
+def _tick() -> None:
+    _fuel.get().spend(_TICK_COST)
+
+
+def _join(*parts: Any) -> str:
+    weigh(parts)
+    return weigh("".join(map(str, parts)))  # type: ignore[no-any-return]
+
+
+def _concat(parts: Iterable[str]) -> str:
+    """What jinja2 joins a render's or a macro's pieces with; stops while they are made, not after."""
+    fuel, kept = _fuel.get(), []
+    for part in parts:
+        fuel.spend(len(part) + 1)
+        kept.append(part)
+    return "".join(kept)
+
+
+def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Refuse a string method that would make a monster; returns the arguments, an iterator made a
+    list.
+    """
+    if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in args):
+        raise ExhaustedError(f"the chat template calls str.{name} with too large a number")
+    if name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
+        _fuel.get().afford((text.count(args[0]) + 1) * len(args[1]) + len(text))
+    if name == "join" and args:
+        items = list(islice(args[0], 1_000_000))
+        weigh(items)
+        _fuel.get().afford(len(items) * len(text))
+        return (items, *args[1:])
+    return args
+
+
+def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Charge for what a filter makes; jinja2's marks (pass_context and its kin) are kept."""
+    takes_environment = hasattr(inner, "jinja_pass_arg")
+
+    def charged(*args: Any, **kwargs: Any) -> Any:
+        passed, own = (args[:1], args[1:]) if takes_environment else ((), args)
+        if own and name in ("replace", "join", "indent"):
+            own = _check_filter(name, own, kwargs)
+        if any(
+            isinstance(arg, int) and arg > _MAX_WIDTH for arg in (*own[1:], *kwargs.values())
+        ) and name not in ("default", "d"):
+            raise ExhaustedError(f"the chat template gives the filter {name} too large a number")
+        result = inner(*passed, *own, **kwargs)
+        return weigh(result)
+
+    if takes_environment:
+        charged.jinja_pass_arg = inner.jinja_pass_arg  # type: ignore[attr-defined]
+    return charged
+
+
+def _check_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    if name == "replace":
+        old = str(kwargs.get("old", args[1] if len(args) > 1 else ""))
+        new = str(kwargs.get("new", args[2] if len(args) > 2 else ""))
+        _check_text_call(str(args[0]), name, (old, new))
+        return args
+    if name == "indent":
+        width = kwargs.get("width", args[1] if len(args) > 1 else 4)
+        _fuel.get().afford(
+            str(args[0]).count("\n") * (width if isinstance(width, int) else len(str(width)))
+        )
+        return args
+    separator = str(kwargs.get("d", args[1] if len(args) > 1 else ""))
+    if isinstance(args[0], Iterable):
+        return (*_check_text_call(separator, name, (args[0],)), *args[1:])
+    return args
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Hugging Face's `tojson`: plain json.dumps, nothing escaped for HTML (jinja2's own does)."""
+    if len(str(indent)) > 64 or len(str(separators)) > 64:
+        raise ExhaustedError("the chat template gives tojson too long a separator")
+    if isinstance(value, jinja2.Undefined):
+        raise TemplateRuntimeError("tojson of an undefined value")
+    # `| map(…) | tojson` hands over a generator, which other engines' jinja writes as a list
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_as_list,
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    if not isinstance(value, Iterator):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return weigh(list(islice(value, 1_000_000)))  # type: ignore[no-any-return]
+
+
+def _raise_exception(message: Any = "") -> None:
+    raise jinja2.TemplateError(str(message)[:500])
+
+
+def _strftime_now(form: str) -> str:
+    if len(form) > 200 or _WIDE.search(form):
+        raise ExhaustedError("strftime_now is given too long a format")
+    return datetime.now().astimezone().strftime(form)
+
+
+class GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}`, which marks what is trained on; for us just what is in
+    it.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 jinja2 reads a plain class attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Guard(NodeTransformer):
+    """Put a tick in every loop and macro, and weigh whatever builds a value out of others."""
+
+    def _call(self, node: nodes.Node, what: str, args: list[nodes.Expr]) -> nodes.Call:
+        call = nodes.Call(nodes.EnvironmentAttribute(what), args, [], None, None)
+        call.set_lineno(node.lineno)
+        return call
+
+    def _ticking(self, node: Any) -> Any:
+        self.generic_visit(node)
+        tick = nodes.ExprStmt(self._call(node, "tick", []))
+        tick.set_lineno(node.lineno)
+        node.body.insert(0, tick)
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = _ticking
+
+    def _weighed(self, node: Any) -> Any:
+        plain = all(isinstance(child, nodes.Const) for child in node.iter_child_nodes())
+        self.generic_visit(node)
+        return (
+            node
+            if plain or getattr(node, "ctx", "load") != "load"
+            else self._call(node, "weigh", [node])
+        )
+
+    visit_List = visit_Dict = visit_Tuple = _weighed
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return self._call(node, "join", node.nodes)
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox with fuel. One may be shared by threads: the fuel is the context's own."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    concat = staticmethod(_concat)
+    tick = staticmethod(_tick)
+    weigh = staticmethod(weigh)
+    join = staticmethod(_join)
+    str_methods = frozenset(_STR_METHODS.split())
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, optimized=False, cache_size=0, extensions=_EXTENSIONS
+        )
+        self.filters["tojson"] = _to_json
+        self.filters = {name: _wrap_filter(name, self.filters[name]) for name in _FILTERS.split()}
+        for name in ("lipsum", "cycler", "joiner"):
+            del self.globals[name]
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        _Guard().visit(tree)
+        return tree.set_environment(self)  # type: ignore[return-value]
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            args = _check_text_call(owner, __obj.__name__, args)
+        elif __obj is not weigh and (kwargs or any(isinstance(arg, _CONTAINERS) for arg in args)):
+            weigh((*args, *kwargs.values()))
+        result = super().call(__context, __obj, *args, **kwargs)
+        return result if __obj is _tick or __obj is weigh else weigh(result)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str):
+            return attr in self.str_methods
+        return not isinstance(obj, (int, float, bytes)) and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        formatter = super().wrap_str_format(value)
+        if formatter is None or value.__name__ != "format":
+            return None
+        text = str(value.__self__)
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            if _WIDE.search(text) or re.search(r":[^}]*\{", text):
+                raise ExhaustedError("the chat template pads to too wide a field")
+            weigh((*args, *kwargs.values()))
+            _fuel.get().afford(
+                text.count("{") * max([len(a) for a in args if isinstance(a, str)], default=0)
+            )
+            return formatter(*args, **kwargs)
+
+        return checked
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            self._check_product(left, right)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * abs(right) > _MAX_BITS:
+                raise ExhaustedError("the chat template makes too large a number")
+        elif operator == "%" and isinstance(left, str):
+            if _WIDE.search(left) or "*" in left:
+                raise ExhaustedError("the chat template pads to too wide a field")
+            weigh((right,))
+        elif operator == "+" and isinstance(left, int) and left.bit_length() > _MAX_BITS:
+            raise ExhaustedError("the chat template makes too large a number")
+        return weigh(super().call_binop(context, operator, left, right))
+
+    @staticmethod
+    def _check_product(left: Any, right: Any) -> None:
+        for many, times in ((left, right), (right, left)):
+            if isinstance(many, (str, list, tuple)) and isinstance(times, int):
+                _fuel.get().afford(len(many) * times)
+        if (
+            isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() + right.bit_length() > _MAX_BITS
+        ):
+            raise ExhaustedError("the chat template makes too large a number")
+
+
+_EXTENSIONS = (GenerationTag, "jinja2.ext.loopcontrols", "jinja2.ext.do")

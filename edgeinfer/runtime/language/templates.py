@@ -1,0 +1,426 @@
+"""Chat templates: from messages and tools to the prompt a model was trained on.
+
+A template is the model's own jinja2 program. It is compiled once and probed once (`probe`): whether it
+knows the system role, tools, calls of earlier turns and their argument's form, and how it wants what it
+does not know. `render` then writes messages in the shapes that this template understands, so a front
+never has to know a family. Where the template knows too little, the request still works: a system
+prompt goes into the first user turn (Gemma), turns of one role in a row are joined.
+
+It runs sandboxed: see `edgeinfer.runtime.language.template_sandbox`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jinja2
+import msgspec
+
+from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.runtime.language.template_sandbox import (
+    MAX_SOURCE,
+    ExhaustedError,
+    Fuel,
+    TemplateEnvironment,
+    fuelled,
+)
+from edgeinfer.runtime.requests import Message, Tool, ToolCall
+
+#: Everything a template's own code can raise. RecursionError is a RuntimeError; jinja2 turns
+#: StopIteration into one.
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+#: Stands for a text in probes and for the place where a continued answer goes on; no template touches
+#: it.
+_MARK = "\u2060\u2063{}\u2063\u2060"
+#: CPU seconds for all probes of one template together; the longest template in use takes 0.02.
+_PROBE_CPU_S = 1.0
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+#: What models without a template of their own but with ChatML's tokens were trained on.
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+#: For base models: a plain transcript, which any model of text continues. Ended by the stop strings
+#: beside it. An answer that begins with its own space gets no second one: it comes back as the very
+#: tokens that are in the cache.
+TRANSCRIPT = (
+    "{{- bos_token -}}{%- for message in messages -%}"
+    "{%- if message.role == 'system' -%}{{- message.content + '\n\n' -}}"
+    "{%- else -%}{{- 'User:' if message.role == 'user' else 'Assistant:' -}}"
+    "{{- ('' if message.content[:1] == ' ' else ' ') + message.content + '\n' -}}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}"
+)
+TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateTraits:
+    """What a template understands, found by rendering probes with it."""
+
+    system: bool = True
+    developer: bool = False
+    tools: bool = False
+    tool_calls: bool = False
+    tool_role: bool = False
+    string_arguments: bool = False
+    null_content: bool = False
+    short_ids: bool = False
+    reasoning_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A compiled template with its model's BOS and EOS texts. Immutable; any thread."""
+
+    source: str
+    bos: str = ""
+    eos: str = ""
+    traits: TemplateTraits = field(default_factory=TemplateTraits)
+    _compiled: Any = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def load(cls, source: str, bos: str = "", eos: str = "") -> ChatTemplate:
+        """Compile and probe. Raises ModelLoadError when the source is not a template."""
+        if len(source) > MAX_SOURCE:
+            raise ModelLoadError(
+                f"the chat template has {len(source)} characters; {MAX_SOURCE} is the most"
+            )
+        try:
+            with fuelled(Fuel()):
+                compiled = TemplateEnvironment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelLoadError(
+                f"the model's chat template does not parse: line {error.lineno}: {error.message}"
+            ) from error
+        except (*_TEMPLATE_FAILURES, SyntaxError) as error:
+            raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
+        bare = cls(source, bos, eos, TemplateTraits(), compiled)
+        try:
+            with fuelled(Fuel(cpu_s=_PROBE_CPU_S)):
+                return replace(bare, traits=probe(bare))
+        except ExhaustedError as error:
+            raise ModelLoadError(f"the model's chat template is not to be trusted: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        options: dict[str, Any] | None = None,
+        continue_final: bool = False,
+    ) -> str:
+        """The prompt, generation prompt and all. `options` reach the template as variables
+        (`enable_thinking`, …).
+
+        With `continue_final` the last message, an assistant's, is left open to be continued.
+
+        Raises InvalidRequestError, `param` "messages", with the template's own words when it refuses
+        them.
+        """
+        if not messages:
+            raise InvalidRequestError("a conversation needs at least one message", param="messages")
+        if continue_final:
+            return self._render_open(messages, tools, options or {})
+        return self._render_mended(messages, tools, options or {})
+
+    def _render_open(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
+    ) -> str:
+        last = messages[-1]
+        if last.role != "assistant" or last.tool_calls:
+            raise InvalidRequestError(
+                "only a last message of the assistant can be continued", param="messages"
+            )
+        mark = _MARK.format("continue")
+        marked = (*messages[:-1], msgspec.structs.replace(last, content=mark))
+        text = self._render_mended(marked, tools, options, add_generation_prompt=False)
+        head, found, _ = text.rpartition(mark)
+        if not found:
+            head = self._render_mended(messages[:-1], tools, options) if len(messages) > 1 else ""
+        return head + last.content
+
+    def _render_mended(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: dict[str, Any],
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Render; if the template refuses, once more with one call a turn (Llama) and turns of one role
+        in a row joined.
+        """
+        shaped = shape(messages, self.traits)
+        variables = {**options, "add_generation_prompt": add_generation_prompt}
+        if tools:
+            variables["tools"] = [tool_dict(tool) for tool in tools]
+        try:
+            return self.render_raw(shaped, variables)
+        except _TEMPLATE_FAILURES as error:
+            for mended in (split_calls(shaped), join_turns(shaped), join_turns(split_calls(shaped))):
+                try:
+                    if len(mended) != len(shaped):
+                        return self.render_raw(mended, variables)
+                except _TEMPLATE_FAILURES:
+                    continue  # the first failure is the one that speaks of what was asked
+            raise InvalidRequestError(
+                f"the model's chat template refuses this: {_words(error)}", param="messages"
+            ) from error
+
+    def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Render these dictionaries as they are. Raises whatever the template does, one of
+        `_TEMPLATE_FAILURES`.
+        """
+        names = {
+            "tools": None,
+            **variables,
+            "messages": messages,
+            "bos_token": self.bos,
+            "eos_token": self.eos,
+        }
+        if names["tools"] is None:
+            del names["tools"]  # templates ask both `tools is defined` and `tools`
+        with fuelled():
+            return str(self._compiled.render(names))
+
+
+def _words(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
+
+
+def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
+    """The template to use and why. `source` is the model's own, "" when it has none; `has_chatml`
+    whether its vocabulary holds `<|im_start|>` and `<|im_end|>` as tokens. Raises ModelLoadError as
+    `ChatTemplate.load` does.
+    """
+    if source.strip():
+        return ChatTemplate.load(source, bos, eos), "the model's own"
+    if has_chatml:
+        return ChatTemplate.load(
+            CHATML, bos, eos
+        ), "ChatML: the model has no template, and its vocabulary has ChatML's tokens"
+    return ChatTemplate.load(
+        TRANSCRIPT, bos, eos
+    ), "a plain transcript: the model has no template (a base model?)"
+
+
+def tool_dict(tool: Tool) -> dict[str, Any]:
+    """A tool in the form Hugging Face's templates take."""
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
+    }
+
+
+def shape(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Messages as dictionaries in the shapes this template understands. Raises InvalidRequestError."""
+    shaped = [_shape_one(message, traits) for message in messages]
+    return shaped if traits.system else _merge_system(shaped)
+
+
+def _shape_one(message: Message, traits: TemplateTraits) -> dict[str, Any]:
+    role: str = message.role
+    if role == "developer" and not traits.developer:
+        role = "system"
+    if role == "tool" and not traits.tool_role:
+        role = "user"
+    made: dict[str, Any] = {"role": role, "content": message.content}
+    if message.name and role == message.role:
+        made["name"] = message.name
+    if message.tool_call_id and role == "tool":
+        made["tool_call_id"] = _call_id(message.tool_call_id, traits)
+    if message.reasoning and traits.reasoning_key:
+        made[traits.reasoning_key] = message.reasoning
+    if message.tool_calls:
+        made["tool_calls"] = [_call_dict(call, traits) for call in message.tool_calls]
+        if not message.content and traits.null_content:
+            made["content"] = None
+    return made
+
+
+def _call_id(call_id: str, traits: TemplateTraits) -> str:
+    """Mistral's templates refuse ids that are not nine letters and digits; any other is mapped to one
+    of that form.
+    """
+    if not traits.short_ids or _MISTRAL_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    if not traits.string_arguments:
+        try:
+            arguments = msgspec.json.decode(call.arguments or "{}")
+        except msgspec.DecodeError as error:
+            raise InvalidRequestError(
+                f"the arguments of the call to {call.name} are not JSON: {error}", param="messages"
+            ) from error
+    return {
+        "id": _call_id(call.id, traits),
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """System messages put before the text of the next user turn, as Gemma's makers advise."""
+    merged: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for message in shaped:
+        if message["role"] == "system":
+            waiting.append(message["content"])
+        elif message["role"] == "user" and waiting:
+            merged.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
+            waiting = []
+        else:
+            merged.append(message)
+    if waiting:
+        merged.append({"role": "user", "content": "\n\n".join(waiting)})
+    return merged
+
+
+def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Plain turns of one role in a row made one, for templates that insist on alternation."""
+    joined: list[dict[str, Any]] = []
+    for message in shaped:
+        plain = message["role"] in ("user", "assistant", "system") and not message.get("tool_calls")
+        before = joined[-1] if joined else {}
+        if plain and before.get("role") == message["role"] and not before.get("tool_calls"):
+            joined[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined
+
+
+def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns with several calls made several turns, each followed by its own result, for templates that
+    know single calls.
+    """
+    results = {message["tool_call_id"]: message for message in shaped if message.get("tool_call_id")}
+    split: list[dict[str, Any]] = []
+    placed: set[str] = set()
+    for message in shaped:
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            if message.get("tool_call_id") not in placed:
+                split.append(message)
+            continue
+        for i, call in enumerate(calls):
+            content = message["content"] if i == 0 else (None if message["content"] is None else "")
+            split.append({**message, "content": content, "tool_calls": [call]})
+            if call["id"] in results:
+                split.append(results[call["id"]])
+                placed.add(call["id"])
+    return split
+
+
+def probe(template: ChatTemplate) -> TemplateTraits:
+    """Find out what `template` understands by rendering small conversations with it."""
+    source = template.source
+    marks = {name: _MARK.format(name) for name in ("system", "user", "tool", "key", "value", "result")}
+    user = {"role": "user", "content": marks["user"]}
+    tool = {
+        "type": "function",
+        "function": {
+            "name": marks["tool"],
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+
+    def shows(
+        messages: list[dict[str, Any]], *expected: str, tools: list[dict[str, Any]] | None = None
+    ) -> bool:
+        try:
+            text = template.render_raw(messages, {"tools": tools, "add_generation_prompt": True})
+        except ExhaustedError:
+            raise
+        except _TEMPLATE_FAILURES:
+            return False
+        return all(part in text for part in expected)
+
+    calls = _probe_calls(shows, user, marks)
+    return TemplateTraits(
+        system=shows([{"role": "system", "content": marks["system"]}, user], marks["system"]),
+        developer=bool(re.search(r"""role[^%}]{0,40}['"]developer['"]""", source)),
+        tools=shows([user], marks["tool"], tools=[tool]),
+        tool_calls=calls is not None,
+        tool_role=_probe_tool_role(shows, user, marks, calls),
+        string_arguments=calls is not None and calls[0],
+        null_content=calls is not None and calls[1],
+        short_ids="length != 9" in source or "length == 9" in source,
+        reasoning_key=next(
+            (key for key in ("reasoning_content", "thinking", "reasoning") if _reads(source, key)), ""
+        ),
+    )
+
+
+def _reads(source: str, key: str) -> bool:
+    return bool(re.search(rf"""(\.{key}\b|\[['"]{key}['"]\]|get\(['"]{key}['"])""", source))
+
+
+def _probe_message(marks: dict[str, str], string_arguments: bool, null_content: bool) -> dict[str, Any]:
+    arguments: Any = {marks["key"]: marks["value"]}
+    function = {
+        "name": marks["tool"],
+        "arguments": msgspec.json.encode(arguments).decode() if string_arguments else arguments,
+    }
+    call = {"id": "abcdefghi", "type": "function", "function": function}
+    return {"role": "assistant", "content": None if null_content else "", "tool_calls": [call]}
+
+
+def _probe_calls(shows: Any, user: dict[str, Any], marks: dict[str, str]) -> tuple[bool, bool] | None:
+    """(arguments as text, content as none) under which calls of earlier turns are written; None when
+    they never are.
+
+    DeepSeek's templates write a content that is not none even when empty; others cannot search in none.
+    So none is tried first, and kept where it is not written out as the word. Templates that write JSON
+    are told apart from those that were meant to be given text by the quotes: Python's own notation has
+    single ones.
+    """
+    json_form, any_form = (marks["tool"], f'"{marks["key"]}"'), (marks["tool"], marks["key"])
+    for expected in (json_form, any_form):
+        for string_arguments in (False, True):
+            for null_content in (True, False):
+                messages = [user, _probe_message(marks, string_arguments, null_content)]
+                answered = [*messages, _probe_result(marks)]
+                if not shows(answered, *expected) or (null_content and shows(answered, "None")):
+                    continue
+                if not null_content or shows(messages):
+                    return string_arguments, null_content
+    return None
+
+
+def _probe_result(marks: dict[str, str]) -> dict[str, Any]:
+    return {
+        "role": "tool",
+        "tool_call_id": "abcdefghi",
+        "name": marks["tool"],
+        "content": marks["result"],
+    }
+
+
+def _probe_tool_role(
+    shows: Any, user: dict[str, Any], marks: dict[str, str], calls: tuple[bool, bool] | None
+) -> bool:
+    call = _probe_message(marks, *calls) if calls else {"role": "assistant", "content": marks["value"]}
+    return bool(shows([user, call, _probe_result(marks)], marks["result"]))

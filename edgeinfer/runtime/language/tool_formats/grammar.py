@@ -1,0 +1,151 @@
+"""Tool calls as a grammar: what a required call must look like, and what a free one must once it has
+begun.
+
+The notation is the family's own, so the model writes what it was trained on; the arguments follow the
+tool's JSON schema. A marker that is one control token is named by its number, any other is text. At
+most MAX_CALLS calls: a small model that may go on would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgeinfer.runtime.language.constraint_api import Lark, VocabView
+from edgeinfer.runtime.language.constraints import inline_schema, quoted
+from edgeinfer.runtime.language.tool_formats.families import (
+    GEMMA,
+    GENERIC,
+    HERMES,
+    LLAMA,
+    QWEN_XML,
+    ToolFormat,
+)
+from edgeinfer.runtime.requests import Tool
+
+MAX_CALLS = 8
+_ANY = "/(?s:.*)/"
+
+
+def marker(text: str, vocab: VocabView) -> str:
+    """A marker as it stands in a grammar."""
+    token = control_token(text, vocab)
+    return quoted(text) if token is None else f"<[{token}]>"
+
+
+def control_token(text: str, vocab: VocabView) -> int | None:
+    """The control token that `text` is, if it is one."""
+    tokens = vocab.tokenize(text, parse_special=True)
+    return tokens[0] if len(tokens) == 1 and vocab.is_control(tokens[0]) else None
+
+
+def needs_special(form: ToolFormat, vocab: VocabView) -> bool:
+    """Whether the family's markers are control tokens, which the engine hides from a parser that does
+    not ask for them.
+    """
+    texts = (*form.begin[:1], form.end, *(end for end in form.name_ends if len(end) > 1), *form.skip)
+    return any(control_token(text, vocab) is not None for text in texts if text)
+
+
+def required(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool) -> Lark:
+    """One call of one of `tools`, or up to MAX_CALLS of them. Raises UnsupportedConstraintError with
+    the place in a schema.
+    """
+    body = _section(form, vocab, several=several and form.parallel)
+    return Lark("\n".join([f"start: {_opening(form, vocab)}{body}", *_calls(form, tools, vocab)]))
+
+
+def once_begun(
+    form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool
+) -> Lark | None:
+    """Any text, in which the family's marker begins a well-formed call.
+
+    None where calls have no marker of their own, or are not written as JSON: a model is left to what it
+    was trained on.
+    """
+    if form.bare or not form.begin or form.inner != "json":
+        return None
+    token = control_token(form.begin[0], vocab)
+    body = _section(form, vocab, several=several and form.parallel)
+    if token is None:
+        head = ["calls: begun " + body, f"begun[lazy]: TEXT {quoted(form.begin[0])}"]
+    else:
+        head = [f"calls: TEXT <[{token}]> {body}"]
+    rules = ["start: calls | TEXT", *head, f"TEXT: {_ANY}", *_calls(form, tools, vocab)]
+    return Lark("\n".join(rules))
+
+
+def or_answer(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool) -> Lark:
+    """Calls, or what the grammar `@answer` allows, which whoever takes this has to add."""
+    calls = required(form, tools, vocab, several=several).source.removeprefix("start: ")
+    return Lark(f"start: calls | @answer\ncalls: {calls}")
+
+
+def _opening(form: ToolFormat, vocab: VocabView) -> str:
+    return "" if form.bare else marker(form.begin[0], vocab) + " "
+
+
+def _section(form: ToolFormat, vocab: VocabView, *, several: bool) -> str:
+    """What follows the first marker. The marker stands before every call in some families and before
+    the list in others.
+    """
+    begin, end = marker(form.begin[0], vocab), marker(form.end, vocab) if form.end else ""
+    more = f"{{0,{MAX_CALLS - 1}}}" if several else ""
+    if form in (HERMES, QWEN_XML):
+        one = f'"\\n" call "\\n" {end}'
+        return one + (f' ("\\n" {begin} {one}){more}' if several else "")
+    if form.named and not form.end:
+        return "call" + (f" ({begin} call){more}" if several else "")
+    if form.named:
+        inner = marker(form.skip[0], vocab)
+        return f"{inner} call" + (f' ("\\n" {inner} call){more}' if several else "") + f" {end}"
+    if form in (LLAMA, GEMMA, GENERIC):
+        return f'(call | "[" call (", " call){more} "]")' if several else "call"
+    return '"[" call' + (f' (", " call){more}' if several else "") + f' "]" {end}'
+
+
+def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView) -> list[str]:
+    rules = ["call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        rules += [
+            f"call{i}: {_call(form, tool, f'args{i}', vocab)}",
+            f"args{i}: {inline_schema(arguments_schema(tool))}",
+        ]
+    return rules
+
+
+def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: VocabView) -> str:
+    if not form.named:
+        head = f'{{"name": {quoted(tool.name)}, "{form.arguments}": '
+        return f"{quoted(head)} {arguments} {quoted('}')}"
+    if form.end:  # deepseek
+        separator, close = (
+            marker(form.skip[1].removeprefix("function"), vocab),
+            marker(form.skip[-1], vocab),
+        )
+        return f'"function" {separator} {quoted(tool.name + chr(10) + "```json" + chr(10))} {arguments} "\\n```" {close}'
+    return f"{quoted(tool.name)} {marker('[ARGS]', vocab)} {arguments}"
+
+
+def arguments_schema(tool: Tool) -> dict[str, object]:
+    """The schema of a tool's arguments, which are always an object; a tool without one takes none."""
+    if not tool.parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **tool.parameters}
+
+
+def write_call(form: ToolFormat, name: str, arguments: str) -> str:
+    """A call as the family writes it: for turns of the past, where the template cannot, and as an
+    example.
+    """
+    if form.named and form.end:
+        return f"{form.begin[0]}{form.skip[0]}{form.skip[1]}{name}\n```json\n{arguments}\n```{form.skip[-1]}{form.end}"
+    if form.named:
+        return f"{form.begin[0]}{name}[ARGS]{arguments}"
+    call = f'{{"name": {quoted(name)}, "{form.arguments}": {arguments}}}'
+    if form.bare:
+        return call
+    return (
+        f"{form.begin[0]}\n{call}\n{form.end}"
+        if form in (HERMES, QWEN_XML)
+        else f"{form.begin[0]}[{call}]{form.end}"
+    )

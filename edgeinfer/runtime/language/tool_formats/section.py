@@ -1,0 +1,249 @@
+"""What stands between a family's markers: calls, one after the other, with brackets, commas and further
+markers between.
+
+A section keeps all that it was fed and walks it with one cursor. What stood before the last whole call
+is done with; if anything goes wrong, what came after it is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgeinfer.runtime.events import ToolCallDelta
+from edgeinfer.runtime.language.markers import could_become
+from edgeinfer.runtime.language.tool_formats.families import ToolFormat
+from edgeinfer.runtime.language.tool_formats.python_calls import python_calls
+from edgeinfer.runtime.language.tool_formats.reader import ObjectReader
+from edgeinfer.runtime.language.tool_formats.xml_calls import Tools, xml_calls
+
+_BRACKETS = ("[", ",", "]")
+#: The longest name, and the most that may stand between a name and its arguments, characters.
+_MAX_NAME = 256
+_FENCE = "```"
+
+
+class Section:
+    """One section, opened by `marker` ("" for a call without one). `new_call` gives the next (index,
+    id).
+    """
+
+    def __init__(
+        self,
+        form: ToolFormat,
+        marker: str,
+        tools: Tools,
+        certain: bool,
+        new_call: Callable[[], tuple[int, str]],
+    ) -> None:
+        self._form, self._marker, self._tools, self._certain, self._new_call = (
+            form,
+            marker,
+            tools,
+            certain,
+            new_call,
+        )
+        self._raw, self._at, self._done_to = marker, len(marker), 0
+        # a fence closes what a fence opened, the family's own end any other
+        self._end = _FENCE if marker.startswith(_FENCE) else form.end
+        brackets = () if form.named and form.end else _BRACKETS
+        self._literals = tuple(
+            sorted({*form.literals, self._end, *brackets} - {""}, key=len, reverse=True)
+        )
+        self._step: Callable[[], bool] = self._between
+        self._name = ""
+        self._reader: ObjectReader | None = None
+        self._sent, self._index = 0, -1
+        self._events: list[ToolCallDelta] = []
+        self.is_over = False
+
+    def feed(self, text: str) -> None:
+        """Walk on. Sets `is_over` when the section has ended or failed."""
+        self._raw += text
+        while not self.is_over and self._step():
+            pass
+
+    def finish(self) -> None:
+        """The generation has ended inside of the section."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if self._step == self._block and self._block_calls(self._raw[len(self._marker) :]):
+            return
+        rest = self._raw[self._done_to :].strip()
+        cut_while_streaming = self._index >= 0
+        if cut_while_streaming or (self._done_to and (not rest or rest in self._literals)):
+            self._at = self._done_to = len(self._raw)
+
+    def take_events(self) -> list[ToolCallDelta]:
+        """The calls read since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def leftover(self) -> tuple[str, str]:
+        """(text, rest) of what was not taken, once over: `text` is text, `rest` may hold more
+        markers.
+        """
+        if self._done_to:
+            return "", self._raw[self._done_to :]
+        return self._marker or self._raw[:1], self._raw[len(self._marker) or 1 :]
+
+    # the steps: each looks at what is behind the cursor, and says whether there is more to do
+
+    def _between(self) -> bool:
+        """Outside of any object: white space, a literal to skip, a name, an object."""
+        rest = self._raw[self._at :].lstrip()
+        self._at = len(self._raw) - len(rest)
+        if not rest or could_become(rest, self._literals):
+            return False
+        literal = next((literal for literal in self._literals if rest.startswith(literal)), "")
+        if literal:
+            self._at += len(literal)
+            if literal == self._end:
+                self._close()
+        elif rest[0] == "{" and (self._name or not self._form.named):
+            self._begin_object()
+        elif self._form.named and not self._name and not rest[0].isspace():
+            self._step = self._naming
+        elif self._may_hold_block and not self._done_to:
+            self._step = self._block
+        else:
+            self._stop()
+        return not self.is_over
+
+    def _naming(self) -> bool:
+        """A bare name, up to what ends it."""
+        rest = self._raw[self._at :]
+        ends = [at for at in (rest.find(ending) for ending in self._form.name_ends) if at >= 0]
+        if not ends:
+            if len(rest) > _MAX_NAME:
+                self._stop()
+            return False
+        name = rest[: min(ends)].strip()
+        if name not in self._tools:
+            self._stop()
+            return False
+        self._name = name
+        self._at += min(ends)
+        self._step = self._awaiting
+        return True
+
+    def _awaiting(self) -> bool:
+        """Between a name and its arguments: an id, a marker, a fence."""
+        at = self._raw.find("{", self._at)
+        if at < 0:
+            if len(self._raw) - self._at > _MAX_NAME:
+                self._stop()
+            return False
+        self._at = at
+        self._begin_object()
+        return True
+
+    def _begin_object(self) -> None:
+        self._reader = ObjectReader(self._name, whole=self._form.named)
+        self._index = -1
+        self._step = self._object
+
+    def _object(self) -> bool:
+        reader = self._reader
+        assert reader is not None
+        self._at += reader.feed(self._raw[self._at :])
+        if reader.failed:
+            self._stop()
+            return False
+        if self._certain:
+            self._stream(reader)
+        if not reader.done:
+            return False
+        arguments = reader.arguments()
+        if self._index < 0 and (arguments is None or not self._emit(reader.name, arguments)):
+            self._stop()
+            return False
+        self._called()
+        return True
+
+    @property
+    def _may_hold_block(self) -> bool:
+        """Whether something else than JSON may stand here: Python in a fence, or what a family's own
+        markers enclose.
+        """
+        return self._form.inner != "json" and (not self._form.bare or self._end == _FENCE)
+
+    def _block(self) -> bool:
+        """Calls in another notation than JSON, up to the end of the section."""
+        at = self._raw.find(self._end, self._at)
+        if at < 0:
+            return False
+        if self._block_calls(self._raw[len(self._marker) : at]):
+            self._at = at + len(self._end)
+            self._over()
+        else:
+            self._stop()
+        return False
+
+    def _block_calls(self, code: str) -> bool:
+        calls = python_calls(code) if self._form.inner == "python" else xml_calls(code, self._tools)
+        if not calls or any(not self._known(name) for name, _ in calls):
+            return False
+        for name, arguments in calls:
+            self._emit(name, arguments)
+        self._done_to = len(self._raw)
+        return True
+
+    # what comes of it
+
+    def _known(self, name: str) -> str:
+        """The tool that a name means, `functions.get_weather` being get_weather; "" when none is
+        meant.
+        """
+        return (
+            name
+            if name in self._tools
+            else (short if (short := name.rpartition(".")[2]) in self._tools else "")
+        )
+
+    def _emit(self, name: str, arguments: str) -> bool:
+        known = self._known(name)
+        if known:
+            index, made = self._new_call()
+            self._events += [
+                ToolCallDelta(index, id=made, name=known),
+                ToolCallDelta(index, arguments=arguments),
+            ]
+        return bool(known)
+
+    def _stream(self, reader: ObjectReader) -> None:
+        """Hand over what has arrived of a call that is certain to be one."""
+        if reader.args_start < 0 or reader.name not in self._tools:
+            return
+        if self._index < 0:
+            self._index, made = self._new_call()
+            self._events.append(ToolCallDelta(self._index, id=made, name=reader.name))
+            self._sent = reader.args_start
+        end = reader.args_end if reader.args_end >= 0 else len(reader.raw)
+        if end > self._sent:
+            self._events.append(ToolCallDelta(self._index, arguments=reader.raw[self._sent : end]))
+            self._sent = end
+
+    def _called(self) -> None:
+        """A whole call has been read."""
+        self._reader, self._name, self._index = None, "", -1
+        self._done_to = self._at
+        self._step = self._between
+
+    def _over(self) -> None:
+        """The end of the section; what is behind the cursor is outside of it."""
+        self._done_to = self._at
+        self.is_over = True
+
+    def _close(self) -> None:
+        """The closing marker; of a section without a call it is text, like all before it."""
+        self._over() if self._done_to else self._stop()
+
+    def _stop(self) -> None:
+        """What follows is no call. After a whole call that is the section's end, before one its
+        failure.
+        """
+        if self._done_to and self._step == self._between:
+            self._done_to = self._at
+        self.is_over = True

@@ -1,0 +1,357 @@
+"""From files to a model and a context of llama.cpp, with every automatic choice and its reason."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.loading.choices import (
+    Machine,
+    choose_cells,
+    choose_context,
+    choose_parallel,
+    choose_threads,
+    choose_ubatch,
+    read_machine,
+)
+from edgeinfer.runtime.loading.mappings import HugePages
+from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.vocab import Vocab
+
+Progress = Callable[[str, float | None], None]
+
+_KV_TYPES = {
+    "f16": ("GGML_TYPE_F16", 2.0),
+    "q8_0": ("GGML_TYPE_Q8_0", 34 / 32),
+    "q4_0": ("GGML_TYPE_Q4_0", 18 / 32),
+}
+_FLASH = {"auto": -1, "off": 0, "on": 1}
+#: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
+MAX_DRAFT = 7
+#: Sequence ids beyond the running ones: finished conversations wait in them for their next turn.
+_SPARE_SEQUENCES = 16
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model and its main context. Pointers are llama.cpp's; `free` ends them. Sizes in bytes."""
+
+    model: Any
+    context: Any
+    memory: Any
+    vocab: Vocab
+    meta: dict[str, str]
+    n_ctx: int
+    n_cells: int
+    n_parallel: int
+    n_seq_max: int
+    n_batch: int
+    n_outputs_max: int
+    n_threads: int
+    weights_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+    load_ms: float
+    choices: dict[str, Chosen] = field(default_factory=dict)
+
+    @property
+    def can_generate(self) -> bool:
+        """False for encoders, which only embed."""
+        return bool(self.memory)
+
+    def free(self) -> None:
+        """Give everything back. Idempotent; nothing may use the pointers afterwards."""
+        llama = libllama.lib()
+        if self.context:
+            llama.llama_free(self.context)
+        if self.model:
+            llama.llama_model_free(self.model)
+        self.context = self.model = self.memory = None
+
+
+def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> Loaded:
+    """Load weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
+    check_options(options)
+    started = time.perf_counter()
+    llama = libllama.lib()
+    machine = read_machine()
+    model = open_model(files.paths, options, progress)
+    try:
+        loaded = _with_context(model, options, machine, progress)
+    except BaseException:
+        llama.llama_model_free(model)
+        raise
+    loaded.load_ms = (time.perf_counter() - started) * 1000.0
+    return loaded
+
+
+def check_options(options: LoadOptions) -> None:
+    """Raises UsageError naming the option that is out of range."""
+    ranges = {
+        "n_ctx": (0, 1 << 24),
+        "n_parallel": (0, 240),
+        "n_threads": (0, 1024),
+        "n_batch": (32, 1 << 16),
+    }
+    for name, (least, most) in ranges.items():
+        value = getattr(options, name)
+        if not least <= value <= most:
+            raise UsageError(f"{name}: {value} is not between {least} and {most}")
+    if isinstance(options.gpu_layers, int) and not 0 <= options.gpu_layers <= 1 << 16:
+        raise UsageError(f"gpu_layers: {options.gpu_layers} is not between 0 and {1 << 16}")
+
+
+def open_model(paths: tuple[str, ...], options: LoadOptions, progress: Progress | None = None) -> Any:
+    """Map (and repack) the weights; llama.cpp's model pointer. Raises ModelLoadError."""
+    llama = libllama.lib()
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ModelLoadError(f"{path} is not there")
+    params = llama.llama_model_default_params()
+    params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
+    params.use_extra_bufts = options.repack != "off"
+    params.n_gpu_layers = _gpu_layers(options)
+    hook = _progress_hook(progress)
+    params.progress_callback = hook
+    libllama.clear_log()
+    names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
+    model = llama.llama_model_load_from_splits(names, len(paths), params)
+    if not model:
+        raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {_last_words()}")
+    return model
+
+
+def _gpu_layers(options: LoadOptions) -> int:
+    if options.gpu_layers == "none":
+        return 0
+    return -1 if options.gpu_layers == "auto" else options.gpu_layers
+
+
+def _progress_hook(progress: Progress | None) -> Any:
+    shown = -1
+    huge_pages: HugePages | None = HugePages()
+
+    def report(fraction: float, _user: object) -> bool:
+        nonlocal shown, huge_pages
+        if huge_pages is not None:  # buffers are there, and empty
+            huge_pages.ask()
+            huge_pages = None
+        percent = int(fraction * 100)
+        if progress and percent != shown:
+            shown = percent
+            progress("loading weights", fraction)
+        return True
+
+    return libllama.lib().llama_progress_callback(report)
+
+
+def _last_words() -> str:
+    return "; ".join(libllama.recent_log(3)) or "no reason given"
+
+
+def file_type_of(meta: dict[str, str]) -> int:
+    """llama.cpp's number for the quantization of the file (`llama_ftype`), -1 where the file does not
+    say.
+    """
+    return int(meta.get("general.file_type", -1))
+
+
+def read_meta(model: Any) -> dict[str, str]:
+    """The file's scalar metadata as text."""
+    llama = libllama.lib()
+    buffer = ctypes.create_string_buffer(1 << 16)
+    meta = {}
+    for i in range(llama.llama_model_meta_count(model)):
+        if llama.llama_model_meta_key_by_index(model, i, buffer, len(buffer)) < 0:
+            continue
+        key = buffer.value.decode("utf-8", "replace")
+        if key.startswith("tokenizer.ggml.") and key.endswith(
+            ("tokens", "merges", "scores", "token_type")
+        ):
+            continue  # the vocabulary as one long text: a second of work for nothing
+        llama.llama_model_meta_val_str_by_index(model, i, buffer, len(buffer))
+        meta[key] = buffer.value.decode("utf-8", "replace")
+    return meta
+
+
+def kv_bytes_per_token(model: Any, meta: dict[str, str], kv_type: str) -> int:
+    """What one token of context costs in the KV cache, from the model's shape; an upper bound for
+    hybrids.
+    """
+    llama = libllama.lib()
+    arch = meta.get("general.architecture", "")
+    heads, kv_heads = llama.llama_model_n_head(model), llama.llama_model_n_head_kv(model)
+    head_size = llama.llama_model_n_embd(model) // max(1, heads)
+    key = int(meta.get(f"{arch}.attention.key_length", head_size))
+    value = int(meta.get(f"{arch}.attention.value_length", head_size))
+    return int(llama.llama_model_n_layer(model) * kv_heads * (key + value) * _KV_TYPES[kv_type][1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the context is to be, before it is made."""
+
+    n_threads: Chosen
+    n_parallel: Chosen
+    n_ctx: Chosen
+    n_cells: Chosen
+    n_ubatch: Chosen
+    n_seq_max: int
+    n_batch: int
+    n_outputs: int
+
+
+def _plan(
+    model: Any, vocab: Vocab, meta: dict[str, str], options: LoadOptions, machine: Machine
+) -> _Plan:
+    llama = libllama.lib()
+    weights = int(llama.llama_model_size(model))
+    compute = _compute_estimate(vocab.n_vocab, options.n_batch, llama.llama_model_n_embd(model))
+    # repacked weights are anonymous and gone from MemAvailable already; mapped ones still count as
+    # reclaimable
+    free = machine.available_bytes - compute - (weights if options.repack == "off" else weights // 4)
+    per_token = kv_bytes_per_token(model, meta, options.kv_type)
+    threads = choose_threads(options.n_threads, machine)
+    parallel = choose_parallel(options.n_parallel, threads.value, per_token, free)
+    n_ctx = choose_context(options.n_ctx, int(llama.llama_model_n_ctx_train(model)), per_token, free)
+    cells = choose_cells(n_ctx.value, parallel.value, per_token, free)
+    partial = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+    n_seq_max = parallel.value if partial else min(256, parallel.value + _SPARE_SEQUENCES)
+    n_batch = min(max(options.n_batch, parallel.value), cells.value)
+    return _Plan(
+        n_threads=threads,
+        n_parallel=parallel,
+        n_ctx=n_ctx,
+        n_cells=cells,
+        n_ubatch=choose_ubatch(n_batch, n_seq_max, file_type_of(meta), options.kv_type),
+        n_seq_max=n_seq_max,
+        n_batch=n_batch,
+        # llama.cpp aborts when fewer outputs are allowed than there are sequence ids
+        n_outputs=max(n_seq_max, min(n_batch, parallel.value * (1 + MAX_DRAFT))),
+    )
+
+
+def _with_context(
+    model: Any, options: LoadOptions, machine: Machine, progress: Progress | None
+) -> Loaded:
+    llama = libllama.lib()
+    vocab = Vocab(model)
+    meta = read_meta(model)
+    plan = _plan(model, vocab, meta, options, machine)
+    if progress:
+        progress("making a context", None)
+    params = context_params(
+        options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
+    )
+    params.n_outputs_max = plan.n_outputs
+    params.n_ubatch = plan.n_ubatch.value
+    context, lines = make_context(model, params)
+    return Loaded(
+        model=model,
+        context=context,
+        memory=llama.llama_get_memory(context) if llama.llama_get_causal_attn(context) else None,
+        vocab=vocab,
+        meta=meta,
+        n_ctx=min(plan.n_ctx.value, int(llama.llama_n_ctx(context))),
+        n_cells=int(llama.llama_n_ctx(context)),
+        n_parallel=plan.n_parallel.value,
+        n_seq_max=plan.n_seq_max,
+        n_batch=int(llama.llama_n_batch(context)),
+        n_outputs_max=plan.n_outputs,
+        n_threads=plan.n_threads.value,
+        weights_bytes=int(llama.llama_model_size(model)),
+        kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
+        compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
+        load_ms=0.0,
+        choices=_choices(plan, options, lines),
+    )
+
+
+def _choices(plan: _Plan, options: LoadOptions, lines: list[str]) -> dict[str, Chosen]:
+    return {
+        "n_threads": plan.n_threads,
+        "n_parallel": plan.n_parallel,
+        "n_ctx": plan.n_ctx,
+        "n_cells": plan.n_cells,
+        "n_ubatch": plan.n_ubatch,
+        "kv_type": Chosen(options.kv_type, "as asked"),
+        "repack": _repack_choice(options),
+        "gpu_layers": _gpu_choice(options),
+        "flash_attention": _flash_choice(options, lines),
+    }
+
+
+def _compute_estimate(n_vocab: int, n_batch: int, n_embd: int) -> int:
+    """A rough upper bound of llama.cpp's compute buffer, before there is one to ask."""
+    return 64 * (1 << 20) + 4 * (n_batch * n_embd * 8 + 64 * n_vocab)
+
+
+def context_params(
+    options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int
+) -> Any:
+    """Parameters of a context: unified KV cache, no timers of llama.cpp's own."""
+    llama = libllama.lib()
+    params = llama.llama_context_default_params()
+    params.n_ctx = n_cells
+    params.n_batch = params.n_ubatch = n_batch
+    params.n_seq_max = n_seq_max
+    params.n_threads = params.n_threads_batch = n_threads
+    params.type_k = params.type_v = getattr(llama, _KV_TYPES[options.kv_type][0])
+    params.flash_attn_type = _FLASH["on" if options.kv_type != "f16" else options.flash_attention]
+    params.kv_unified = True
+    # a context that generates does not pool; llama.cpp aborts when it would with fewer outputs than
+    # tokens
+    params.pooling_type = llama.LLAMA_POOLING_TYPE_NONE
+    # a sliding-window cache of full size is what lets a prefix of it be kept (decision 021)
+    params.swa_full = True
+    params.no_perf = True
+    return params
+
+
+def make_context(model: Any, params: Any) -> tuple[Any, list[str]]:
+    """A context and what llama.cpp said while making it. Raises ModelLoadError, OutOfMemoryError."""
+    llama = libllama.lib()
+    libllama.clear_log()
+    with libllama.listening() as lines:
+        context = llama.llama_init_from_model(model, params)
+    if context:
+        return context, lines
+    words = _last_words()
+    if re.search(r"alloc|memory", words):
+        raise OutOfMemoryError(f"no room for a context of {params.n_ctx} tokens: {words}")
+    raise ModelLoadError(f"llama.cpp could not make a context: {words}")
+
+
+def _sum_mib(lines: list[str], pattern: str) -> int:
+    found = (re.search(rf"(?:{pattern}) *= *([\d.]+) MiB", line) for line in lines)
+    return sum(int(float(match.group(1)) * (1 << 20)) for match in found if match)
+
+
+def _repack_choice(options: LoadOptions) -> Chosen:
+    if options.repack != "auto":
+        return Chosen(options.repack, "as asked")
+    return Chosen("on", "weights of fitting types are repacked for this CPU's fast paths")
+
+
+def _gpu_choice(options: LoadOptions) -> Chosen:
+    if options.gpu_layers != "auto":
+        return Chosen(options.gpu_layers, "as asked")
+    if libllama.supports_gpu():
+        return Chosen("all", "llama.cpp found a GPU")
+    return Chosen(0, "this build has no GPU backend")
+
+
+def _flash_choice(options: LoadOptions, lines: list[str]) -> Chosen:
+    if options.kv_type != "f16":
+        return Chosen("on", f"a {options.kv_type} KV cache needs it")
+    if options.flash_attention != "auto":
+        return Chosen(options.flash_attention, "as asked")
+    off = any("Flash Attention" in line and "disabl" in line for line in lines)
+    return Chosen("off" if off else "on", "llama.cpp's own choice for this model and device")

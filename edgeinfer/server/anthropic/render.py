@@ -1,0 +1,205 @@
+"""Events as Anthropic's message, streamed or whole.
+
+A stream is a sequence of content blocks, one open at a time; the kind of the next event decides when
+one closes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from edgeinfer.runtime.events import (
+    Event,
+    Finished,
+    Progress,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    Usage,
+)
+from edgeinfer.server.anthropic import wire
+from edgeinfer.server.core.collected import Answer, Call, wire_timings
+from edgeinfer.server.core.problems import Dialect, Problem
+
+_encode = msgspec.json.Encoder().encode
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+def stop_reason(end: Finished) -> wire.StopReason:
+    if end.reason == "tool_calls":
+        return "tool_use"
+    if end.reason in ("length", "deadline"):
+        return "max_tokens"
+    return "end_turn" if end.stop_sequence is None else "stop_sequence"
+
+
+def wire_usage(usage: Usage) -> wire.AnthropicUsage:
+    """Anthropic counts cached tokens beside, not within, `input_tokens`."""
+    return wire.AnthropicUsage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        cache_read_input_tokens=usage.cached_tokens,
+    )
+
+
+def arguments_of(call: Call) -> dict[str, Any]:
+    """A call's arguments as an object; `{}` when a cut-short answer left them unfinished."""
+    try:
+        value = msgspec.json.decode(call.arguments or "{}")
+    except msgspec.DecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class MessageRenderer:
+    """`message` and its stream. `stop_strings` are the request's own: only those count as Anthropic's
+    stop_sequence.
+    """
+
+    dialect: Dialect = "anthropic"
+
+    def __init__(self, request_id: str, model: str, stop_strings: tuple[str, ...] = ()) -> None:
+        self.id = request_id
+        self.model = model
+        self._stops = stop_strings
+        self._started = False
+        self._prompt_tokens = 0
+        self._block = -1
+        self._open: tuple[str, int] | None = None
+        self._end: Finished | None = None
+
+    # --- streamed
+
+    def opening(self) -> bytes:
+        """`message_start` waits for the first event: only then is the prompt's length known."""
+        return b""
+
+    def event(self, index: int, event: Event) -> bytes:
+        if isinstance(event, Progress):
+            self._prompt_tokens = event.total_tokens
+            return b""
+        if isinstance(event, Finished):
+            self._end = event
+            self._prompt_tokens = self._prompt_tokens or event.usage.prompt_tokens
+            return self._start()
+        out = self._start()
+        match event:
+            case TextDelta():
+                out += self._into("text", 0, {"type": "text", "text": ""})
+                return out + self._delta(b'{"type":"text_delta","text":%b}' % _encode(event.text))
+            case ReasoningDelta():
+                out += self._into("thinking", 0, {"type": "thinking", "thinking": "", "signature": ""})
+                return out + self._delta(
+                    b'{"type":"thinking_delta","thinking":%b}' % _encode(event.text)
+                )
+            case ToolCallDelta():
+                block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+                out += self._into("tool_use", event.index, block)
+                if event.arguments:
+                    out += self._delta(
+                        b'{"type":"input_json_delta","partial_json":%b}' % _encode(event.arguments)
+                    )
+        return out
+
+    def closing(self) -> bytes:
+        assert self._end is not None
+        delta = {
+            "stop_reason": self._stop_reason(self._end),
+            "stop_sequence": self._stop_sequence(self._end),
+        }
+        usage, timings = self._end.usage, self._end.timings
+        done = {
+            "type": "message_delta",
+            "delta": delta,
+            "usage": wire_usage(usage),
+            "timings": wire_timings(usage, timings),
+        }
+        return (
+            self._close() + _sse("message_delta", done) + _sse("message_stop", {"type": "message_stop"})
+        )
+
+    def failure(self, problem: Problem, request_id: str) -> bytes:
+        return b"event: error\ndata: " + problem.body("anthropic", request_id) + b"\n\n"
+
+    def comment(self, said: str) -> bytes:
+        return f": {said}\n\n".encode() + (_PING if self._started else b"")
+
+    def _start(self) -> bytes:
+        if self._started:
+            return b""
+        self._started = True
+        usage = wire.AnthropicUsage(input_tokens=self._prompt_tokens, output_tokens=0)
+        message = wire.MessageReply(
+            id=self.id, model=self.model, content=[], stop_reason=None, stop_sequence=None, usage=usage
+        )
+        return _sse("message_start", {"type": "message_start", "message": message}) + _PING
+
+    def _into(self, kind: str, number: int, block: dict[str, Any]) -> bytes:
+        """Make (kind, number) the open block."""
+        if self._open == (kind, number):
+            return b""
+        out = self._close()
+        self._block += 1
+        self._open = (kind, number)
+        return out + _sse(
+            "content_block_start",
+            {"type": "content_block_start", "index": self._block, "content_block": block},
+        )
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return _sse("content_block_stop", {"type": "content_block_stop", "index": self._block})
+
+    def _delta(self, delta: bytes) -> bytes:
+        return (
+            b"event: content_block_delta\ndata: "
+            b'{"type":"content_block_delta","index":%d,"delta":%b}\n\n' % (self._block, delta)
+        )
+
+    # --- whole
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        (answer,) = answers
+        content: list[wire.TextOut | wire.ThinkingOut | wire.ToolUseOut] = []
+        if answer.reasoning:
+            content.append(wire.ThinkingOut(thinking=answer.reasoning))
+        if answer.text or not answer.calls:
+            content.append(wire.TextOut(text=answer.text))
+        content += [
+            wire.ToolUseOut(id=call.id, name=call.name, input=arguments_of(call))
+            for _, call in sorted(answer.calls.items())
+        ]
+        end = answer.finished
+        return _encode(
+            wire.MessageReply(
+                id=self.id,
+                model=self.model,
+                content=content,
+                stop_reason=self._stop_reason(end),
+                stop_sequence=self._stop_sequence(end),
+                usage=wire_usage(end.usage),
+                timings=wire_timings(end.usage, end.timings),
+            )
+        )
+
+    def _stop_sequence(self, end: Finished) -> str | None:
+        return end.stop_sequence if end.reason == "stop" and end.stop_sequence in self._stops else None
+
+    def _stop_reason(self, end: Finished) -> wire.StopReason:
+        reason = stop_reason(end)
+        if reason == "stop_sequence" and self._stop_sequence(end) is None:
+            return "end_turn"
+        return reason
+
+
+_Name = Literal[
+    "message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"
+]
+
+
+def _sse(name: _Name, data: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"

@@ -1,0 +1,141 @@
+"""One generation collected: what the events said, put together. And how a renderer turns it into a
+client's bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from edgeinfer.runtime.events import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    Timings,
+    TokenLogprobs,
+    ToolCallDelta,
+    Usage,
+)
+from edgeinfer.server.core.problems import Dialect, Problem
+from edgeinfer.server.core.wire import WireTimings
+
+
+class Call:
+    """A tool call being put together."""
+
+    def __init__(self) -> None:
+        self.id = ""
+        self.name = ""
+        self.fragments: list[str] = []
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.fragments)
+
+
+class Answer:
+    """Everything one generation said. `end` is set by its last event."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: dict[int, Call] = {}
+        self.logprobs: list[TokenLogprobs] = []
+        self.end: Finished | None = None
+
+    def add(self, event: Event) -> None:
+        match event:
+            case TextDelta():
+                self._text.append(event.text)
+                self.logprobs += event.logprobs
+            case ReasoningDelta():
+                self._reasoning.append(event.text)
+            case ToolCallDelta():
+                call = self.calls.setdefault(event.index, Call())
+                call.id = call.id or event.id
+                call.name = call.name or event.name
+                call.fragments.append(event.arguments)
+            case Finished():
+                self.end = event
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def finished(self) -> Finished:
+        """The end. Only asked for after the iteration has ended."""
+        assert self.end is not None
+        return self.end
+
+
+class Renderer(Protocol):
+    """One route's shape of an answer. A streaming answer is `opening`, then `event`s, then `closing`,
+    all SSE bytes.
+    """
+
+    dialect: Dialect
+
+    def opening(self) -> bytes:
+        """The first bytes, once the request is accepted."""
+
+    def event(self, index: int, event: Event) -> bytes:
+        """One event of generation `index`; b"" when the client need not hear of it."""
+
+    def closing(self) -> bytes:
+        """The last bytes, after every generation has ended."""
+
+    def failure(self, problem: Problem, request_id: str) -> bytes:
+        """The last bytes when something failed after the stream had begun."""
+
+    def comment(self, said: str) -> bytes:
+        """Keeps the connection alive while there is nothing to say."""
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        """The JSON body of a request that is not streamed."""
+
+
+def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
+    """Usage and timings of a whole request: each prompt once (its first of `n` answers), every answer,
+    the slowest timings.
+
+    `n` None means that all answers are to one prompt.
+    """
+    if len(ends) == 1:
+        return ends[0].usage, ends[0].timings
+    firsts = ends[:: n or len(ends)]
+    usage = Usage(
+        prompt_tokens=sum(end.usage.prompt_tokens for end in firsts),
+        cached_tokens=sum(end.usage.cached_tokens for end in firsts),
+        completion_tokens=sum(end.usage.completion_tokens for end in ends),
+        reasoning_tokens=sum(end.usage.reasoning_tokens for end in ends),
+    )
+    return usage, max((end.timings for end in ends), key=lambda timings: timings.decode_ms)
+
+
+def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
+    """The `timings` block, in llama.cpp's names."""
+    prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
+    made = usage.completion_tokens
+    return WireTimings(
+        queue_ms=round(timings.queue_ms, 3),
+        ttft_ms=round(timings.ttft_ms, 3),
+        cache_n=usage.cached_tokens,
+        prompt_n=prefilled,
+        prompt_ms=round(timings.prefill_ms, 3),
+        prompt_per_token_ms=round(timings.prefill_ms / prefilled, 3) if prefilled else 0.0,
+        prompt_per_second=round(prefilled * 1000 / timings.prefill_ms, 2)
+        if timings.prefill_ms
+        else 0.0,
+        predicted_n=made,
+        predicted_ms=round(timings.decode_ms, 3),
+        predicted_per_token_ms=round(timings.decode_ms / (made - 1), 3) if made > 1 else 0.0,
+        predicted_per_second=round(timings.decode_tokens_per_s(made), 2),
+        constraint_ms=round(timings.constraint_ms, 3),
+        draft_n=timings.draft_tokens,
+        draft_n_accepted=timings.draft_accepted_tokens,
+    )

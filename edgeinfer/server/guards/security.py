@@ -1,0 +1,130 @@
+"""Who may ask: Host, Origin and API key, checked on every route before anything of the body is read.
+
+A web page can reach a local endpoint: by name (DNS rebinding; the Host check stops it), by fetch (the
+Origin check), and by a plain `<img>` or navigation without Origin (the Sec-Fetch-Site check). CORS
+headers are sent to named origins only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+
+import msgspec
+
+from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.guards.keys import Keys
+
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+#: Routes that a probe may ask without a key; they name no model's content. /metrics wants the key.
+OPEN_ROUTES = frozenset({"/health"})
+_METHODS = "GET, POST, OPTIONS"
+_REQUEST_HEADERS = (
+    "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta, "
+    "anthropic-dangerous-direct-browser-access, openai-organization, openai-project, idempotency-key"
+)
+
+Headers = Mapping[str, str]
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    """The rules. `hosts` are names without a port, lower case; `origins` are as browsers spell them.
+
+    `any_address` accepts every IP address as Host: for binds beyond loopback, where a key is required
+    anyway, and where rebinding (which needs a name) gains nothing.
+    """
+
+    keys: Keys
+    hosts: frozenset[str] = LOOPBACK_HOSTS
+    origins: frozenset[str] = frozenset()
+    any_address: bool = False
+
+    def check_host(self, headers: Headers) -> None:
+        """Raises Problem 400 without a Host, 403 with a foreign one."""
+        host = headers.get("host", "")
+        if not host:
+            raise Problem(400, "A Host header is required.", code="missing_host")
+        name = host_name(host)
+        if name not in self.hosts and not (self.any_address and _is_address(name)):
+            raise Problem(
+                403,
+                f"Host '{host[:200]}' is not one of this endpoint's names; `--allow-host` adds one.",
+                kind="permission_error",
+                code="host_not_allowed",
+            )
+
+    def check_origin(self, headers: Headers, scheme: str) -> str | None:
+        """The allowed origin of a cross-origin request, or None when there is none. Raises
+        Problem 403.
+        """
+        origin = headers.get("origin")
+        if origin is None:
+            if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+                raise Problem(
+                    403,
+                    "Requests from other web pages are refused.",
+                    kind="permission_error",
+                    code="origin_not_allowed",
+                )
+            return None
+        if origin in self.origins:
+            return origin
+        if origin == f"{scheme}://{headers.get('host', '')}":
+            return None
+        raise Problem(
+            403,
+            f"Origin '{origin[:200]}' is not allowed; `--allow-origin` adds one.",
+            kind="permission_error",
+            code="origin_not_allowed",
+        )
+
+    def check_key(self, headers: Headers, path: str) -> str:
+        """The name of the key in use, "" when none is needed. Raises Problem 401."""
+        if not self.keys:
+            return ""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        offered = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        name = self.keys.name(offered) if offered else None
+        if name is None:
+            if path in OPEN_ROUTES:
+                return ""
+            said = (
+                "Incorrect API key provided."
+                if offered
+                else "An API key is required: send `Authorization: Bearer KEY`."
+            )
+            raise Problem(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return name
+
+
+def host_name(host: str) -> str:
+    """`Localhost:8080` → `localhost`, `[::1]:80` → `[::1]`."""
+    if host.startswith("["):
+        return host[: host.find("]") + 1].lower()
+    return host.partition(":")[0].lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def cors_headers(origin: str, *, preflight: bool = False) -> dict[str, str]:
+    """What a named origin's browser needs to read the answer. Credentials are never allowed: keys
+    travel in headers.
+    """
+    headers = {
+        "access-control-allow-origin": origin,
+        "vary": "Origin",
+        "access-control-expose-headers": "x-request-id, retry-after",
+    }
+    if preflight:
+        headers |= {
+            "access-control-allow-methods": _METHODS,
+            "access-control-allow-headers": _REQUEST_HEADERS,
+            "access-control-max-age": "600",
+        }
+    return headers

@@ -1,0 +1,218 @@
+"""Routes of our own: tokens, templates, reranking, the one-line demo, and what an operator asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgeinfer import __version__
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.server.core.begin import Job
+from edgeinfer.server.core.collected import Answer, wire_timings
+from edgeinfer.server.core.exchange import Exchange, decode, decode_query, exchange_of
+from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.stream import answer
+from edgeinfer.server.native import wire
+from edgeinfer.server.observe.metrics import version_of
+from edgeinfer.server.openai import translate
+from edgeinfer.server.openai.render import ChatRenderer, finish_reason
+from edgeinfer.server.openai.routes import fingerprint
+
+#: prometheus_client's own content type; its import costs nothing more here, but the constant is the
+#: contract.
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def tokenize(request: Request) -> Response:
+    body = await decode(request, wire.TokenizeRequest)
+
+    def work(engine: Engine) -> wire.TokenizeReply:
+        tokens = engine.tokenize(
+            body.content, add_special=body.add_special, parse_special=body.parse_special
+        )
+        if not body.with_pieces:
+            return wire.TokenizeReply(tokens=list(tokens))
+        return wire.TokenizeReply(
+            tokens=[wire.TokenPiece(id=t, piece=_piece(engine.detokenize([t]))) for t in tokens]
+        )
+
+    return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
+
+
+async def detokenize(request: Request) -> Response:
+    body = await decode(request, wire.DetokenizeRequest)
+
+    def work(engine: Engine) -> wire.DetokenizeReply:
+        if any(token >= engine.info.n_vocab for token in body.tokens):
+            raise InvalidRequestError(
+                f"token ids go from 0 to {engine.info.n_vocab - 1}", param="tokens"
+            )
+        return wire.DetokenizeReply(content=engine.detokenize(body.tokens).decode("utf-8", "replace"))
+
+    return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
+
+
+async def apply_template(request: Request) -> Response:
+    body = await decode(request, wire.ApplyTemplateRequest)
+    turns, tools = translate.messages(body.messages), translate.tools_of(body.tools)
+
+    def work(engine: Engine) -> wire.ApplyTemplateReply:
+        return wire.ApplyTemplateReply(prompt=engine.apply_template(turns, tools))
+
+    return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
+
+
+async def rerank(request: Request) -> Response:
+    body = await decode(request, wire.RerankRequest)
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+
+    def work(engine: Engine) -> wire.RerankReply:
+        if not engine.info.can_rerank:
+            raise InvalidRequestError(f"{engine.info.model} is no reranker", param="model")
+        return _ranked(engine, body, texts)
+
+    return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
+
+
+def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:
+    scores = engine.rerank(body.query, texts)
+    best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
+    tokens = sum(len(engine.tokenize(text)) for text in texts) + len(texts) * len(
+        engine.tokenize(body.query)
+    )
+    results = [
+        wire.RerankResult(
+            index=index,
+            relevance_score=scores[index],
+            document={"text": texts[index]} if body.return_documents else msgspec.UNSET,
+        )
+        for index in best
+    ]
+    usage = wire.RerankUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return wire.RerankReply(model=engine.info.model, results=results, usage=usage)
+
+
+async def _with_model(
+    exchange: Exchange,
+    model: str | None,
+    keep_alive_s: float | None,
+    work: Callable[[Engine], msgspec.Struct],
+) -> Response:
+    """Run `work(engine)` beside the event loop and answer with its value."""
+    endpoint = exchange.endpoint
+    exchange.model = endpoint.models.resolve(model)
+    lease = await endpoint.models.acquire(exchange.model, keep_alive_s)
+    try:
+        exchange.version = version_of(lease.engine.info.sha256)
+        return json_reply(await endpoint.in_thread(work, lease.engine))
+    finally:
+        lease.release()
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+class _InferRenderer(ChatRenderer):
+    """`{"result": …}`."""
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        (said,) = answers
+        end = said.finished
+        return msgspec.json.encode(
+            wire.InferReply(
+                result=said.text,
+                model=self.model,
+                finish_reason=finish_reason(end),
+                timings=wire_timings(end.usage, end.timings),
+            )
+        )
+
+
+async def infer_get(request: Request) -> Response:
+    return await _infer(request, decode_query(request, wire.InferQuery))
+
+
+async def infer_post(request: Request) -> Response:
+    """The prompt in the query, as `curl -d '' …/infer?prompt=`, or in a JSON body."""
+    if request.query_params:
+        return await _infer(request, decode_query(request, wire.InferQuery))
+    return await _infer(request, await decode(request, wire.InferRequest))
+
+
+async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) -> Response:
+    exchange = exchange_of(request)
+
+    def renderer(model: str, info: EngineInfo) -> ChatRenderer:
+        return _InferRenderer(exchange.id, model, include_usage=False, fingerprint=fingerprint(info))
+
+    job = Job(
+        model=body.model,
+        keep_alive_s=body.keep_alive,
+        stream=False,
+        requests=lambda info: [translate.infer(body, info)],
+        renderer=renderer,
+    )
+    return await answer(exchange, job)
+
+
+async def unload(request: Request) -> Response:
+    models = exchange_of(request).endpoint.models
+    name = request.path_params["id"]
+    if all(name != model.name for model in models.pulled()):
+        raise Problem(
+            404, f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found"
+        )
+    return json_reply(wire.UnloadReply(id=name, state=await models.unload(name)))
+
+
+async def health(request: Request) -> Response:
+    """200 when the default model is loaded, or was and can be again; 503 while it loads for the first
+    time, or drains.
+    """
+    endpoint = exchange_of(request).endpoint
+    models = endpoint.models
+    state = models.state(models.default)
+    endpoint.ready_said = endpoint.ready_said or state == "loaded"
+    report = wire.Health(status="ok", model=models.default, loading=models.loading())
+    if endpoint.draining:
+        report = msgspec.structs.replace(report, status="draining")
+    elif not endpoint.ready_said:
+        failed = state == "cold" and bool(models.last_error)
+        report = msgspec.structs.replace(
+            report, status="error" if failed else "loading", error=models.last_error
+        )
+    if report.status == "ok":
+        return json_reply(report)
+    return json_reply(report, 503, {"retry-after": "1"})
+
+
+async def metrics(request: Request) -> Response:
+    endpoint = exchange_of(request).endpoint
+    return Response(
+        await endpoint.in_thread(endpoint.metrics.exposition), headers={"content-type": METRICS_TYPE}
+    )
+
+
+async def props(request: Request) -> Response:
+    endpoint = exchange_of(request).endpoint
+    return json_reply(
+        wire.Props(
+            version=__version__,
+            default_model=endpoint.models.default,
+            models=endpoint.models.report(),
+            how_started=endpoint.start.how,
+            start_reason=endpoint.start.reason,
+            start_stages_ms=endpoint.start.stages_ms,
+            limits=msgspec.to_builtins(endpoint.limits),
+        )
+    )

@@ -1,0 +1,189 @@
+"""Routes of our own, in the names llama.cpp's server, Jina and Cohere gave them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from edgeinfer.server.core.wire import (
+    KeepAlive,
+    ModelName,
+    Reply,
+    Seed,
+    StopList,
+    Temperature,
+    Text,
+    TokenCount,
+    TokenId,
+    Wire,
+    WireTimings,
+)
+from edgeinfer.server.openai.wire import Messages, Tools
+
+
+class TokenizeRequest(Wire, frozen=True, kw_only=True):
+    """POST /tokenize."""
+
+    content: Text
+    model: ModelName | None = None
+    add_special: bool = False
+    parse_special: bool = False
+    with_pieces: bool = False
+    keep_alive: KeepAlive | None = None
+
+
+class TokenPiece(Reply, frozen=True, kw_only=True):
+    id: int
+    piece: str | list[int]
+
+
+class TokenizeReply(Reply, frozen=True, kw_only=True):
+    """`tokens` are ids, or ids with pieces when asked; a piece that is not UTF-8 is its bytes."""
+
+    tokens: list[int | TokenPiece]
+
+
+class DetokenizeRequest(Wire, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: ModelName | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class DetokenizeReply(Reply, frozen=True, kw_only=True):
+    content: str
+
+
+class ApplyTemplateRequest(Wire, frozen=True, kw_only=True):
+    """POST /apply-template."""
+
+    messages: Messages
+    model: ModelName | None = None
+    tools: Tools | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class ApplyTemplateReply(Reply, frozen=True, kw_only=True):
+    prompt: str
+
+
+class RerankDocument(Wire, frozen=True, kw_only=True):
+    text: Text
+
+
+class RerankRequest(Wire, frozen=True, kw_only=True):
+    """POST /v1/rerank."""
+
+    query: Annotated[str, Meta(min_length=1, max_length=65_536)]
+    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=1024)]
+    model: ModelName | None = None
+    top_n: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    return_documents: bool = False
+    keep_alive: KeepAlive | None = None
+
+
+class RerankResult(Reply, frozen=True, kw_only=True):
+    index: int
+    relevance_score: float
+    document: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankUsage(Reply, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankReply(Reply, frozen=True, kw_only=True):
+    """Best first."""
+
+    model: str
+    results: list[RerankResult]
+    usage: RerankUsage
+    object: Literal["list"] = "list"
+
+
+class InferFields(Wire, frozen=True, kw_only=True):
+    """What both ways of asking share."""
+
+    model: ModelName | None = None
+    system: Annotated[str, Meta(max_length=4096)] | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Temperature | None = None
+    seed: Seed | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class InferQuery(InferFields, frozen=True, kw_only=True):
+    """GET /infer, and POST /infer with a query: one prompt, one answer. A longer prompt belongs into a
+    body.
+    """
+
+    prompt: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class InferRequest(InferFields, frozen=True, kw_only=True):
+    """POST /infer with a body."""
+
+    prompt: Annotated[str, Meta(min_length=1, max_length=1_048_576)]
+    stop: StopList | None = None
+
+
+class InferReply(Reply, frozen=True, kw_only=True):
+    """`result` is the answer."""
+
+    result: str
+    model: str
+    finish_reason: str
+    timings: WireTimings
+
+
+class UnloadReply(Reply, frozen=True, kw_only=True):
+    """A model in use is "unloading": it goes when its requests have ended."""
+
+    id: str
+    state: Literal["unloaded", "unloading", "not loaded"]
+
+
+class LoadingModel(Reply, frozen=True, kw_only=True):
+    """`progress` is 0 to 1, or null while unknown."""
+
+    model: str
+    stage: str
+    progress: float | None
+
+
+class Health(Reply, frozen=True, kw_only=True):
+    """`status`: ok, loading (503), draining (503), error (503)."""
+
+    status: Literal["ok", "loading", "draining", "error"]
+    model: str
+    loading: list[LoadingModel] = msgspec.field(default_factory=list)
+    error: str = ""
+
+
+class LoadedModel(Reply, frozen=True, kw_only=True):
+    """A model in memory. `expires_in_s` is null while it is kept for ever or in use."""
+
+    id: str
+    state: str
+    where: str
+    in_use: int
+    expires_in_s: float | None
+    size_bytes: int
+    load_ms: float
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Props(Reply, frozen=True, kw_only=True):
+    """What this endpoint is and holds."""
+
+    version: str
+    default_model: str
+    models: list[LoadedModel]
+    how_started: str
+    start_reason: str
+    start_stages_ms: dict[str, float]
+    limits: dict[str, Any]

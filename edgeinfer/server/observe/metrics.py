@@ -1,0 +1,278 @@
+"""Prometheus metrics under the names operators know from vLLM and llama.cpp, with `edgeinfer_` in
+front.
+
+One registry an endpoint, none global. What happens per request or per load is counted here; what only
+the engine knows (queue, running, KV use) is asked of it when somebody scrapes. docs/serve.md lists
+them; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.server.core import eviction
+
+#: Seconds. A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
+TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)
+TOKEN_BUCKETS = (
+    0.002,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+)
+E2E_BUCKETS = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+)
+LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_MODEL = ("model_name", "model_version")
+
+
+class TokenClock:
+    """Times between tokens of one model: a bucket index and two additions a token, within which CPython
+    switches no threads.
+    """
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(TOKEN_BUCKETS) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(TOKEN_BUCKETS, seconds)] += 1
+        self.sum_s += seconds
+
+
+class Metrics:
+    """Everything an endpoint counts."""
+
+    def __init__(self, engines: Callable[[], list[tuple[str, Engine]]]) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a "_created" series for every series doubles a scrape and nobody plots it
+        self.registry = CollectorRegistry()
+        self._clocks: dict[tuple[str, str], TokenClock] = {}
+        r = self.registry
+        self.requests = Counter(
+            "edgeinfer_requests",
+            "Requests by route and outcome.",
+            ("route", "status", *_MODEL),
+            registry=r,
+        )
+        self.ttft = Histogram(
+            "edgeinfer_time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            _MODEL,
+            buckets=TTFT_BUCKETS,
+            registry=r,
+        )
+        self.e2e = Histogram(
+            "edgeinfer_e2e_request_latency_seconds",
+            "From the request's arrival to its last byte.",
+            _MODEL,
+            buckets=E2E_BUCKETS,
+            registry=r,
+        )
+        self.queue_time = Histogram(
+            "edgeinfer_request_queue_time_seconds",
+            "Time a request waited to be run.",
+            _MODEL,
+            buckets=TTFT_BUCKETS,
+            registry=r,
+        )
+        self.prefill_time = Histogram(
+            "edgeinfer_request_prefill_time_seconds",
+            "Time spent on the prompt.",
+            _MODEL,
+            buckets=TTFT_BUCKETS,
+            registry=r,
+        )
+        self.decode_time = Histogram(
+            "edgeinfer_request_decode_time_seconds",
+            "Time spent on the answer.",
+            _MODEL,
+            buckets=E2E_BUCKETS,
+            registry=r,
+        )
+        self.prompt_tokens = Counter("edgeinfer_prompt_tokens", "Prompt tokens.", _MODEL, registry=r)
+        self.cached_tokens = Counter(
+            "edgeinfer_prompt_tokens_cached",
+            "Prompt tokens taken from the KV cache.",
+            _MODEL,
+            registry=r,
+        )
+        self.generated_tokens = Counter(
+            "edgeinfer_generation_tokens", "Generated tokens.", _MODEL, registry=r
+        )
+        self.finished = Counter(
+            "edgeinfer_request_success",
+            "Generations by how they ended.",
+            ("finished_reason", *_MODEL),
+            registry=r,
+        )
+        self.loads = Counter(
+            "edgeinfer_model_loads",
+            "Models brought into memory: resumed, cold, or held by this process.",
+            ("how", "model_name"),
+            registry=r,
+        )
+        self.load_time = Histogram(
+            "edgeinfer_model_load_seconds",
+            'Seconds of bringing a model into memory; stage "total" is the whole.',
+            ("how", "stage", "model_name"),
+            buckets=LOAD_BUCKETS,
+            registry=r,
+        )
+        self.in_flight = Gauge(
+            "edgeinfer_http_requests_in_flight", "Requests being answered, of any route.", registry=r
+        )
+        self.refused = Counter(
+            "edgeinfer_requests_refused", "Requests refused by a limit.", ("limit",), registry=r
+        )
+        r.register(_Engines(engines, self._clocks))
+
+    def clock(self, model: str, version: str) -> TokenClock:
+        """The token clock of a model."""
+        return self._clocks.setdefault((model, version), TokenClock())
+
+    def generation_ended(self, model: str, version: str, end: Finished) -> None:
+        """Count a generation that ran to its end, whatever the end was."""
+        labels = (model, version)
+        self.finished.labels(end.reason, *labels).inc()
+        self.prompt_tokens.labels(*labels).inc(end.usage.prompt_tokens)
+        self.cached_tokens.labels(*labels).inc(end.usage.cached_tokens)
+        self.generated_tokens.labels(*labels).inc(end.usage.completion_tokens)
+        self.queue_time.labels(*labels).observe(end.timings.queue_ms / 1000)
+        self.prefill_time.labels(*labels).observe(end.timings.prefill_ms / 1000)
+        self.decode_time.labels(*labels).observe(end.timings.decode_ms / 1000)
+
+    def model_loaded(self, model: str, how: str, seconds: float, stages_ms: dict[str, float]) -> None:
+        """Count a model brought into memory."""
+        self.loads.labels(how, model).inc()
+        self.load_time.labels(how, "total", model).observe(seconds)
+        for stage, stage_ms in stages_ms.items():
+            self.load_time.labels(how, stage, model).observe(stage_ms / 1000)
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format. Asks every engine, which may be another process: call it in a
+        thread.
+        """
+        return generate_latest(self.registry)
+
+
+class _Engines(Collector):
+    """What is read at the moment of a scrape."""
+
+    def __init__(
+        self, engines: Callable[[], list[tuple[str, Engine]]], clocks: dict[tuple[str, str], TokenClock]
+    ) -> None:
+        self._engines = engines
+        self._clocks = clocks
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is asked of an engine at registration."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily(
+            "edgeinfer_num_requests_running", "Generations being decoded.", labels=_MODEL
+        )
+        waiting = GaugeMetricFamily(
+            "edgeinfer_num_requests_waiting", "Generations in the queue.", labels=_MODEL
+        )
+        kv = GaugeMetricFamily(
+            "edgeinfer_kv_cache_usage_ratio", "KV cache in use, 0 to 1.", labels=_MODEL
+        )
+        steps = CounterMetricFamily(
+            "edgeinfer_engine_steps", "llama_decode calls since the engine started.", labels=_MODEL
+        )
+        drafted = CounterMetricFamily(
+            "edgeinfer_spec_decode_num_draft_tokens", "Tokens proposed by speculation.", labels=_MODEL
+        )
+        accepted = CounterMetricFamily(
+            "edgeinfer_spec_decode_num_accepted_tokens", "Proposed tokens accepted.", labels=_MODEL
+        )
+        for name, engine in self._engines():
+            try:
+                now = engine.metrics()
+            except EdgeInferError:  # its worker has died; the next request replaces it
+                continue
+            labels = (name, version_of(engine.info.sha256))
+            running.add_metric(labels, now.running)
+            waiting.add_metric(labels, now.queued)
+            kv.add_metric(
+                labels, now.kv_used_tokens / now.kv_total_tokens if now.kv_total_tokens else 0.0
+            )
+            steps.add_metric(labels, now.steps_total)
+            drafted.add_metric(labels, now.draft_tokens_total)
+            accepted.add_metric(labels, now.draft_accepted_total)
+        yield from (running, waiting, kv, steps, drafted, accepted)
+        yield GaugeMetricFamily(
+            "edgeinfer_process_resident_memory_bytes",
+            "Resident memory of the endpoint.",
+            eviction.rss_bytes(),
+        )
+        yield self._between_tokens()
+
+    def _between_tokens(self) -> Metric:
+        family = HistogramMetricFamily(
+            "edgeinfer_inter_token_latency_seconds",
+            "Time between two events of one answer, as sent.",
+            labels=_MODEL,
+        )
+        for labels, clock in self._clocks.items():
+            buckets, total = [], 0
+            for bound, count in zip((*TOKEN_BUCKETS, float("inf")), clock.counts, strict=True):
+                total += count
+                buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), total))
+            family.add_metric(labels, buckets, sum_value=clock.sum_s)
+        return family
+
+
+def version_of(sha256: str) -> str:
+    """A model's version in labels: the first 12 hex digits of its sha256; "" when unknown."""
+    return sha256[:12]

@@ -1,0 +1,334 @@
+"""Events as OpenAI's chat completions and completions, streamed or whole.
+
+A token's chunk is three pieces of bytes joined: what is the same in every chunk of a request is encoded
+once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from edgeinfer.runtime.events import (
+    Event,
+    Finished,
+    Logprob,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprobs,
+    ToolCallDelta,
+    Usage,
+)
+from edgeinfer.server.core.collected import Answer, total, wire_timings
+from edgeinfer.server.core.problems import Dialect, Problem
+from edgeinfer.server.openai import wire_replies as wire
+
+_DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def finish_reason(end: Finished) -> wire.WireFinish:
+    """OpenAI has no word for a deadline: a cut-short answer is "length". A cancelled one is never
+    read.
+    """
+    if end.reason in ("length", "deadline"):
+        return "length"
+    return "tool_calls" if end.reason == "tool_calls" else "stop"
+
+
+def wire_usage(usage: Usage) -> wire.WireUsage:
+    return wire.WireUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=wire.PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=wire.CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens),
+    )
+
+
+def wire_logprobs(tokens: Sequence[TokenLogprobs]) -> wire.ChoiceLogprobs:
+    return wire.ChoiceLogprobs(
+        content=[
+            wire.TokenLogprob(
+                token=_piece(t.chosen),
+                logprob=_finite(t.chosen.logprob),
+                bytes=list(t.chosen.piece),
+                top_logprobs=[
+                    wire.TopLogprob(token=_piece(o), logprob=_finite(o.logprob), bytes=list(o.piece))
+                    for o in t.top
+                ],
+            )
+            for t in tokens
+        ]
+    )
+
+
+def _piece(token: Logprob) -> str:
+    return token.piece.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no minus infinity; OpenAI writes -9999 for "practically never"."""
+    return logprob if logprob > -9999.0 else -9999.0
+
+
+class _OpenAI:
+    """What both of OpenAI's shapes share."""
+
+    dialect: Dialect = "openai"
+
+    def __init__(self, request_id: str, model: str, *, include_usage: bool, fingerprint: str) -> None:
+        self.id = request_id
+        self.model = model
+        self.created = int(time.time())
+        self.fingerprint = fingerprint
+        self.include_usage = include_usage
+        self._ends: dict[int, Finished] = {}
+
+    @property
+    def ends(self) -> list[Finished]:
+        """The ends so far, by index."""
+        return [self._ends[index] for index in sorted(self._ends)]
+
+    def failure(self, problem: Problem, request_id: str) -> bytes:
+        return b"data: " + problem.body("openai", request_id) + b"\n\n" + _DONE
+
+    def comment(self, said: str) -> bytes:
+        return f": {said}\n\n".encode()
+
+
+class ChatRenderer(_OpenAI):
+    """`chat.completion` and `chat.completion.chunk`."""
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        *,
+        include_usage: bool,
+        fingerprint: str,
+        n: int = 1,
+        logprobs: bool = False,
+    ) -> None:
+        super().__init__(request_id, model, include_usage=include_usage, fingerprint=fingerprint)
+        self.n = n
+        self.logprobs = logprobs
+        head = _encode(self._chunk([]))
+        self._head = b"data: " + head[: head.rindex(b'"choices":[') + len(b'"choices":[')]
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def _chunk(self, choices: list[wire.ChunkChoice]) -> wire.ChatChunk:
+        return wire.ChatChunk(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.fingerprint,
+        )
+
+    def opening(self) -> bytes:
+        delta = b'"delta":{"role":"assistant","content":""},"finish_reason":null,"logprobs":null}'
+        return b"".join(
+            self._head + b'{"index":%d,' % index + delta + self._tail for index in range(self.n)
+        )
+
+    def event(self, index: int, event: Event) -> bytes:
+        match event:
+            case TextDelta():
+                delta = b'{"content":' + _encode(event.text)
+                if event.logprobs:
+                    return self._delta(index, delta, _encode(wire_logprobs(event.logprobs)))
+                return self._delta(index, delta)
+            case ReasoningDelta():
+                return self._delta(index, b'{"reasoning_content":' + _encode(event.text))
+            case ToolCallDelta():
+                return self._delta(index, b'{"tool_calls":[' + _encode(_tool_delta(event)) + b"]")
+            case Finished():
+                return self._finish(index, event)
+        return b""
+
+    def _delta(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
+        return b'%b{"index":%d,"delta":%b},"finish_reason":null,"logprobs":%b}%b' % (
+            self._head,
+            index,
+            delta,
+            logprobs,
+            self._tail,
+        )
+
+    def _finish(self, index: int, end: Finished) -> bytes:
+        self._ends[index] = end
+        choice = wire.ChunkChoice(
+            index=index, delta=wire.ChunkDelta(), finish_reason=finish_reason(end)
+        )
+        last = len(self.ends) == self.n
+        chunk = self._chunk([choice])
+        if self.include_usage:
+            chunk = msgspec.structs.replace(chunk, usage=None)
+        if last:
+            chunk = msgspec.structs.replace(chunk, timings=wire_timings(*total(self.ends)))
+        return b"data: " + _encode(chunk) + b"\n\n"
+
+    def closing(self) -> bytes:
+        if not self.include_usage:
+            return _DONE
+        usage, _ = total(self.ends)
+        chunk = msgspec.structs.replace(self._chunk([]), usage=wire_usage(usage))
+        return b"data: " + _encode(chunk) + b"\n\n" + _DONE
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        usage, timings = total([answer.finished for answer in answers])
+        return _encode(
+            wire.ChatCompletion(
+                id=self.id,
+                created=self.created,
+                model=self.model,
+                choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
+                usage=wire_usage(usage),
+                timings=wire_timings(usage, timings),
+                system_fingerprint=self.fingerprint,
+            )
+        )
+
+    def _choice(self, index: int, answer: Answer) -> wire.ChatChoice:
+        calls = [
+            wire.WireToolCall(
+                id=call.id, function=wire.WireFunction(name=call.name, arguments=call.arguments)
+            )
+            for _, call in sorted(answer.calls.items())
+        ]
+        message = wire.ReplyMessage(
+            content=answer.text or (None if calls else ""),
+            reasoning_content=answer.reasoning or None,
+            tool_calls=calls or None,
+        )
+        logprobs = wire_logprobs(answer.logprobs) if self.logprobs else None
+        return wire.ChatChoice(
+            index=index,
+            message=message,
+            finish_reason=finish_reason(answer.finished),
+            logprobs=logprobs,
+        )
+
+
+def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
+    function = wire.DeltaFunction(name=event.name or None, arguments=event.arguments)
+    if event.id or event.name:
+        return wire.DeltaToolCall(index=event.index, id=event.id, type="function", function=function)
+    return wire.DeltaToolCall(index=event.index, function=function)
+
+
+class CompletionRenderer(_OpenAI):
+    """`text_completion`, whole and as chunks. `echoes` are put before the answers, one a prompt of `n`
+    answers.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        *,
+        include_usage: bool,
+        fingerprint: str,
+        n: int = 1,
+        prompts: int = 1,
+        echoes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(request_id, model, include_usage=include_usage, fingerprint=fingerprint)
+        self.n = n
+        self.count = n * prompts
+        self.echoes = echoes
+        self._offsets = [len(self._echo(index)) for index in range(self.count)]
+        head = _encode(self._completion([]))
+        self._head = b"data: " + head[: head.rindex(b'"choices":[') + len(b'"choices":[')]
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self.n] if self.echoes else ""
+
+    def _completion(self, choices: list[wire.CompletionChoice]) -> wire.Completion:
+        return wire.Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            system_fingerprint=self.fingerprint,
+        )
+
+    def opening(self) -> bytes:
+        said = [(index, self._echo(index)) for index in range(self.count)]
+        return b"".join(self._delta(index, text, b"null") for index, text in said if text)
+
+    def event(self, index: int, event: Event) -> bytes:
+        match event:
+            case TextDelta() | ReasoningDelta():
+                logprobs = b"null"
+                if event.logprobs:
+                    logprobs = _encode(self._logprobs(event.logprobs, self._offsets[index]))
+                self._offsets[index] += len(event.text)
+                return self._delta(index, event.text, logprobs)
+            case Finished():
+                return self._finish(index, event)
+        return b""
+
+    def _delta(self, index: int, text: str, logprobs: bytes) -> bytes:
+        return b'%b{"index":%d,"text":%b,"finish_reason":null,"logprobs":%b}%b' % (
+            self._head,
+            index,
+            _encode(text),
+            logprobs,
+            self._tail,
+        )
+
+    def _finish(self, index: int, end: Finished) -> bytes:
+        self._ends[index] = end
+        chunk = self._completion(
+            [wire.CompletionChoice(index=index, text="", finish_reason=finish_reason(end))]
+        )
+        if self.include_usage:
+            chunk = msgspec.structs.replace(chunk, usage=None)
+        if len(self.ends) == self.count:
+            chunk = msgspec.structs.replace(chunk, timings=wire_timings(*total(self.ends, self.n)))
+        return b"data: " + _encode(chunk) + b"\n\n"
+
+    def closing(self) -> bytes:
+        if not self.include_usage:
+            return _DONE
+        chunk = msgspec.structs.replace(
+            self._completion([]), usage=wire_usage(total(self.ends, self.n)[0])
+        )
+        return b"data: " + _encode(chunk) + b"\n\n" + _DONE
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        usage, timings = total([answer.finished for answer in answers], self.n)
+        completion = self._completion(
+            [self._choice(index, answer) for index, answer in enumerate(answers)]
+        )
+        return _encode(
+            msgspec.structs.replace(
+                completion, usage=wire_usage(usage), timings=wire_timings(usage, timings)
+            )
+        )
+
+    def _choice(self, index: int, answer: Answer) -> wire.CompletionChoice:
+        logprobs = self._logprobs(answer.logprobs, len(self._echo(index))) if answer.logprobs else None
+        text = self._echo(index) + answer.reasoning + answer.text
+        return wire.CompletionChoice(
+            index=index, text=text, finish_reason=finish_reason(answer.finished), logprobs=logprobs
+        )
+
+    @staticmethod
+    def _logprobs(tokens: Sequence[TokenLogprobs], offset: int) -> wire.CompletionLogprobs:
+        names = [_piece(t.chosen) for t in tokens]
+        offsets = []
+        for name in names:
+            offsets.append(offset)
+            offset += len(name)
+        return wire.CompletionLogprobs(
+            tokens=names,
+            token_logprobs=[_finite(t.chosen.logprob) for t in tokens],
+            top_logprobs=[{_piece(o): _finite(o.logprob) for o in t.top} for t in tokens],
+            text_offset=offsets,
+        )

@@ -1,0 +1,164 @@
+"""OpenAI's routes."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgeinfer import __version__
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.server.core.begin import Job
+from edgeinfer.server.core.exchange import Exchange, decode, exchange_of
+from edgeinfer.server.core.model_pool import Pulled
+from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.stream import answer
+from edgeinfer.server.observe.metrics import version_of
+from edgeinfer.server.openai import translate, wire
+from edgeinfer.server.openai import wire_replies as replies
+from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer
+
+
+def fingerprint(info: EngineInfo) -> str:
+    """What OpenAI calls `system_fingerprint`: equal for equal program and model."""
+    return f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-")
+
+
+def plain_id(exchange: Exchange) -> str:
+    """A request's id without its prefix, for ids of the protocol's own."""
+    return exchange.id.removeprefix("req_")
+
+
+async def chat_completions(request: Request) -> Response:
+    exchange = exchange_of(request)
+    body = await decode(request, wire.ChatRequest)
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+
+    def renderer(model: str, info: EngineInfo) -> ChatRenderer:
+        return ChatRenderer(
+            f"chatcmpl-{plain_id(exchange)}",
+            model,
+            include_usage=usage,
+            fingerprint=fingerprint(info),
+            n=body.n or 1,
+            logprobs=bool(body.logprobs),
+        )
+
+    job = Job(
+        model=body.model,
+        keep_alive_s=body.keep_alive,
+        stream=bool(body.stream),
+        requests=lambda info: translate.chat(body, info),
+        renderer=renderer,
+    )
+    return await answer(exchange, job)
+
+
+async def completions(request: Request) -> Response:
+    exchange = exchange_of(request)
+    body = await decode(request, wire.CompletionRequest)
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    found = translate.prompts(body.prompt, "prompt")
+    if body.echo and not all(isinstance(prompt, str) for prompt in found):
+        raise InvalidRequestError("echo needs the prompt as text", param="echo")
+
+    def renderer(model: str, info: EngineInfo) -> CompletionRenderer:
+        return CompletionRenderer(
+            f"cmpl-{plain_id(exchange)}",
+            model,
+            include_usage=usage,
+            fingerprint=fingerprint(info),
+            n=body.n or 1,
+            prompts=len(found),
+            echoes=[str(prompt) for prompt in found] if body.echo else (),
+        )
+
+    job = Job(
+        model=body.model,
+        keep_alive_s=body.keep_alive,
+        stream=bool(body.stream),
+        requests=lambda info: translate.completion(body, info),
+        renderer=renderer,
+    )
+    return await answer(exchange, job)
+
+
+async def embeddings(request: Request) -> Response:
+    exchange = exchange_of(request)
+    endpoint = exchange.endpoint
+    body = await decode(request, wire.EmbeddingRequest)
+    texts = translate.prompts(body.input, "input")
+    exchange.model = endpoint.models.resolve(body.model)
+    lease = await endpoint.models.acquire(exchange.model, body.keep_alive)
+    try:
+        exchange.version = version_of(lease.engine.info.sha256)
+        vectors, tokens = await endpoint.in_thread(_embed, lease.engine, texts, body.dimensions)
+    finally:
+        lease.release()
+    exchange.prompt_tokens = tokens
+    as_text = body.encoding_format == "base64"
+    data = [
+        replies.Embedding(index=i, embedding=_base64(v) if as_text else v)
+        for i, v in enumerate(vectors)
+    ]
+    usage = replies.EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return json_reply(replies.EmbeddingReply(data=data, model=exchange.model, usage=usage))
+
+
+def _embed(
+    engine: Engine, texts: Sequence[str | tuple[int, ...]], dimensions: int | None
+) -> tuple[list[list[float]], int]:
+    info = engine.info
+    if not info.can_embed:
+        raise InvalidRequestError(f"{info.model} makes no embeddings", param="model")
+    if dimensions is not None and dimensions != info.n_embd:
+        raise InvalidRequestError(
+            f"this model's embeddings have {info.n_embd} dimensions", param="dimensions"
+        )
+    vectors = engine.embed(texts)
+    return vectors, sum(
+        len(engine.tokenize(t, add_special=True)) if isinstance(t, str) else len(t) for t in texts
+    )
+
+
+def _base64(vector: Sequence[float]) -> str:
+    """Little-endian float32, as OpenAI's clients ask for by default."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+async def list_models(request: Request) -> Response:
+    exchange = exchange_of(request)
+    models = exchange.endpoint.models
+    pulled = await exchange.endpoint.in_thread(models.pulled)
+    return json_reply(replies.ModelList(data=[_card(exchange, model) for model in pulled]))
+
+
+async def one_model(request: Request) -> Response:
+    exchange = exchange_of(request)
+    name = request.path_params["id"]
+    pulled = await exchange.endpoint.in_thread(exchange.endpoint.models.pulled)
+    found = next((model for model in pulled if model.name == name), None)
+    if found is None:
+        raise Problem(
+            404, f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found"
+        )
+    return json_reply(_card(exchange, found))
+
+
+def _card(exchange: Exchange, pulled: Pulled) -> replies.ModelCard:
+    models = exchange.endpoint.models
+    info = next((engine.info for name, engine in models.engines() if name == pulled.name), None)
+    return replies.ModelCard(
+        id=pulled.name,
+        created=pulled.created,
+        state=models.state(pulled.name),
+        size_bytes=pulled.size_bytes or (info.weights_bytes if info else 0),
+        n_ctx=info.n_ctx if info else 0,
+        sha256=pulled.sha256 or (info.sha256 if info else ""),
+    )

@@ -1,0 +1,329 @@
+"""OpenAI's wire types → the engine's requests. Pure functions: no engine, no HTTP.
+
+What a type alone cannot say is checked here, each refusal naming the field as the client spelled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.requests import (
+    Choice,
+    Constraint,
+    GenerateRequest,
+    Grammar,
+    JsonSchema,
+    Message,
+    Regex,
+    Sampling,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from edgeinfer.server.core.wire import LoraChoice, SamplingFields
+from edgeinfer.server.native.wire import InferQuery, InferRequest
+from edgeinfer.server.openai import wire
+
+#: Fields that carry one name on the wire and in `Sampling`.
+_SAME_NAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+)
+_JSON_OBJECT = JsonSchema({"type": "object"})
+
+
+def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
+    """`n` requests that differ in their seed alone. Raises InvalidRequestError."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+    tools = tools_of(body.tools)
+    request = GenerateRequest(
+        messages=messages(body.messages),
+        tools=tools,
+        tool_choice=tool_choice(body.tool_choice, body.parallel_tool_calls, tools),
+        template_options=template_options(body.chat_template_kwargs, body.reasoning_effort),
+        continue_final=body.continue_final_message,
+        max_tokens=_max_tokens(body),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **_shared(body, info, constraint(body.response_format, body)),
+    )
+    if (
+        body.continue_final_message
+        and body.messages
+        and not isinstance(body.messages[-1], wire.AssistantMessage)
+    ):
+        raise InvalidRequestError(
+            "the last message must be the assistant's", param="continue_final_message"
+        )
+    return copies(request, body.n or 1)
+
+
+def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
+    """`n` requests a prompt, in order of the prompts. Raises InvalidRequestError."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequestError("echo cannot be combined with logprobs", param="echo")
+    shared = _shared(body, info, constraint(body.response_format, body))
+    found = prompts(body.prompt, "prompt")
+    if len(found) * (body.n or 1) > 64:
+        raise InvalidRequestError("at most 64 answers a request: prompts times n", param="n")
+    requests = []
+    for prompt in found:
+        request = GenerateRequest(
+            prompt=prompt, max_tokens=body.max_tokens or 16, logprobs=body.logprobs, **shared
+        )
+        requests += copies(request, body.n or 1)
+    return requests
+
+
+def infer(body: InferRequest | InferQuery, info: EngineInfo) -> GenerateRequest:
+    """One prompt as the user's only turn; the model's own system prompt unless another is given."""
+    system = info.system_prompt if body.system is None else body.system
+    turns = [Message(role="system", content=system)] if system else []
+    sampling = msgspec.structs.replace(info.sampling, seed=seed_of(body.seed))
+    if body.temperature is not None:
+        sampling = msgspec.structs.replace(sampling, temperature=body.temperature)
+    user = Message(role="user", content=body.prompt)
+    stop = tuple(body.stop or ()) if isinstance(body, InferRequest) else ()
+    if not info.has_chat_template:
+        return GenerateRequest(
+            prompt=body.prompt, sampling=sampling, max_tokens=body.max_tokens or 256, stop=stop
+        )
+    return GenerateRequest(
+        messages=(*turns, user), sampling=sampling, max_tokens=body.max_tokens, stop=stop
+    )
+
+
+def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
+    """`n` of them; a given seed counts up, so that the same request gives the same `n` answers."""
+    seed = request.sampling.seed
+    if n == 1:
+        return [request]
+    if seed is None:
+        return [request] * n
+    samplings = [
+        msgspec.structs.replace(request.sampling, seed=(seed + i) & 0xFFFF_FFFF) for i in range(n)
+    ]
+    return [msgspec.structs.replace(request, sampling=sampling) for sampling in samplings]
+
+
+def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
+    """The conversation. Raises InvalidRequestError for an assistant turn that says nothing."""
+    return tuple(_message(turn, place) for place, turn in enumerate(turns))
+
+
+def _message(turn: wire.ChatMessage, place: int) -> Message:
+    match turn:
+        case wire.SystemMessage():
+            return Message(role="system", content=text_of(turn.content))
+        case wire.DeveloperMessage():
+            return Message(role="developer", content=text_of(turn.content))
+        case wire.UserMessage():
+            return Message(role="user", content=text_of(turn.content), name=turn.name or "")
+        case wire.ToolMessage():
+            return Message(role="tool", content=text_of(turn.content), tool_call_id=turn.tool_call_id)
+    if turn.content is None and not turn.tool_calls:
+        raise InvalidRequestError(
+            "an assistant message needs content or tool_calls", param=f"messages[{place}].content"
+        )
+    calls = tuple(
+        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        for call in turn.tool_calls or ()
+    )
+    return Message(
+        role="assistant",
+        content="" if turn.content is None else text_of(turn.content),
+        reasoning=turn.reasoning_content or "",
+        tool_calls=calls,
+        name=turn.name or "",
+    )
+
+
+def text_of(content: str | Sequence[wire.TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
+    found = tuple(
+        Tool(
+            name=t.function.name,
+            description=t.function.description or "",
+            parameters=t.function.parameters or {},
+        )
+        for t in tools or ()
+    )
+    return unique_tools(found)
+
+
+def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """Raises InvalidRequestError when two tools have one name."""
+    if len({tool.name for tool in tools}) != len(tools):
+        raise InvalidRequestError("two tools have the same name", param="tools")
+    return tools
+
+
+def tool_choice(
+    choice: str | wire.NamedToolChoice | None, parallel: bool | None, tools: tuple[Tool, ...]
+) -> ToolChoice:
+    """Raises InvalidRequestError when a call is demanded of a tool that is not there."""
+    both = parallel is not False
+    if choice is None:
+        return ToolChoice(parallel=both)
+    if isinstance(choice, wire.NamedToolChoice):
+        return named_tool(choice.function.name, both, tools)
+    if choice == "required" and not tools:
+        raise InvalidRequestError(
+            "tool_choice is 'required' but there are no tools", param="tool_choice"
+        )
+    return ToolChoice(mode=choice, parallel=both)  # type: ignore[arg-type]  # the wire type allows exactly these words
+
+
+def named_tool(name: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
+    """Raises InvalidRequestError when no tool has this name."""
+    if all(tool.name != name for tool in tools):
+        raise InvalidRequestError(
+            f"tool_choice names '{name}', which is not among the tools", param="tool_choice"
+        )
+    return ToolChoice(mode="named", name=name, parallel=parallel)
+
+
+def template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Variables for the chat template. Effort is spelled both ways that templates in the wild
+    read it.
+    """
+    options: dict[str, Any] = {}
+    if effort is not None:
+        options = {"enable_thinking": effort != "none"} | (
+            {} if effort == "none" else {"reasoning_effort": effort}
+        )
+    return options | (given or {})
+
+
+def constraint(
+    response_format: wire.ResponseFormat | None, body: wire.GenerationFields
+) -> Constraint | None:
+    """The one constraint that was asked for. Raises InvalidRequestError when there are two."""
+    asked: list[tuple[str, Constraint]] = []
+    if isinstance(response_format, wire.JsonObjectFormat):
+        asked.append(("response_format", _JSON_OBJECT))
+    elif isinstance(response_format, wire.JsonSchemaFormat):
+        asked.append(("response_format", JsonSchema(response_format.json_schema.schema)))
+    if body.grammar is not None:
+        asked.append(("grammar", Grammar(body.grammar)))
+    if body.structured_outputs is not None:
+        asked += _structured(body.structured_outputs)
+    if len(asked) > 1:
+        raise InvalidRequestError(
+            f"{asked[1][0]} cannot be combined with {asked[0][0]}", param=asked[1][0]
+        )
+    return asked[0][1] if asked else None
+
+
+def _structured(given: wire.StructuredOutputs) -> list[tuple[str, Constraint]]:
+    asked: list[tuple[str, Constraint]] = []
+    if given.json is not None:
+        asked.append(("structured_outputs.json", JsonSchema(given.json)))
+    if given.regex is not None:
+        asked.append(("structured_outputs.regex", Regex(given.regex)))
+    if given.choice is not None:
+        asked.append(("structured_outputs.choice", Choice(tuple(given.choice))))
+    if given.grammar is not None:
+        asked.append(("structured_outputs.grammar", Grammar(given.grammar)))
+    if not asked:
+        raise InvalidRequestError(
+            "structured_outputs needs json, regex, choice or grammar", param="structured_outputs"
+        )
+    return asked
+
+
+def prompts(
+    given: str | Sequence[str | int | Sequence[int]], param: str
+) -> list[str | tuple[int, ...]]:
+    """One or several prompts, as text or token ids. Raises InvalidRequestError for a list of mixed
+    kinds.
+    """
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if kinds == {int}:
+        return [tuple(given)]  # type: ignore[arg-type]  # every item is an int
+    if len(kinds) != 1:
+        raise InvalidRequestError(
+            "a list holds texts, token ids, or lists of token ids, not a mixture", param=param
+        )
+    if len(given) > 64:
+        raise InvalidRequestError("at most 64 prompts a request", param=param)
+    return [item if isinstance(item, str) else tuple(item) for item in given]  # type: ignore[arg-type]  # no int is left
+
+
+def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
+    """The model's defaults with what the request gives."""
+    given: dict[str, Any] = {name: getattr(body, name, None) for name in _SAME_NAME}
+    given = {name: value for name, value in given.items() if value is not None}
+    if body.dry_sequence_breakers is not None:
+        given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
+    bias = getattr(body, "logit_bias", None)
+    if bias:
+        given["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+    given["seed"] = seed_of(getattr(body, "seed", None))
+    return msgspec.structs.replace(base, **given)
+
+
+def seed_of(seed: int | None) -> int | None:
+    """OpenAI's 64-bit seed as llama.cpp's 32-bit one. -1 draws one, as in llama.cpp."""
+    return None if seed is None or seed == -1 else seed & 0xFFFF_FFFF
+
+
+def stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...]:
+    return tuple((choice.name, choice.scale) for choice in given or ())
+
+
+def _max_tokens(body: wire.ChatRequest) -> int | None:
+    if (
+        body.max_tokens is not None
+        and body.max_completion_tokens is not None
+        and body.max_tokens != body.max_completion_tokens
+    ):
+        raise InvalidRequestError("max_tokens and max_completion_tokens differ", param="max_tokens")
+    return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+
+
+def _shared(body: wire.GenerationFields, info: EngineInfo, limit: Constraint | None) -> dict[str, Any]:
+    """Fields of GenerateRequest that chat and plain completions fill alike."""
+    return {
+        "sampling": sampling_of(body, info.sampling),
+        "stop": stops(body.stop),
+        "ignore_eos": body.ignore_eos,
+        "constraint": limit,
+        "overflow": body.overflow,
+        "deadline_s": body.deadline_s,
+        "cache_prompt": body.cache_prompt,
+        "lora": loras(body.lora),
+        "speculative": body.speculative,
+    }

@@ -1,0 +1,219 @@
+"""OpenAI's answers and errors: chat completions, completions, embeddings, models.
+
+Source: OpenAI's published OpenAPI document; `timings` and `reasoning_content` as llama.cpp's server
+spells them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from edgeinfer.server.core.wire import Reply, WireTimings
+
+
+class ErrorBody(Reply, frozen=True, kw_only=True):
+    """`type`, `param` and `code` are OpenAI's; `code` is ours where OpenAI has none."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(Reply, frozen=True, kw_only=True):
+    """OpenAI's error envelope."""
+
+    error: ErrorBody
+
+
+class PromptTokensDetails(Reply, frozen=True, kw_only=True):
+    cached_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(Reply, frozen=True, kw_only=True):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class WireUsage(Reply, frozen=True, kw_only=True):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+
+
+class TopLogprob(Reply, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(Reply, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] = msgspec.field(default_factory=list)
+
+
+class ChoiceLogprobs(Reply, frozen=True, kw_only=True):
+    content: list[TokenLogprob] | None = None
+    refusal: None = None
+
+
+class WireFunction(Reply, frozen=True, kw_only=True):
+    name: str
+    arguments: str
+
+
+class WireToolCall(Reply, frozen=True, kw_only=True):
+    id: str
+    function: WireFunction
+    type: Literal["function"] = "function"
+
+
+class ReplyMessage(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    role: Literal["assistant"] = msgspec.field(default_factory=lambda: "assistant")
+    content: str | None = msgspec.field(default_factory=lambda: None)
+    refusal: None = msgspec.field(default_factory=lambda: None)
+    reasoning_content: str | None = None
+    tool_calls: list[WireToolCall] | None = None
+
+
+WireFinish = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+class ChatChoice(Reply, frozen=True, kw_only=True):
+    index: int
+    message: ReplyMessage
+    finish_reason: WireFinish
+    logprobs: ChoiceLogprobs | None = None
+
+
+class ChatCompletion(Reply, frozen=True, kw_only=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: WireUsage
+    timings: WireTimings
+    service_tier: str = "default"
+    system_fingerprint: str = ""
+
+
+class DeltaFunction(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class DeltaToolCall(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: DeltaFunction | None = None
+
+
+class ChunkDelta(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
+
+
+class ChunkChoice(Reply, frozen=True, kw_only=True):
+    index: int
+    delta: ChunkDelta
+    finish_reason: WireFinish | None = None
+    logprobs: ChoiceLogprobs | None = None
+
+
+class ChatChunk(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    """One SSE chunk of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = msgspec.field(
+        default_factory=lambda: "chat.completion.chunk"
+    )
+    created: int
+    model: str
+    system_fingerprint: str = ""
+    choices: list[ChunkChoice]
+    usage: WireUsage | msgspec.UnsetType | None = msgspec.UNSET
+    timings: WireTimings | None = None
+
+
+class CompletionLogprobs(Reply, frozen=True, kw_only=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Reply, frozen=True, kw_only=True):
+    index: int
+    text: str
+    finish_reason: WireFinish | None = None
+    logprobs: CompletionLogprobs | None = None
+
+
+class Completion(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer of /v1/completions, and each of its SSE chunks."""
+
+    id: str
+    object: Literal["text_completion"] = msgspec.field(default_factory=lambda: "text_completion")
+    created: int
+    model: str
+    system_fingerprint: str = ""
+    choices: list[CompletionChoice]
+    usage: WireUsage | msgspec.UnsetType | None = msgspec.UNSET
+    timings: WireTimings | None = None
+
+
+class Embedding(Reply, frozen=True, kw_only=True):
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Reply, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingReply(Reply, frozen=True, kw_only=True):
+    """The answer of /v1/embeddings."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+class ModelCard(Reply, frozen=True, kw_only=True):
+    """A pulled model. `state` is one of cold, loading, loaded; `size_bytes` is its files' size."""
+
+    id: str
+    created: int
+    owned_by: str = "local"
+    object: Literal["model"] = "model"
+    state: str = "cold"
+    size_bytes: int = 0
+    n_ctx: int = 0
+    sha256: str = ""
+
+
+class ModelList(Reply, frozen=True, kw_only=True):
+    """The answer of /v1/models."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"

@@ -1,0 +1,237 @@
+"""Events as OpenAI's response object, streamed or whole.
+
+The stream announces every item and part before its text and repeats the whole at the end;
+`sequence_number` counts its events.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, Usage
+from edgeinfer.server.core.collected import Answer, wire_timings
+from edgeinfer.server.core.problems import Dialect, Problem
+from edgeinfer.server.openai.render import wire_logprobs
+from edgeinfer.server.responses import wire
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponseRenderer:
+    """`response` and its stream."""
+
+    dialect: Dialect = "openai"
+
+    def __init__(self, request_id: str, model: str, body: wire.ResponsesRequest) -> None:
+        self.id = request_id
+        self.model = model
+        self.created = int(time.time())
+        self._request = body
+        self._logprobs = bool(body.include) or body.top_logprobs is not None
+        self._answer = Answer()
+        self._sequence = -1
+        self._items: list[tuple[str, int]] = []
+
+    # --- streamed
+
+    def opening(self) -> bytes:
+        reply = self._reply("in_progress", [], None)
+        return self._sse("response.created", response=reply) + self._sse(
+            "response.in_progress", response=reply
+        )
+
+    def event(self, index: int, event: Event) -> bytes:
+        self._answer.add(event)
+        match event:
+            case TextDelta():
+                out = self._into("message", 0)
+                logprobs = (
+                    msgspec.to_builtins(wire_logprobs(event.logprobs).content) if event.logprobs else []
+                )
+                return out + self._part(
+                    "response.output_text.delta", delta=event.text, logprobs=logprobs
+                )
+            case ReasoningDelta():
+                return self._into("reasoning", 0) + self._part(
+                    "response.reasoning_text.delta", delta=event.text
+                )
+            case ToolCallDelta():
+                out = self._into("function_call", event.index)
+                if event.arguments:
+                    out += self._sse(
+                        "response.function_call_arguments.delta",
+                        item_id=self._item_id(len(self._items) - 1),
+                        output_index=len(self._items) - 1,
+                        delta=event.arguments,
+                    )
+                return out
+        return b""
+
+    def closing(self) -> bytes:
+        end = self._answer.finished
+        reply = self._whole(self._answer)
+        name = "response.incomplete" if end.reason in ("length", "deadline") else "response.completed"
+        return self._finish_item() + self._sse(name, response=reply)
+
+    def failure(self, problem: Problem, request_id: str) -> bytes:
+        reply = self._reply("failed", [], None)
+        error = wire.ResponseError(code=problem.code or "server_error", message=problem.message)
+        return self._sse("response.failed", response=msgspec.structs.replace(reply, error=error))
+
+    def comment(self, said: str) -> bytes:
+        return f": {said}\n\n".encode()
+
+    def _sse(self, event_type: str, /, **data: Any) -> bytes:
+        self._sequence += 1
+        body = _encode({"type": event_type, "sequence_number": self._sequence, **data})
+        return b"event: %b\ndata: %b\n\n" % (event_type.encode(), body)
+
+    def _part(self, event_type: str, /, **data: Any) -> bytes:
+        place = len(self._items) - 1
+        return self._sse(
+            event_type, item_id=self._item_id(place), output_index=place, content_index=0, **data
+        )
+
+    def _into(self, kind: str, number: int) -> bytes:
+        """Make (kind, number) the item being written."""
+        if self._items and self._items[-1] == (kind, number):
+            return b""
+        out = self._finish_item()
+        self._items.append((kind, number))
+        place = len(self._items) - 1
+        out += self._sse(
+            "response.output_item.added",
+            output_index=place,
+            item=self._item(place, "in_progress", empty=True),
+        )
+        if kind == "message":
+            out += self._part("response.content_part.added", part=wire.OutputTextOut(text=""))
+        elif kind == "reasoning":
+            out += self._part("response.content_part.added", part=wire.ReasoningTextOut(text=""))
+        return out
+
+    def _finish_item(self) -> bytes:
+        if not self._items:
+            return b""
+        place = len(self._items) - 1
+        item = self._item(place, "completed")
+        out = b""
+        if isinstance(item, wire.MessageOut):
+            part = item.content[0]
+            out += self._part("response.output_text.done", text=part.text, logprobs=part.logprobs)
+            out += self._part("response.content_part.done", part=part)
+        elif isinstance(item, wire.ReasoningOut):
+            out += self._part("response.reasoning_text.done", text=item.content[0].text)
+            out += self._part("response.content_part.done", part=item.content[0])
+        else:
+            out += self._sse(
+                "response.function_call_arguments.done",
+                item_id=item.id,
+                output_index=place,
+                name=item.name,
+                arguments=item.arguments,
+            )
+        return out + self._sse("response.output_item.done", output_index=place, item=item)
+
+    def _item_id(self, place: int) -> str:
+        kind, _ = self._items[place]
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        return f"{prefix}_{self.id.removeprefix('resp_')}_{place}"
+
+    def _item(self, place: int, status: wire.ItemStatus, *, empty: bool = False) -> wire.OutputItem:
+        kind, number = self._items[place]
+        return self._output_item(self._item_id(place), kind, number, self._answer, status, empty=empty)
+
+    # --- whole
+
+    def whole(self, answers: list[Answer]) -> bytes:
+        (answer,) = answers
+        if answer.reasoning:
+            self._items.append(("reasoning", 0))
+        if answer.text or not answer.calls:
+            self._items.append(("message", 0))
+        self._items += [("function_call", number) for number in sorted(answer.calls)]
+        self._answer = answer
+        return _encode(self._whole(answer))
+
+    def _whole(self, answer: Answer) -> wire.ResponseReply:
+        end = answer.finished
+        short = end.reason in ("length", "deadline")
+        output = [self._item(place, "completed") for place in range(len(self._items))]
+        if short and output:
+            output[-1] = msgspec.structs.replace(output[-1], status="incomplete")
+        reply = self._reply("incomplete" if short else "completed", output, end.usage)
+        details = wire.IncompleteDetails(reason="max_output_tokens") if short else None
+        return msgspec.structs.replace(
+            reply, incomplete_details=details, timings=wire_timings(end.usage, end.timings)
+        )
+
+    def _output_item(
+        self,
+        item_id: str,
+        kind: str,
+        number: int,
+        answer: Answer,
+        status: wire.ItemStatus,
+        *,
+        empty: bool,
+    ) -> wire.OutputItem:
+        if kind == "message":
+            logprobs = (
+                msgspec.to_builtins(wire_logprobs(answer.logprobs).content)
+                if answer.logprobs and not empty
+                else []
+            )
+            content = [] if empty else [wire.OutputTextOut(text=answer.text, logprobs=logprobs)]
+            return wire.MessageOut(id=item_id, content=content, status=status)
+        if kind == "reasoning":
+            content_out = [] if empty else [wire.ReasoningTextOut(text=answer.reasoning)]
+            return wire.ReasoningOut(id=item_id, content=content_out, status=status)
+        call = answer.calls[number]
+        arguments = "" if empty else call.arguments
+        return wire.FunctionCallOut(
+            id=item_id, call_id=call.id, name=call.name, arguments=arguments, status=status
+        )
+
+    def _reply(
+        self, status: Any, output: list[wire.OutputItem], usage: Usage | None
+    ) -> wire.ResponseReply:
+        body = self._request
+        choice = body.tool_choice
+        return wire.ResponseReply(
+            id=self.id,
+            created_at=self.created,
+            model=self.model,
+            status=status,
+            output=output,
+            usage=None if usage is None else _wire_usage(usage),
+            tools=msgspec.to_builtins(body.tools or []),
+            tool_choice=choice
+            if isinstance(choice, str)
+            else msgspec.to_builtins(choice)
+            if choice
+            else "auto",
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            text={"format": msgspec.to_builtins(body.text.format)}
+            if body.text and body.text.format
+            else {"format": {"type": "text"}},
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            truncation=body.truncation or "disabled",
+            reasoning=msgspec.to_builtins(body.reasoning) if body.reasoning else None,
+        )
+
+
+def _wire_usage(usage: Usage) -> wire.ResponseUsage:
+    return wire.ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        input_tokens_details=wire.InputDetails(cached_tokens=usage.cached_tokens),
+        output_tokens_details=wire.OutputDetails(reasoning_tokens=usage.reasoning_tokens),
+    )

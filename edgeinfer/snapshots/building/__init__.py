@@ -1,0 +1,1 @@
+"""Build a snapshot: order it, load and park the process, spill and bake its memory, verify it."""

@@ -1,0 +1,103 @@
+"""The background warm: after a cold launch has ended, build the snapshot that would have served it.
+Nobody waits for it.
+
+`python -m edgeinfer.snapshots.building.background_build MODEL OPTIONS`, started by the launcher when its app has ended,
+so a foreground that is still there is somebody else's. It runs as idle-class work: any other process of
+the machine goes first. What it did, or why it did nothing, goes to one line of `auto-warm.log` in the
+state directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+import time
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.config import Config
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.host import Host
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.snapshots import criu
+from edgeinfer.snapshots.building import build_order
+from edgeinfer.snapshots.resumed import loaded_model
+from edgeinfer.snapshots.shelf import choose
+from edgeinfer.units import bytes_words
+
+LOG, LOCK = "auto-warm.log", ".auto-warm.lock"
+_LOG_BYTES = 256 << 10
+
+
+def step_back() -> None:
+    """Idle-class scheduling and the lowest niceness: this process and all it starts get what nobody
+    else wants.
+    """
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        os.nice(19)
+
+
+def reason_not_to(config: Config, order: build_order.Order) -> str:
+    """Why no snapshot should be built now, or ""."""
+    if not config.snapshots.auto_warm:
+        return "switched off (snapshots.auto-warm)"
+    found = criu.probe()
+    if found.tier is None:
+        return found.reason
+    if build_order.is_building(order.name):
+        return "somebody builds it already"
+    try:
+        choose.find(order.model, loaded_model.asked(order.options))
+    except EdgeInferError:
+        return ""
+    return "there is one"
+
+
+def build(model: str, options: LoadOptions) -> str:
+    """Build it if it should be; a sentence about what happened. Raises nothing of ours."""
+    host = Host()
+    try:
+        from edgeinfer.commands.warm import canonical
+
+        name = canonical(model, host)
+        files = host.files(name)
+        order = build_order.Order(model=name, files=files, options=options, system=files.system_prompt)
+        why_not = reason_not_to(host.config, order)
+        if why_not:
+            return f"{name}: nothing built: {why_not}"
+        chosen, _ = build_order.repack_choice(options, files, host.config.snapshots)
+        order = msgspec.structs.replace(order, options=chosen)
+        began = time.monotonic()
+        details = build_order.build(order, host.config.snapshots, lambda _stage, _fraction: None)
+    except EdgeInferError as error:
+        return f"{model}: not built: {error.message}"
+    return f"{details.name}: built in {time.monotonic() - began:.1f} s, {bytes_words(details.disk_bytes)} on disk"
+
+
+def log(words: str) -> None:
+    """Add a line to the log; an old one is started over when it has grown."""
+    path = paths.private_dir(paths.state_dir()) / LOG
+    if path.exists() and path.stat().st_size > _LOG_BYTES:
+        path.replace(path.with_suffix(".old.log"))
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"{stamp} {words}\n")
+
+
+def main() -> None:
+    """The background process; one at a time."""
+    step_back()
+    turn = os.open(
+        paths.private_dir(paths.state_dir()) / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+    )
+    fcntl.flock(turn, fcntl.LOCK_EX)
+    log(build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions)))
+
+
+if __name__ == "__main__":
+    main()

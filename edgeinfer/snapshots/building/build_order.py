@@ -1,0 +1,221 @@
+"""Warming a model: room, lock, build, prune. What `edgeinfer warm` and the background warm both do."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import errors, paths, process
+from edgeinfer.config import SnapshotsConfig
+from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.snapshots import criu
+from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots.resumed.loaded_model import asked
+from edgeinfer.snapshots.shelf import format, prune
+from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.units import bytes_words
+
+#: (stage, fraction 0..1 or None when unknown)
+Progress = Callable[[str, float | None], None]
+_GIB = 1 << 30
+#: Besides the weights: Python's heap, KV cache and compute buffers that were touched.
+_EXTRA_BYTES = 400 << 20
+_CODES = {
+    cls.code: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, EdgeInferError)
+}
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot to build. `given_name` "" derives one from model and options; `system` "" takes the
+    template's own.
+    """
+
+    model: str
+    files: ModelFiles
+    options: LoadOptions
+    system: str = ""
+    given_name: str = ""
+
+    @property
+    def name(self) -> str:
+        return format.snapshot_name(self.model, asked(self.options), self.given_name)
+
+
+def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
+    """Build and publish; the snapshot of the same name before is removed, processes resumed from it go
+    on.
+
+    Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and what loading the model
+    raises.
+    """
+    found = criu.available()
+    root = paths.private_dir(paths.snapshots_dir())
+    format.refuse_unsafe_ancestors(str(root))
+    with _one_build_of(root, order.name, progress):
+        sweep(root)
+        prune.make_room(root, _need_bytes(order), config, keep=order.name)
+        refuse_full(root, order, config)
+        folder = root / format.folder_name(order.name, time.time_ns())
+        request: dict[str, frames.Value] = {
+            "model": order.model,
+            "name": order.name,
+            "files": msgspec.json.encode(order.files),
+            "options": msgspec.json.encode(order.options),
+            "requested": msgspec.json.encode(asked(order.options)),
+            "system": order.system,
+            "criu": found.criu,
+            "version": found.version,
+            "tier": found.tier or "",
+        }
+        details = _run_builder(folder, request, progress)
+        prune.drop_older(root, order.name)
+    prune.to_limit(root, config, keep=order.name)
+    return details
+
+
+def repack_choice(
+    options: LoadOptions, files: ModelFiles, config: SnapshotsConfig
+) -> tuple[LoadOptions, str]:
+    """`--repack auto` for a snapshot: on unless the disk has no room for the repacked weights. With its
+    reason.
+    """
+    if options.repack != "auto":
+        return options, "as asked"
+    need, free = sum(os.path.getsize(path) for path in files.paths), _free_bytes(paths.snapshots_dir())
+    if free - need - _EXTRA_BYTES < config.disk_margin_gib * _GIB:
+        reason = f"the disk has no room for {bytes_words(need)} of repacked weights: they stay in the model's file"
+        return msgspec.structs.replace(options, repack="off"), reason
+    return options, "repacked where llama.cpp can: the snapshot keeps the result"
+
+
+def refuse_full(root: Path, order: Order, config: SnapshotsConfig) -> None:
+    """Raise DiskFullError when building would leave less free than the margin."""
+    need, free = _need_bytes(order), _free_bytes(root)
+    if free - need < config.disk_margin_gib * _GIB:
+        raise DiskFullError(
+            f"a snapshot of {order.model} needs about {bytes_words(need)} and {bytes_words(free)} are "
+            f"free; "
+            f"{config.disk_margin_gib:g} GiB stay free (snapshots.disk-margin-gib)"
+        )
+
+
+def _need_bytes(order: Order) -> int:
+    weights = sum(os.path.getsize(path) for path in order.files.paths)
+    return _EXTRA_BYTES + (weights if order.options.repack != "off" else 0)
+
+
+def _free_bytes(place: Path) -> int:
+    while not place.exists():
+        place = place.parent
+    room = os.statvfs(place)
+    return room.f_bavail * room.f_frsize
+
+
+@contextlib.contextmanager
+def _one_build_of(root: Path, name: str, progress: Progress) -> Iterator[None]:
+    """One build of a name at a time; the second waits for the first."""
+    fd = os.open(root / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("wait for another warm of this model", None)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_building(name: str) -> bool:
+    """Whether somebody builds this snapshot now."""
+    return _is_locked(paths.snapshots_dir() / f".{name}.lock")
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def sweep(root: Path) -> None:
+    """Remove what builds that were killed left behind: folders without a manifest whose lock nobody
+    holds.
+    """
+    for folder in root.iterdir():
+        if format.SEPARATOR not in folder.name or (folder / format.MANIFEST).exists():
+            continue
+        if not _is_locked(folder / format.LOCK):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_builder(folder: Path, request: dict[str, frames.Value], progress: Progress) -> Details:
+    """Start the builder, pass its stages on, return what it built. The folder is gone when it fails, or
+    when we do.
+    """
+    folder.mkdir(mode=0o700)
+    lock = os.open(folder / format.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    mine, theirs = socket.socketpair()
+    command = process.child_command(
+        "edgeinfer.snapshots.building.builder", str(theirs.fileno()), str(folder)
+    )
+    log = folder / "builder.log"
+    try:
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as errors_to:
+            builder = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=errors_to,
+                stderr=errors_to,
+            )
+        theirs.close()
+        try:
+            return _listen(mine, request, progress, log)
+        finally:
+            builder.kill()
+            builder.wait()
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        log.unlink(missing_ok=True)
+        mine.close()
+        os.close(lock)
+
+
+def _listen(
+    link: socket.socket, request: dict[str, frames.Value], progress: Progress, log: Path
+) -> Details:
+    frames.send(link, request)
+    while (received := frames.receive(link)) is not None:
+        fields = received[0]
+        if fields["op"] == b"stage":
+            progress(fields["name"].decode(), float(fields["fraction"]) if fields["fraction"] else None)
+        elif fields["op"] == b"built":
+            return msgspec.json.decode(fields["details"], type=Details)
+        else:
+            cls = _CODES.get(fields["code"].decode(), SnapshotError)
+            raise cls(fields["message"].decode(), hint=fields["hint"].decode() or None)
+    last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+    raise SnapshotError(f"the process that builds the snapshot died{': ' + last[0] if last else ''}")

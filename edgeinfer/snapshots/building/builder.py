@@ -1,0 +1,356 @@
+"""Builds one snapshot: starts the parked process in namespaces of its own, has CRIU dump it, bakes the
+dump, tries it out.
+
+`python -m edgeinfer.snapshots.building.builder FD FOLDER`, a small process with one thread (it clones into
+namespaces), started by `edgeinfer.snapshots.building.build_order` and ended by it, whatever way `warm` ends. FD is a
+socket to it: it takes one build request, and answers with "stage" messages and then "built" or
+"failed".
+
+The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
+has sung the canary's four tokens bit for bit as they were sung before the dump.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from edgeinfer import process
+from edgeinfer.errors import DiskFullError, DumpError, EdgeInferError, RestoreError, SnapshotError
+from edgeinfer.snapshots import criu, linux
+from edgeinfer.snapshots.building import facts
+from edgeinfer.snapshots.building.bake import Baked, bake
+from edgeinfer.snapshots.building.digests import digest
+from edgeinfer.snapshots.building.park import Parked
+from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots.shelf import fingerprint, format
+from edgeinfer.snapshots.shelf.records import Details
+
+_DUMP_TIMEOUT_S = 600
+_NEAR_FULL_BYTES = 16 << 20
+
+
+class Builder:
+    """One build. `fields` is the request: model, name, files, options, requested, system, criu,
+    version, tier.
+    """
+
+    def __init__(self, warm: socket.socket, folder: Path, fields: dict[str, bytes]) -> None:
+        self._warm, self._folder, self._fields = warm, folder, fields
+        self._images = folder / format.IMAGES
+        self._stages: dict[str, float] = {}
+        self._tier, self._criu = fields["tier"].decode(), os.fsdecode(fields["criu"])
+
+    def build(self) -> Details:
+        """Raises what loading raises, DumpError, RestoreError, DiskFullError."""
+        self._images.mkdir(mode=0o700)
+        parked_fields, parked = self._park_and_dump()
+        self._stages.update(parked.stages_ms)
+        began = time.monotonic()
+        baked = bake(
+            self._images, self._folder / format.MEMORY, int(parked_fields["pid"]), self._bake_progress
+        )
+        self._stages["bake"] = _ms_since(began)
+        manifest = self._manifest(parked_fields, parked)
+        self._say("verify", None)
+        began = time.monotonic()
+        self._listen_to_the_canary(manifest, parked.canary)
+        self._stages["verify"] = _ms_since(began)
+        details = self._details(manifest, parked, baked)
+        self._publish(manifest, details)
+        return details
+
+    def _say(self, stage: str, fraction: float | None) -> None:
+        frames.send(
+            self._warm,
+            {"op": "stage", "name": stage, "fraction": "" if fraction is None else f"{fraction:.4f}"},
+        )
+
+    def _bake_progress(self, done: int, total: int) -> None:
+        self._say("bake", done / total if total else 1.0)
+
+    # --- parking and dumping
+
+    def _park_and_dump(self) -> tuple[dict[str, bytes], Parked]:
+        mine, theirs = socket.socketpair()
+        order, orders = socket.socketpair()
+        wake_read, _wake_write = os.pipe()
+        user, group = os.getuid(), os.getgid()
+        flags = criu.NAMESPACES[self._tier]
+        init = linux.clone(flags) if flags else os.fork()
+        if init == 0:
+            mine.close()
+            order.close()
+            self._init(flags, user, group, theirs, wake_read, orders)
+        theirs.close()
+        orders.close()
+        parked_fields, parked = self._converse(mine)
+        began = time.monotonic()
+        self._say("dump", None)
+        order.sendall(parked_fields["pid"] + b"\n")
+        if self._last_word(order) != b"dumped":
+            raise self._dump_failed()
+        os.waitpid(init, 0)
+        self._stages["dump"] = _ms_since(began)
+        return parked_fields, parked
+
+    def _converse(self, link: socket.socket) -> tuple[dict[str, bytes], Parked]:
+        """Send the request to the process that parks, pass on its stages, and wait until it has let go
+        of us.
+        """
+        frames.send(
+            link,
+            {name: self._fields[name] for name in ("model", "files", "options", "system")}
+            | {"folder": str(self._folder)},
+        )
+        answer: dict[str, bytes] = {}
+        while (received := frames.receive(link)) is not None:
+            fields = received[0]
+            if fields["op"] == b"stage":
+                frames.send(self._warm, fields)
+            elif fields["op"] == b"failed":
+                raise _disk_full(self._folder) or EdgeInferError(
+                    fields["message"].decode(), hint=fields["hint"].decode() or None
+                )
+            else:
+                answer = fields
+        if not answer:
+            raise DumpError(
+                "the process to be snapshot died while it loaded",
+                hint=_tail(self._folder / format.PARK_LOG),
+            )
+        return answer, msgspec.json.decode(answer["parked"], type=Parked)
+
+    def _init(
+        self, flags: int, user: int, group: int, link: socket.socket, wake: int, orders: socket.socket
+    ) -> NoReturn:
+        """Init of the namespaces: starts the process that parks, then CRIU when told to."""
+        try:
+            linux.die_with_parent()
+            if flags & linux.CLONE_NEWUSER:
+                linux.map_this_user(user, group)
+            if flags:
+                linux.own_proc()
+                Path("/proc/sys/kernel/ns_last_pid").write_text(str(format.PARKED_PID - 1))
+            else:
+                linux.adopt_orphans()
+            if os.fork() == 0:
+                self._become_parked(link.fileno(), wake)
+            link.close()
+            os.close(wake)
+            pid = int(orders.recv(64) or b"0")
+            status = self._run_criu(pid) if pid else 1
+            orders.sendall(b"dumped" if status == 0 else b"failed")
+        finally:
+            os._exit(0)
+
+    def _become_parked(self, link: int, wake: int) -> NoReturn:
+        try:
+            linux.drop_privileges()
+            os.setsid()
+            os.chdir("/")
+            os.umask(0o077)
+            null = os.open("/dev/null", os.O_RDONLY)
+            log = os.open(self._folder / format.PARK_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (null, log, log, link, wake)]
+            for fd, target in zip(high, (0, 1, 2, format.LINK_FD, format.WAKE_FD), strict=True):
+                os.dup2(fd, target)
+            os.closerange(3, format.LINK_FD)
+            os.closerange(format.WAKE_FD + 1, 4096)
+            command = process.child_command("edgeinfer.snapshots.building.park")
+            os.execve(command[0], command, parked_environment())
+        finally:
+            os._exit(127)
+
+    def _run_criu(self, pid: int) -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(_DUMP_TIMEOUT_S)
+                criu.exec_dump(
+                    self._criu, self._tier, pid, str(self._images), str(self._folder / format.DUMP_LOG)
+                )
+            finally:
+                os._exit(127)
+        while True:
+            ended, status = os.wait()
+            if ended == child:
+                return status
+
+    def _last_word(self, order: socket.socket) -> bytes:
+        return order.recv(64)
+
+    def _dump_failed(self) -> SnapshotError | DiskFullError:
+        return _disk_full(self._folder) or DumpError(
+            "CRIU could not dump the process: " + _tail(self._folder / format.DUMP_LOG, "Error"),
+            hint="run `edgeinfer doctor`; launches stay cold until then",
+        )
+
+    # --- trying and publishing
+
+    def _manifest(self, parked_fields: dict[str, bytes], parked: Parked) -> format.Manifest:
+        manifest = format.Manifest(
+            name=self._fields["name"].decode(),
+            model=self._fields["model"].decode(),
+            criu=self._criu,
+            tier=self._tier,
+            pid=int(parked_fields["pid"]),
+            link_inode=int(parked_fields["link"]),
+            wake_inode=int(parked_fields["wake"]),
+        )
+        manifest.requested = dict(msgspec.json.decode(self._fields["requested"], type=dict[str, str]))
+        manifest.actual = parked.actual
+        manifest.keys = fingerprint.machine_keys() | {
+            "sha256": parked.info.sha256,
+            "criu": self._fields["version"].decode(),
+        }
+        foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
+        stamps = {path: fingerprint.stamp(path) for path in (*foreign, self._criu)}
+        stamps |= {stamp.path: stamp for stamp in fingerprint.own_files()}
+        manifest.files = list(stamps.values())
+        pages = [name for name in (format.MEMORY, format.BUFFERS) if (self._folder / name).exists()]
+        manifest.images = {name: os.path.getsize(self._folder / name) for name in pages}
+        for path in sorted(self._images.iterdir()):
+            path.chmod(0o600)
+            manifest.images[f"{format.IMAGES}/{path.name}"] = path.stat().st_size
+        return manifest
+
+    def _listen_to_the_canary(self, manifest: format.Manifest, expected: bytes) -> None:
+        if facts.ask(manifest, str(self._folder), "canary") != expected:
+            raise RestoreError(
+                "the new snapshot computes other tokens than the process it was taken of; it was "
+                "thrown away"
+            )
+
+    def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
+        images_bytes = sum(
+            size
+            for name, size in manifest.images.items()
+            if name not in (format.MEMORY, format.BUFFERS)
+        )
+        return Details(
+            name=manifest.name,
+            model=manifest.model,
+            folder=str(self._folder),
+            created_s=time.time(),
+            tier=manifest.tier,
+            criu=manifest.keys["criu"],
+            sha256=parked.info.sha256,
+            requested=manifest.requested,
+            actual=manifest.actual,
+            reasons={name: chosen.reason for name, chosen in parked.info.choices.items()},
+            system_tokens=parked.system_tokens,
+            memory_bytes=baked.memory_bytes + parked.spilled.size,
+            images_bytes=images_bytes,
+            disk_bytes=baked.disk_bytes + parked.spilled.written + images_bytes,
+            mappings=baked.mappings,
+            digests={
+                name: parked.spilled.digest if name == format.BUFFERS else digest(self._folder / name)
+                for name in manifest.images
+            },
+            stages_ms=self._stages,
+        )
+
+    def _publish(self, manifest: format.Manifest, details: Details) -> None:
+        """Everything to the disk, then the manifest's rename: from there on the snapshot exists."""
+        for name in (format.PARK_LOG, format.DUMP_LOG):
+            (self._folder / name).unlink(missing_ok=True)
+        _write(self._folder / format.DETAILS, msgspec.json.encode(details))
+        temporary = self._folder / f".{format.MANIFEST}"
+        _write(temporary, format.manifest_text(manifest).encode("utf-8", "surrogateescape"))
+        for name in manifest.images:
+            _sync(self._folder / name)
+        _sync(self._images)
+        _sync(self._folder)
+        temporary.rename(self._folder / format.MANIFEST)
+        _sync(self._folder)
+
+
+def parked_environment() -> dict[str, str]:
+    """All that the parked process is told of the world: nothing of the user's. One malloc arena,
+    because glibc gives pages of the others back and expects zeros, where a mapping of `memory.img`
+    would show what was there before.
+    """
+    ours = {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "MALLOC_ARENA_MAX": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return ours | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+
+
+def _ms_since(began: float) -> float:
+    return round((time.monotonic() - began) * 1000, 1)
+
+
+def _tail(log: Path, only: str = "") -> str:
+    """The last lines of a log that have the word."""
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if only in line]
+    except OSError:
+        return "no log was written"
+    return " | ".join(lines[-3:]) or "its log says nothing"
+
+
+def _disk_full(folder: Path) -> DiskFullError | None:
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    if free > _NEAR_FULL_BYTES:
+        return None
+    return DiskFullError(
+        f"no room left on the disk of {folder}: {free >> 20} MiB free; nothing of the snapshot is kept"
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def main() -> None:
+    """Build into the folder of the command line; whatever fails, the folder is gone."""
+    linux.die_with_parent()
+    warm, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
+    request = frames.receive(warm)
+    if request is None:
+        return
+    try:
+        details = Builder(warm, folder, request[0]).build()
+    except (EdgeInferError, OSError) as error:
+        problem = (
+            error if isinstance(error, EdgeInferError) else _disk_full(folder) or DumpError(f"{error}")
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        code, hint = problem.code, problem.hint or ""
+        frames.send(warm, {"op": "failed", "code": code, "message": problem.message, "hint": hint})
+        return
+    frames.send(warm, {"op": "built", "details": msgspec.json.encode(details)})
+
+
+if __name__ == "__main__":
+    from edgeinfer.snapshots.building import (
+        builder,  # classes of the imported module, not of `__main__`
+    )
+
+    builder.main()

@@ -1,0 +1,239 @@
+"""The process a snapshot is taken of: it loads, warms up, prefills, spills its buffers, lets go of
+everything, and waits.
+
+`python -m edgeinfer.snapshots.building.park`, with the builder's socket as descriptor LINK_FD and a pipe of the
+builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an unconnected socket
+and an empty pipe; a restore puts the launcher's link and a pipe with a byte in it in their place. It
+has never seen a user's environment, terminal, prompt or key: the builder gives it an environment of its
+own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pkgutil
+import select
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime.loading.mappings import areas
+from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
+from edgeinfer.snapshots.building.spill import Spilled, spill
+from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots.resumed import app_process, freshness, residency
+from edgeinfer.snapshots.resumed.loaded_model import Held, Parkable, actual
+from edgeinfer.snapshots.shelf.format import BUFFERS, LINK_FD, WAKE_FD
+
+#: Our packages whose every module is imported before the dump.
+OWN_PACKAGES = (
+    "edgeinfer.arguments", "edgeinfer.chat", "edgeinfer.commands", "edgeinfer.runtime", "edgeinfer.server",
+    "edgeinfer.snapshots", "edgeinfer.tui",
+)  # fmt: skip
+#: What others import lazily, and a launch would pay for. Kept complete by
+#: tests/snapshots/test_resume.py.
+LAZY_MODULES = (
+    "asyncio.selector_events", "asyncio.unix_events", "bz2", "concurrent.futures.thread", "decimal", "edgeinfer.catalog.models",
+    "edgeinfer.catalog.store", "edgeinfer.cli", "encodings.ascii", "encodings.idna", "encodings.latin_1", "encodings.utf_8_sig",
+    "glob", "http.client", "httptools", "json", "llguidance", "lzma", "multiprocessing.connection", "readline", "sqlite3",
+    "textual.app", "textual.drivers.linux_driver", "textual.widgets", "tomllib", "unicodedata", "uuid",
+    "uvicorn", "uvicorn.lifespan.off", "uvicorn.lifespan.on", "uvicorn.logging", "uvicorn.loops.asyncio", "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto", "uvicorn.protocols.http.h11_impl", "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.utils", "zoneinfo",
+)  # fmt: skip
+_WIDGETS = "textual.widgets"
+
+
+class Parked(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process says of itself before it lets go of the builder. `files` are the files it
+    maps.
+    """
+
+    info: EngineInfo
+    actual: dict[str, str]
+    canary: bytes
+    files: tuple[str, ...]
+    system_tokens: int
+    spilled: Spilled
+    stages_ms: dict[str, float]
+
+
+def import_everything() -> list[str]:
+    """Import what chat, run and serve need; returns what is not there (an extra that is not installed,
+    a part left out).
+    """
+    missing = []
+    for package in OWN_PACKAGES:
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            if not module.name.endswith("__main__"):
+                missing += _import(module.name)
+    for name in LAZY_MODULES:
+        missing += _import(name)
+    widgets = sys.modules.get(_WIDGETS)
+    for name in getattr(widgets, "__all__", ()):
+        with contextlib.suppress(ImportError):  # a widget that needs an extra
+            getattr(widgets, name)
+    return missing
+
+
+def _import(name: str) -> list[str]:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return [name]
+    return []
+
+
+class _Stages:
+    """Names each stage to the builder and keeps its milliseconds."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._name, self._since = "", time.monotonic()
+        self.ms: dict[str, float] = {}
+
+    def begin(self, name: str) -> None:
+        now = time.monotonic()
+        if self._name:
+            self.ms[self._name] = round((now - self._since) * 1000, 1)
+        self._name, self._since = name, now
+        if name:
+            self.report(name, None)
+
+    def report(self, name: str, fraction: float | None) -> None:
+        frames.send(
+            self._link,
+            {"op": "stage", "name": name, "fraction": "" if fraction is None else f"{fraction:.4f}"},
+        )
+
+
+def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]:
+    """Load, warm up, prefill and park as the builder asks; the engine, and the `Parked` of it. Raises
+    what loading raises.
+    """
+    from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
+
+    files = msgspec.json.decode(fields["files"], type=ModelFiles)
+    options = msgspec.json.decode(fields["options"], type=LoadOptions)
+    stages = _Stages(link)
+    stages.begin("load")
+    with ThreadPoolExecutor(
+        1
+    ) as loader:  # llama.cpp needs no Python to load, and the imports no llama.cpp
+        loading = loader.submit(
+            load_engine, files, options, lambda _stage, fraction: stages.report("load", fraction)
+        )
+        import_everything()
+        _rehearse()
+        engine: Parkable = loading.result()
+    held = Held(engine, fields["model"].decode(), options)
+    # loading read it all; what is touched from here on is what computing needs
+    residency.give_back_shared()
+    system_tokens = 0
+    if engine.info.has_chat_template:
+        stages.begin("prefill")
+        system_tokens = engine.prefill_system(fields["system"].decode())
+    stages.begin("warm up")
+    engine.warm_up()
+    # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
+    canary = held.sing()
+    engine.park()
+    stages.begin("write")
+    held.shared, held.buffers = residency.touched_shared(), residency.buffers()
+    path = os.path.join(os.fsdecode(fields["folder"]), BUFFERS)
+    spilled = spill(held.buffers, path, lambda fraction: stages.report("write", fraction))
+    stages.begin("")
+    parked = Parked(
+        info=engine.info,
+        actual=actual(engine),
+        canary=canary,
+        files=mapped_files(),
+        system_tokens=system_tokens,
+        spilled=spilled,
+        stages_ms=stages.ms,
+    )
+    return held, msgspec.json.encode(parked)
+
+
+def _rehearse() -> None:
+    """Have the chat parse its styles and run once without a terminal: its first paint is half as long
+    then.
+    """
+    from edgeinfer import tui  # with everything else that is imported here
+
+    tui.preload()
+
+
+def mapped_files() -> tuple[str, ...]:
+    """The files this process maps."""
+    paths = {area.path for area in areas()}
+    return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
+
+
+def _let_go(link: socket.socket, parked: bytes) -> None:
+    """Tell the builder, then exchange its socket for one that nobody is connected to."""
+    mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    inodes = {"link": os.fstat(mine.fileno()).st_ino, "wake": os.fstat(WAKE_FD).st_ino}
+    frames.send(link, {"op": "parked", "pid": os.getpid(), "parked": parked, **inodes})
+    gc.collect()
+    gc.freeze()  # what is here stays: collections after a resume neither visit nor write it
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    number = mine.detach()
+    link.detach()
+    os.closerange(3, number)
+    os.closerange(number + 1, LINK_FD)
+    os.closerange(WAKE_FD + 1, 4096)
+    os.dup2(number, LINK_FD)  # last: the builder sees its socket close, and dumps
+    os.close(number)
+
+
+def main() -> None:
+    """Park, and when resumed become what the launch request asks."""
+    link = socket.socket(fileno=LINK_FD)
+    request = frames.receive(link)
+    if request is None:
+        os._exit(1)
+    try:
+        held, parked = prepare(link, request[0])
+    except EdgeInferError as error:
+        frames.send(
+            link,
+            {"op": "failed", "code": error.code, "message": error.message, "hint": error.hint or ""},
+        )
+        os._exit(1)
+    except OSError as error:
+        frames.send(
+            link,
+            {
+                "op": "failed",
+                "code": "",
+                "message": f"while it was made ready to dump: {error}",
+                "hint": "",
+            },
+        )
+        os._exit(1)
+    sleeper = select.poll()
+    sleeper.register(WAKE_FD, select.POLLIN)
+    ranges = freshness.read_droppable_ranges()
+    held.droppable = ranges
+    _let_go(link, parked)
+    freshness.forget_random_state(ranges)
+    sleeper.poll()  # the checkpoint is taken here
+    resumed_ns = time.monotonic_ns()
+    os.close(WAKE_FD)
+    app_process.become(socket.socket(fileno=LINK_FD), held, resumed_ns)
+
+
+if __name__ == "__main__":
+    from edgeinfer.snapshots.building import park  # classes of the imported module, not of `__main__`
+
+    park.main()

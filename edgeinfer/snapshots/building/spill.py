@@ -1,0 +1,95 @@
+"""Moving llama.cpp's buffers out of the process before the dump: into a file, mapped copy-on-write in
+their place.
+
+Nothing runs on them while the engine is parked, so the process can do this itself, which Python's heap
+would not allow (docs/decisions/040-bake-the-images.md). It writes megabytes at a time, and each byte to
+an offset that equals its address modulo the size of a huge page. That is the point: where the file
+system has large folios the page cache then holds huge pages, which a resume maps 512 pages at a fault
+and reads without missing the TLB. CRIU writes page by page (decision 043 has the figures). Zeros, which
+are what llama.cpp leaves in an empty KV cache, are given back instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from edgeinfer.snapshots import linux
+from edgeinfer.snapshots.building.digests import Hashing
+
+#: Compared with zeros, and given back, in blocks of this size.
+BLOCK_BYTES = 256 << 10
+#: Written in stretches of at most this size, aligned to it.
+STRETCH_BYTES = 4 << 20
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class Spilled(NamedTuple):
+    """The file: its size and what of it was written, in bytes, and its digest (`digests`), holes and
+    all.
+    """
+
+    size: int
+    written: int
+    digest: str
+
+
+def spill(buffers: list[tuple[int, int]], path: str, progress: Callable[[float], None]) -> Spilled:
+    """Move the content of these ranges of whole pages (lowest and highest address) into the new file
+    `path`, and map it there.
+
+    Nothing may write to them meanwhile. Progress from 0 to 1. Without buffers there is no file. Raises
+    OSError.
+    """
+    if not buffers:
+        return Spilled(0, 0, "")
+    size = written = 0
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with Hashing(fd) as hashing:
+            for at, length in _stretches(buffers, progress):
+                hole = (at - size) % HUGE_PAGE_BYTES
+                _write_all(
+                    fd, memoryview((ctypes.c_char * length).from_address(at)).cast("B"), size + hole
+                )
+                linux.map_private(at, length, fd, size + hole)
+                linux.begin_writing(fd, size + hole, length)
+                size += hole + length
+                written += length
+                hashing.written(size)
+            return Spilled(size, written, hashing.finish(size))
+    finally:
+        os.close(fd)
+
+
+def _stretches(
+    buffers: list[tuple[int, int]], progress: Callable[[float], None]
+) -> Iterator[tuple[int, int]]:
+    """Address and length of what is not zeros; blocks of zeros are given back."""
+    zeros = ctypes.create_string_buffer(BLOCK_BYTES)
+    total, seen = sum(high - low for low, high in buffers), 0
+    for low, high in buffers:
+        begin = at = low
+        while at < high:
+            end = min(at - at % BLOCK_BYTES + BLOCK_BYTES, high)
+            empty = linux.equal(at, zeros, end - at)
+            if at > begin and (empty or at % STRETCH_BYTES == 0):
+                yield begin, at - begin
+                begin = at
+                progress((seen + at - low) / total)
+            if empty:
+                linux.forget_pages(at, end - at)
+                begin = end
+            at = end
+        if begin < high:
+            yield begin, high - begin
+        seen += high - low
+    progress(1.0)
+
+
+def _write_all(fd: int, content: memoryview, offset: int) -> None:
+    while content:
+        done = os.pwrite(fd, content, offset)
+        content, offset = content[done:], offset + done

@@ -1,0 +1,37 @@
+"""Reading every byte of a snapshot, comparing it with what was built, and resuming it. A launch
+compares sizes only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.snapshots.building import facts
+from edgeinfer.snapshots.building.digests import digest
+from edgeinfer.snapshots.shelf import fingerprint, format, records
+
+
+def wrong_files(folder: Path) -> list[str]:
+    """The files of a snapshot that are not what was built, by name.
+
+    Raises SnapshotStaleError, SnapshotUnsafeError or SnapshotCorruptError when the manifest alone
+    refuses it.
+    """
+    manifest = format.read_manifest(str(folder))
+    fingerprint.refuse_stale(manifest, str(folder))
+    digests = records.read_details(folder).digests
+    return [name for name in manifest.images if digest(folder / name) != digests.get(name)]
+
+
+def repeated_randomness(folder: Path) -> list[str]:
+    """Resume it twice and name every source of randomness on which the two agree. Raises
+    RestoreError.
+    """
+    manifest = format.read_manifest(str(folder))
+    drawn = [
+        msgspec.json.decode(facts.ask(manifest, str(folder), "facts"), type=facts.Facts).random
+        for _ in range(2)
+    ]
+    return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]

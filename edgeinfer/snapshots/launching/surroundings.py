@@ -1,0 +1,101 @@
+"""What a launch has around it: its process's state for the app to take over, its sockets, and what it
+leaves behind.
+
+Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
+import _socket
+import os
+
+from edgeinfer.snapshots.launching import frames, supervise
+from edgeinfer.snapshots.shelf import choose
+
+_LIMITS = (
+    "RLIMIT_NOFILE",
+    "RLIMIT_CORE",
+    "RLIMIT_CPU",
+    "RLIMIT_FSIZE",
+    "RLIMIT_DATA",
+    "RLIMIT_AS",
+    "RLIMIT_STACK",
+)
+
+
+def of_this_process() -> dict[str, frames.Value]:
+    """What the app takes over from us."""
+    import resource  # 0.2 ms
+
+    umask = os.umask(0o077)
+    os.umask(umask)
+    limits: list[str] = []
+    for name in _LIMITS:
+        limits += [name, str(resource.getrlimit(getattr(resource, name))[0])]
+    try:
+        cwd = os.getcwd()
+    except OSError:
+        cwd = "/"
+    environment = b"\0".join(name + b"=" + value for name, value in os.environb.items())
+    return {
+        "env": environment,
+        "cwd": cwd,
+        "umask": umask,
+        "affinity": frames.join(str(n) for n in os.sched_getaffinity(0)),
+        "limits": frames.join(limits),
+        "entropy": os.urandom(64),
+    }
+
+
+def listen(argv: list[str]) -> list[_socket.socket]:
+    """The sockets of `serve`, bound before anything is loaded; none when they cannot be: the app will
+    say why.
+    """
+    count = os.environ.get("LISTEN_FDS", "")
+    if count.isdigit() and os.environ.get("LISTEN_PID") == str(os.getpid()):
+        for name in ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
+            os.environ.pop(name, None)
+        return [_socket.socket(fileno=fd) for fd in range(3, 3 + int(count))]
+    serve = choose.read_config().get("serve", {})
+    host = choose.option(argv, "--host") or str(serve.get("host", "127.0.0.1"))
+    port = choose.option(argv, "--port") or str(serve.get("port", 8080))
+    found: list[_socket.socket] = []
+    try:
+        node = host.encode() if host.isascii() else host  # text would import the IDNA codec: 6 ms
+        for family, kind, protocol, _, address in _socket.getaddrinfo(
+            node, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
+        ):
+            if found and port == "0":
+                break  # one free port, not one for each family
+            listener = _socket.socket(family, kind, protocol)
+            listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+            if family == _socket.AF_INET6:
+                listener.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(1024)
+            found.append(listener)
+    except (OSError, ValueError, OverflowError):
+        for listener in found:
+            listener.close()
+        return []
+    return found
+
+
+def detach(module: str, *arguments: str) -> None:
+    """Start a module of ours that outlives us, with none of our descriptors."""
+    from edgeinfer.process import child_command
+
+    command = child_command(module, *arguments)
+    if os.fork() == 0:
+        try:
+            os.setsid()
+            null = os.open("/dev/null", os.O_RDWR)
+            for fd in (0, 1, 2):
+                os.dup2(null, fd)
+            os.closerange(3, 4096)
+            for number in supervise.FORWARDED:
+                _signal.signal(number, _signal.SIG_DFL)
+            os.execv(command[0], command)
+        finally:
+            os._exit(127)

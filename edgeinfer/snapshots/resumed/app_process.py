@@ -1,0 +1,312 @@
+"""The app process: what a parked process becomes when it is resumed, and what a cold start runs.
+
+Both take a launch request from the link to their launcher (`frames`), become whoever launched them
+(`freshness`), and then run a verb, serve an engine to another process, or answer the canary. The
+launcher learns how they ended from the supervisor.
+
+`python -m edgeinfer.snapshots.resumed.app_process FD` is the cold one; it has nothing loaded yet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from edgeinfer.errors import EngineClosedError, SnapshotError
+from edgeinfer.host import Host, LoadProgress, Start
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.snapshots import linux
+from edgeinfer.snapshots.launching import frames, kept_connections
+from edgeinfer.snapshots.resumed import freshness
+from edgeinfer.snapshots.resumed.idle import IdleWatch
+from edgeinfer.snapshots.resumed.loaded_model import Held, asked
+
+#: Roles of a launch request.
+VERB, WORKER, CANARY, FACTS = b"verb", b"worker", b"canary", b"facts"
+TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
+#: Seconds without work after which a cold chat or endpoint has the snapshot built that its next start
+#: will want.
+REST_S = 15.0
+
+
+class AppHost(Host):
+    """A process with a launcher behind it: it may hold a resumed model, and gets others from worker
+    processes.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        link: socket.socket,
+        held: Held | None,
+        listeners: tuple[socket.socket, ...] = (),
+        *,
+        long_lived: bool = True,
+    ) -> None:
+        super().__init__(start)
+        self._link = link
+        self._held = held
+        self._listeners = listeners
+        self._long_lived = long_lived
+        self._asking = threading.Lock()
+
+    @property
+    def listeners(self) -> tuple[socket.socket, ...]:
+        return self._listeners
+
+    @property
+    def held_model(self) -> str:
+        """The model this process was resumed with, or ""."""
+        return self._held.model if self._held and self._held.is_open else ""
+
+    def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+        """The resumed engine when it is this model with these options, else one from a worker; loaded
+        here when cold.
+
+        Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
+        """
+        if self._held is not None:
+            if self._held.serves(model, options):
+                self._held.release_when_idle(self.config.snapshots.idle_release_s)
+                return self._held.take(options)
+            return self.worker(model, options, progress)
+        engine = super().engine(model, options, progress)
+        self._ask_for_warming(engine, model, options)
+        return engine
+
+    def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+        """The engine of `model` in a process of its own, resumed when it is warm; closing it ends the
+        process.
+
+        Raises what loading it raises there, EngineClosedError when that process dies before it is
+        ready.
+        """
+        from edgeinfer.workers.worker import RemoteEngine  # 5 ms in a cold process
+
+        with self._asking:
+            requested = frames.join(word for item in asked(options).items() for word in item)
+            raw = msgspec.json.encode(options)
+            frames.send(
+                self._link, {"op": "worker", "model": model, "options": raw, "requested": requested}
+            )
+            answer = frames.receive(self._link)
+        if answer is None:
+            raise EngineClosedError("the launcher is gone")
+        if not answer[1]:
+            raise SnapshotError(answer[0]["message"].decode(), hint=answer[0]["hint"].decode() or None)
+        return RemoteEngine(socket.socket(fileno=answer[1][0]), progress)
+
+    def warm_models(self) -> frozenset[str]:
+        from edgeinfer.snapshots.shelf.records import (
+            listed,
+        )  # reads every manifest: only the model picker asks
+
+        return frozenset(one.details.model for one in listed() if one.fresh)
+
+    def warm(
+        self,
+        model: str,
+        options: LoadOptions,
+        progress: LoadProgress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """`edgeinfer warm` in a process of the launcher's: none can be dumped from inside a resumed
+        one's namespaces.
+        """
+        from edgeinfer.snapshots.building.watch_build import listen, words  # only the model picker asks
+
+        read_fd, write_fd = os.pipe()
+        with self._asking:
+            frames.send(
+                self._link, {"op": "warm-now", "words": frames.join(words(model, options))}, [write_fd]
+            )
+        os.close(write_fd)
+        listen(model, read_fd, progress, cancel, self._stop_warming)
+
+    def _stop_warming(self) -> None:
+        with self._asking:
+            frames.send(self._link, {"op": "warm-stop"})
+
+    def keep_copies(self, words: Sequence[bytes]) -> kept_connections.Copies:
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        states_fd = os.memfd_create("states")
+        self._tell({"op": "copies", "words": b"\0".join(words)}, [theirs.fileno(), states_fd])
+        theirs.close()
+        return kept_connections.Copies(channel, states_fd)
+
+    def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
+        """Tell the launcher which snapshot would have served this cold start. It has one built when
+        this verb has ended, or, of a verb that goes on for long, as soon as the engine has rested for a
+        while.
+        """
+        if not self.config.snapshots.auto_warm or self.start.how != "cold":
+            return
+        request: dict[str, frames.Value] = {
+            "op": "warm",
+            "model": model,
+            "options": msgspec.json.encode(options),
+            "now": 0,
+        }
+        self._tell(request)
+        if self._long_lived:
+
+            def rested() -> None:
+                self._tell(request | {"now": 1})
+                watch.stop()
+
+            watch = IdleWatch(engine, REST_S, rested)
+            watch.start()
+
+    def _tell(self, message: Mapping[str, frames.Value], fds: Sequence[int] = ()) -> None:
+        with self._asking, contextlib.suppress(OSError):
+            frames.send(self._link, message, fds)
+
+
+def become(link: socket.socket, held: Held | None, resumed_ns: int) -> NoReturn:
+    """Read the launch request and be it. Never returns."""
+    request = frames.receive(link)
+    if request is None:
+        os._exit(125)
+    fields, fds = request
+    code = 70
+    try:
+        known = set(sys.modules)
+        listeners = _take_over(fields, fds, held)
+        start = _start(fields, resumed_ns)
+        code = _play(link, fields, held, start, listeners)
+        _trace_imports(known)
+        atexit._run_exitfuncs()
+        _flush()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        _flush()
+    except BaseException:  # noqa: BLE001  the main of a process
+        sys.excepthook(*sys.exc_info())
+        _flush()
+    try:  # noqa: SIM105
+        frames.send(link, {"op": "exit", "code": code})
+    except OSError:
+        pass
+    os._exit(code)
+
+
+def _take_over(fields: Mapping[str, bytes], fds: list[int], held: Held | None) -> list[socket.socket]:
+    """Entropy first, then descriptors, then everything else. Returns the sockets that came along."""
+    samplers = freshness.reseed(fields["entropy"], held.droppable if held else [])
+    for target, fd in enumerate(fds[:3]):
+        os.dup2(fd, target)
+        os.close(fd)
+    freshness.adopt(fields)
+    freshness.new_streams()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGTSTP, _stop)
+    linux.set_name("edgeinfer")
+    linux.die_with_parent()
+    if held is not None:
+        held.resume(samplers)
+    return [socket.socket(fileno=fd) for fd in fds[3:]]
+
+
+def _stop(_number: int, _frame: object) -> None:
+    """Ctrl-Z. The default action does nothing in a session without a terminal; the supervisor sees this
+    one.
+    """
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _start(fields: Mapping[str, bytes], resumed_ns: int) -> Start:
+    """How this launch went, in milliseconds from exec of the launcher."""
+    began = int(fields["exec_ns"])
+    stages = {
+        "launcher": int(fields["main_ns"]),
+        "restore": int(fields["spawn_ns"]),
+        "running": resumed_ns,
+    }
+    ms = {name: round((at - began) / 1e6, 1) for name, at in stages.items()}
+    ms["request"] = round((time.monotonic_ns() - began) / 1e6, 1)
+    return Start(
+        how="resumed" if fields["how"] == b"resumed" else "cold",
+        reason=fields["reason"].decode(),
+        snapshot=fields["snapshot"].decode(),
+        stages_ms=ms,
+    )
+
+
+def _play(
+    link: socket.socket,
+    fields: Mapping[str, bytes],
+    held: Held | None,
+    start: Start,
+    sockets: list[socket.socket],
+) -> int:
+    role = fields["role"]
+    if role == VERB:
+        from edgeinfer import cli  # 20 ms in a cold process
+
+        argv = frames.split(fields["argv"])
+        return cli.main(
+            argv, AppHost(start, link, held, tuple(sockets), long_lived=argv[0] in ("chat", "serve"))
+        )
+    if role == WORKER:
+        from edgeinfer.workers.worker import serve  # 5 ms in a cold process
+
+        host = AppHost(start, link, held)
+        options = msgspec.json.decode(fields["options"], type=LoadOptions)
+        serve(
+            sockets[0], start, lambda progress: host.engine(fields["model"].decode(), options, progress)
+        )
+        return 0
+    if role == CANARY and held is not None:
+        frames.send(link, {"op": "canary", "value": held.sing()})
+        return 0
+    if role == FACTS:
+        from edgeinfer.snapshots.building import facts  # 1 ms; a test's or a verification's process
+
+        frames.send(link, {"op": "facts", "value": msgspec.json.encode(facts.gather(held))})
+        return 0
+    raise ValueError(f"a launch request with the role {role!r}")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:  # noqa: SIM105
+            stream.flush()
+        except (AttributeError, ValueError, OSError):
+            pass
+
+
+def _trace_imports(before: set[str]) -> None:
+    """For the test that keeps the parked process's list of modules complete: what was imported after
+    the resume.
+    """
+    path = os.environ.get(TRACE_IMPORTS)
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("\n".join(sorted(set(sys.modules) - before)))
+
+
+def main() -> NoReturn:
+    """A cold app: the link's descriptor is the only argument."""
+    resumed_ns = time.monotonic_ns()
+    linux.die_with_parent()
+    become(socket.socket(fileno=int(sys.argv[1])), None, resumed_ns)
+
+
+if __name__ == "__main__":
+    from edgeinfer.snapshots.resumed import (
+        app_process,  # classes and functions of the imported module, not of `__main__`
+    )
+
+    app_process.main()

@@ -1,0 +1,155 @@
+"""The engine a parked process holds, and what it needs to be the engine of somebody's launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from edgeinfer.errors import EngineClosedError
+from edgeinfer.runtime.events import TextDelta
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.loading.mappings import Area
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.snapshots.resumed import prefetch
+from edgeinfer.snapshots.resumed.idle import IdleWatch, give_back
+
+CANARY_TOKENS = 4
+_CANARY_PROMPT = "The quick brown fox"
+
+
+class Parkable(Engine, Protocol):
+    """What the engine of this process can do besides."""
+
+    def warm_up(self) -> None: ...
+
+    def prefill_system(self, text: str) -> int: ...
+
+    def park(self) -> None: ...
+
+    def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None: ...
+
+    def between_steps(self, work: Callable[[], Any]) -> Any: ...
+
+
+class Held:
+    """A loaded engine with the name and options it was asked for under. `droppable` are the ranges of
+    `freshness`, `buffers` those of `memory`, `shared` what computing touches of the model's file.
+    """
+
+    def __init__(self, engine: Parkable, model: str, options: LoadOptions) -> None:
+        self._engine = engine
+        self.model = model
+        self._options = options
+        self._entropy = b""
+        self._watch: IdleWatch | None = None
+        self.droppable: list[tuple[int, int]] = []
+        self.buffers: list[tuple[int, int]] = []
+        self.shared: list[Area] = []
+
+    @property
+    def is_open(self) -> bool:
+        return not getattr(self._engine, "_closed", False)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is more than an embedding model."""
+        return not self._engine.info.can_embed or self._engine.info.has_chat_template
+
+    @property
+    def engine(self) -> Parkable:
+        return self._engine
+
+    def serves(self, model: str, options: LoadOptions) -> bool:
+        """Whether this engine is that model with those options. An option left at its default may have
+        any value here.
+        """
+        return (
+            self.is_open
+            and model == self.model
+            and not unmet(options, self._options, actual(self._engine))
+        )
+
+    def take(self, options: LoadOptions) -> Engine:
+        """The engine, decoding with the threads that were asked for."""
+        if not self.is_open:
+            raise EngineClosedError("the resumed engine was closed")
+        if options.n_threads:
+            self._engine.resume(options.n_threads, self._entropy)
+        return self._engine
+
+    def resume(self, entropy: bytes) -> None:
+        """After a restore: as many threads as this launch has processors, and randomness of its own."""
+        from edgeinfer.runtime.loading.choices import (
+            choose_threads,
+            read_machine,
+        )  # imported already in a parked process
+
+        self._entropy = entropy
+        self._engine.resume(choose_threads(0, read_machine()).value, entropy)
+        prefetch.start(self.shared)
+
+    def release_when_idle(self, idle_s: float) -> None:
+        """Give memory back after so many seconds without work, every time; 0 never does."""
+        if idle_s > 0 and self._watch is None:
+            self._watch = IdleWatch(
+                self._engine,
+                idle_s,
+                lambda: self._engine.between_steps(lambda: give_back(self.buffers)),
+            )
+            self._watch.start()
+
+    def sing(self) -> bytes:
+        """Four greedy tokens with their logprobs, or an embedding: bit-equal before the dump and after
+        a restore.
+        """
+        if self.generates:
+            request = GenerateRequest(
+                prompt=_CANARY_PROMPT,
+                max_tokens=CANARY_TOKENS,
+                ignore_eos=True,
+                logprobs=1,
+                cache_prompt=False,
+                sampling=Sampling(temperature=0.0, seed=1),
+            )
+            heard = [
+                event.logprobs for event in self._engine.submit(request) if isinstance(event, TextDelta)
+            ]
+            return msgspec.msgpack.encode([token for part in heard for token in part])
+        return msgspec.msgpack.encode(self._engine.embed([_CANARY_PROMPT]))
+
+
+def actual(engine: Engine) -> dict[str, str]:
+    """What the load options that matter to a choice of snapshot became."""
+    info = engine.info
+    chosen = {name: str(choice.value) for name, choice in info.choices.items()}
+    return chosen | {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
+
+
+#: Options of load time; a thread count, for one, is not: it is set on resume.
+LOAD_TIME = ("n_ctx", "n_parallel", "repack", "kv_type", "flash_attention", "gpu_layers")
+_DEFAULT = LoadOptions()
+
+
+def asked(options: LoadOptions) -> dict[str, str]:
+    """The options of load time that differ from their defaults, as words."""
+    return {
+        name: str(getattr(options, name))
+        for name in LOAD_TIME
+        if getattr(options, name) != getattr(_DEFAULT, name)
+    }
+
+
+def unmet(wanted: LoadOptions, have: LoadOptions, became: dict[str, str]) -> str:
+    """The first option that is wanted and not had, or ""."""
+    had = asked(have)
+    return next(
+        (
+            name
+            for name, value in asked(wanted).items()
+            if value not in (had.get(name), became.get(name))
+        ),
+        "",
+    )

@@ -1,0 +1,1 @@
+"""Snapshots on the disk: their format, what they depend on, listing, choosing and pruning them."""

@@ -1,0 +1,137 @@
+"""Which snapshot a launch resumes: from the words typed and the configuration, without a parser of
+either.
+
+This is a guess that must be cheap (the launcher makes it). The app that is resumed reads the same words
+with the real parser, and takes another model, or other options, from a worker process when the guess
+was wrong: an answer never depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from edgeinfer import places
+from edgeinfer.errors import EdgeInferError, SnapshotMissingError
+from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots.shelf import fingerprint, format
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+#: The model a shipped file carries is its default (`edgeinfer.shipping.shipped.MODEL_VARIABLE`).
+_BUNDLED = "EDGEINFER_BUNDLED_MODEL"
+#: Options of load time as typed and as configured, by the name of the load option.
+_OPTIONS = {
+    "--ctx": ("ctx", "n_ctx"),
+    "--parallel": ("parallel", "n_parallel"),
+    "--repack": ("repack", "repack"),
+    "--kv-type": ("kv-type", "kv_type"),
+    "--gpu-layers": ("gpu-layers", "gpu_layers"),
+}
+#: Values that leave the choice to the engine, so any snapshot will do.
+_ANY = ("0", "auto")
+
+
+class Wish:
+    """What a launch would like to resume: model, options that must hold, and whether it insists (auto,
+    always, never).
+    """
+
+    __slots__ = ("model", "options", "resume")
+
+    def __init__(self, model: str, options: dict[str, str], resume: str) -> None:
+        self.model, self.options, self.resume = model, options, resume
+
+
+def wish(argv: list[str]) -> Wish:
+    """Guess from the words typed, then from config.toml."""
+    config = read_config()
+    load, snapshots = config.get("load", {}), config.get("snapshots", {})
+    options = {}
+    for typed, (configured, name) in _OPTIONS.items():
+        value = option(argv, typed) or str(load.get(configured, ""))
+        if value and value not in _ANY:
+            options[name] = value
+    model = str(config.get("default-model") or os.environ.get(_BUNDLED) or DEFAULT_MODEL)
+    known = {format.model_part(name) for name in format.generations()}
+    for word in argv[1:]:
+        if not word.startswith("-") and len(word) < 200 and format.safe_name(word) in known:
+            model = word
+            break
+    return Wish(model, options, option(argv, "--resume") or str(snapshots.get("resume", "auto")))
+
+
+def option(argv: list[str], name: str) -> str:
+    """The value typed for an option, the last one when typed twice; "" when it was not."""
+    value = ""
+    for at, word in enumerate(argv):
+        if word == name and at + 1 < len(argv):
+            value = argv[at + 1]
+        elif word.startswith(f"{name}="):
+            value = word[len(name) + 1 :]
+    return value
+
+
+def from_words(requested: bytes) -> dict[str, str]:
+    """Options as an app asks for them in a worker: name, value, name, value."""
+    words = frames.split(requested)
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def read_config() -> dict[str, Any]:
+    """config.toml as it is; empty when there is none or it cannot be read (the app will say so)."""
+    path = places.config_file()
+    if not os.path.exists(path):
+        return {}
+    import tomllib  # 15 ms, only where there is a file
+
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError):
+        return {}
+
+
+def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
+    """The folder and manifest of the snapshot to resume: one made with exactly these options, else the
+    newest that fits.
+
+    Raises SnapshotMissingError when there is none, else what refused the best one.
+    """
+    root = places.snapshots()
+    all_of = format.generations(root)
+    names = [name for name in all_of if format.model_part(name) == format.safe_name(model)]
+    if names:
+        format.refuse_unsafe(root, directory=True)
+        format.refuse_unsafe_ancestors(root)
+    found: list[tuple[bool, str, format.Manifest]] = []
+    refused: EdgeInferError | None = None
+    for name in names:
+        folder = all_of[name][0]
+        try:
+            manifest = format.read_manifest(folder)
+        except EdgeInferError as error:
+            refused = error
+            continue
+        if not fingerprint.conflict(manifest, options):
+            found.append(
+                (manifest.requested == options, folder.rpartition(format.SEPARATOR)[2], manifest)
+            )
+    for _, generation, manifest in sorted(found, key=lambda item: item[:2], reverse=True):
+        folder = f"{root}/{manifest.name}{format.SEPARATOR}{generation}"
+        try:
+            fingerprint.refuse_stale(manifest, folder)
+        except EdgeInferError as error:
+            refused = refused or error
+            continue
+        return folder, manifest
+    raise refused or _missing(model, options, bool(names))
+
+
+def _missing(model: str, options: dict[str, str], others: bool) -> EdgeInferError:
+    if others:
+        words = ", ".join(f"{name}={value}" for name, value in options.items())
+        return SnapshotMissingError(f"{model} has no snapshot with {words}")
+    return SnapshotMissingError(f"{model} has no snapshot yet")

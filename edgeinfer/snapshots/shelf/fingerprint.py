@@ -1,0 +1,135 @@
+"""What a snapshot depends on, and whether this machine still is that: checked before CRIU runs, because
+CRIU checks sizes only.
+
+Standard library only: the launcher compares at every launch. Everything costs together about a
+millisecond.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from edgeinfer import __version__
+from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
+from edgeinfer.snapshots.shelf.format import IMAGES, MEMORY, FileStamp, Manifest, refuse_unsafe
+
+#: The folder of our own package.
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_CPU_LINES = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "stepping",
+    "flags",
+    "CPU implementer",
+    "CPU part",
+    "Features",
+)
+
+
+def stamp(path: str) -> FileStamp:
+    """The stamp of a file, symlinks followed. Raises OSError."""
+    info = os.stat(path)
+    return FileStamp(path, info.st_size, info.st_mtime_ns, info.st_ino)
+
+
+def machine_keys() -> dict[str, str]:
+    """What is compared by name: program, interpreter, kernel, processor, user."""
+    system = os.uname()
+    return {
+        "edgeinfer": __version__,
+        "python": sys.version.split()[0],
+        "program": sys.executable if getattr(sys, "frozen", False) else PACKAGE,
+        "kernel": system.release,
+        "architecture": system.machine,
+        "cpu": _cpu(),
+        "user": f"{os.getuid()}:{os.getgid()}",
+    }
+
+
+def _cpu() -> str:
+    """The first processor's family and features. Only 4 KB are read: every processor more costs the
+    kernel time.
+    """
+    try:
+        fd = os.open("/proc/cpuinfo", os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        text = os.read(fd, 4096).decode("ascii", "replace")
+    finally:
+        os.close(fd)
+    found = []
+    for line in text.split("\n\n")[0].split("\n"):
+        name, _, value = line.partition(":")
+        if name.strip() in _CPU_LINES:
+            found.append(value.strip())
+    return "; ".join(found)
+
+
+def own_files() -> list[FileStamp]:
+    """Our own sources, and the folder that other packages are installed in: a new version of either
+    makes snapshots stale.
+    """
+    packages = [
+        p
+        for p in sys.path
+        if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)
+    ]
+    found = [stamp(p) for p in packages]
+    for folder, _, names in os.walk(PACKAGE):
+        ours = [
+            f"{folder}/{name}" for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))
+        ]
+        found += [stamp(path) for path in ours if os.path.exists(path)]
+    return sorted(found, key=lambda s: s.path)
+
+
+def refuse_stale(manifest: Manifest, folder: str) -> None:
+    """Raise SnapshotStaleError naming the first key that differs, SnapshotCorruptError when a file of
+    it is not whole.
+    """
+    here = machine_keys()
+    for key, value in here.items():
+        before = manifest.keys.get(key, "")
+        if before != value:
+            raise SnapshotStaleError(_difference(manifest.name, key, before, value), key=key)
+    for file in manifest.files:
+        _refuse_changed(manifest.name, file)
+    for name, size in manifest.images.items():
+        info = refuse_unsafe(f"{folder}/{name}", directory=False)
+        if info.st_size != size:
+            raise SnapshotCorruptError(f"{folder}/{name} has {info.st_size} bytes instead of {size}")
+    refuse_unsafe(f"{folder}/{IMAGES}", directory=True)
+    if MEMORY not in manifest.images:
+        raise SnapshotCorruptError(f"{folder} has no {MEMORY}")
+
+
+def _difference(name: str, key: str, before: str, now: str) -> str:
+    if key == "cpu":
+        return f"the snapshot {name} was made on another processor"
+    return f"the snapshot {name} was made with another {key}: {before or 'none'}, now {now}"
+
+
+def _refuse_changed(name: str, file: FileStamp) -> None:
+    try:
+        info = os.stat(file.path)
+    except OSError as error:
+        raise SnapshotStaleError(
+            f"{file.path}, which the snapshot {name} needs, is gone", key=file.path
+        ) from error
+    if info.st_size != file.size or info.st_mtime_ns != file.mtime_ns or info.st_ino != file.inode:
+        raise SnapshotStaleError(
+            f"{file.path} was changed after the snapshot {name} was made", key=file.path
+        )
+
+
+def conflict(manifest: Manifest, wanted: dict[str, str]) -> str:
+    """The option of `wanted` that this snapshot was not made with, or "". An option that is not wanted
+    may be anything.
+    """
+    for option, value in wanted.items():
+        if value not in (manifest.requested.get(option), manifest.actual.get(option)):
+            return option
+    return ""

@@ -1,0 +1,71 @@
+"""Keeping snapshots within their limits: the total, the disk's margin, one generation of each name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from edgeinfer.config import SnapshotsConfig
+from edgeinfer.snapshots.shelf import format, records
+
+_GIB = 1 << 30
+
+
+def remove(folder: Path) -> None:
+    """Make the snapshot invisible at once, then delete it. Processes resumed from it go on."""
+    (folder / format.MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def drop_older(root: Path, name: str) -> None:
+    """Remove all but the newest generation of a name."""
+    for folder in format.generations(str(root)).get(name, [])[1:]:
+        remove(Path(folder))
+
+
+def by_last_use(root: Path, keep: str = "") -> list[Path]:
+    """Every snapshot but those called `keep`, the one used longest ago first."""
+    folders = [
+        Path(f) for name, found in format.generations(str(root)).items() if name != keep for f in found
+    ]
+    return sorted(folders, key=records.last_used_s)
+
+
+def to_limit(root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: int = 0) -> list[str]:
+    """Remove the least recently used until all snapshots, and `extra_bytes` more, fit the total limit;
+    their names.
+    """
+    sizes = {folder: records.disk_bytes(folder) for folder in by_last_use(root)}
+    total, removed = sum(sizes.values()) + extra_bytes, []
+    for folder in by_last_use(root, keep):
+        if total <= config.max_total_gib * _GIB:
+            break
+        total -= sizes.get(folder, 0)
+        removed.append(folder.name.rpartition(format.SEPARATOR)[0])
+        remove(folder)
+    return removed
+
+
+def make_room(root: Path, need_bytes: int, config: SnapshotsConfig, keep: str = "") -> list[str]:
+    """Remove the least recently used until `need_bytes` fit both the total limit and the disk's margin;
+    their names.
+    """
+    removed = to_limit(root, config, keep, need_bytes)
+    for folder in by_last_use(root, keep):
+        room = os.statvfs(root)
+        if room.f_bavail * room.f_frsize - need_bytes >= config.disk_margin_gib * _GIB:
+            break
+        removed.append(folder.name.rpartition(format.SEPARATOR)[0])
+        remove(folder)
+    return removed
+
+
+def stale(root: Path) -> list[str]:
+    """Remove the snapshots that this machine, as it is now, refuses; their names."""
+    removed = []
+    for folder in by_last_use(root):
+        if not records.state_of(folder)[0]:
+            removed.append(folder.name.rpartition(format.SEPARATOR)[0])
+            remove(folder)
+    return removed

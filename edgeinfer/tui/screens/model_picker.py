@@ -1,0 +1,243 @@
+"""The model picker: what there is, what fits, what is here; pulls and warms with progress, and can be
+stopped.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+from edgeinfer.chat.opening import Launch
+from edgeinfer.chat.shelf import Shelved, shelf, size_words
+from edgeinfer.errors import EdgeInferError, InterruptedByUser
+from edgeinfer.tui.bindings import bindings
+from edgeinfer.words import hint
+
+if TYPE_CHECKING:
+    from edgeinfer.catalog.progress import PullProgress
+
+_KEYS = "Enter uses or pulls · w warm · x stop · Esc"
+
+
+class ModelScreen(ModalScreen[str | None]):
+    """The answer is the model to use. `first`: nothing can answer yet, so the wanted model is
+    offered.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "Leave", show=False),
+        *bindings("models"),
+    ]
+
+    def __init__(self, launch: Launch, wanted: str, *, first: bool = False) -> None:
+        super().__init__()
+        self.launch, self.wanted, self.first = launch, wanted, first
+        self.rows: list[Shelved] = []
+        self._stop = threading.Event()
+        self._working = ""
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="sheet") as sheet:
+            sheet.border_title = "No model is here yet" if self.first else "Models"
+            sheet.border_subtitle = _KEYS
+            if self.first:
+                yield Static(
+                    f"Enter fetches {self.wanted} and starts the chat. Or pick another.",
+                    classes="text",
+                    markup=False,
+                )
+            yield OptionList(id="models")
+            yield Static("", classes="detail", markup=False)
+            yield Static("", classes="progress", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).focus()
+        self._read()
+
+    @work(thread=True, group="shelf")
+    def _read(self) -> None:
+        try:
+            rows = shelf(self.launch.host.warm_models())
+        except EdgeInferError as error:
+            self.app.call_from_thread(self._say, error)
+            return
+        self.app.call_from_thread(self._show, rows)
+
+    def _show(self, rows: list[Shelved]) -> None:
+        chosen = self.chosen.name if self.chosen else self.wanted
+        self.rows = rows
+        listed = self.query_one(OptionList)
+        listed.clear_options()
+        room = self.query_one(".sheet").size.width - 8
+        listed.add_options(
+            Option(_row(r, r.name == self.wanted and not self.first, room), id=r.name) for r in rows
+        )
+        listed.highlighted = (
+            next((i for i, r in enumerate(rows) if r.name == chosen), 0) if rows else None
+        )
+
+    @property
+    def chosen(self) -> Shelved | None:
+        at = self.query_one(OptionList).highlighted
+        return self.rows[at] if at is not None and at < len(self.rows) else None
+
+    @on(OptionList.OptionHighlighted)
+    def _detail(self) -> None:
+        if self.chosen is not None:
+            self.query_one(".detail", Static).update(detail(self.chosen))
+
+    @on(OptionList.OptionSelected)
+    def _take(self) -> None:
+        chosen = self.chosen
+        if chosen is None or self._working:
+            return
+        if chosen.pulled:
+            self.dismiss(chosen.name)
+        else:
+            self._begin(f"pulling {chosen.name}")
+            self._pull(chosen.name)
+
+    def action_warm(self) -> None:
+        chosen = self.chosen
+        if chosen is None or self._working:
+            return
+        if not chosen.pulled:
+            self.notify(f"Pull {chosen.name} first: Enter.", markup=False)
+            return
+        self._begin(f"warming {chosen.name}")
+        self._warm(chosen.name)
+
+    def action_cancel(self) -> None:
+        self._stop.set()
+
+    def action_leave(self) -> None:
+        self._stop.set()
+        self.dismiss(None)
+
+    def _begin(self, words: str) -> None:
+        self._stop.clear()
+        self._working = words
+        self._progress(f"{words}…")
+
+    @work(thread=True, group="pull")
+    def _pull(self, name: str) -> None:
+        from edgeinfer.catalog.pull import pull  # 30 ms: hashing, and what the network needs
+
+        app = self.app
+        try:
+            pulled = pull(
+                name, lambda p: app.call_from_thread(self._progress, pull_words(p)), self._stop
+            )
+        except EdgeInferError as error:
+            app.call_from_thread(self._ended, error)
+        else:
+            app.call_from_thread(self._ended, None)
+            app.call_from_thread(self.dismiss, pulled.name)
+
+    @work(thread=True, group="pull")
+    def _warm(self, name: str) -> None:
+        app = self.app
+
+        def progress(stage: str, fraction: float | None) -> None:
+            app.call_from_thread(
+                self._progress, stage if fraction is None else f"{stage} {fraction:.0%}"
+            )
+
+        try:
+            self.launch.host.warm(name, self.launch.options, progress, self._stop)
+        except EdgeInferError as error:
+            app.call_from_thread(self._ended, error)
+        else:
+            app.call_from_thread(self._ended, None)
+            app.call_from_thread(
+                self.notify, f"{name} is warm: it starts in a tenth of a second.", markup=False
+            )
+            app.call_from_thread(self._read)
+
+    def _progress(self, words: str) -> None:
+        if self.is_mounted:
+            line = self.query_one(".progress", Static)
+            line.update(words)
+            line.display = bool(words)
+
+    def _ended(self, error: EdgeInferError | None) -> None:
+        self._working = ""
+        if not self.is_mounted:
+            return
+        self._progress("")
+        if isinstance(error, InterruptedByUser):
+            self.notify("Stopped. What was fetched is kept.")
+        elif error is not None:
+            self._say(error)
+
+    def _say(self, error: EdgeInferError) -> None:
+        self.query_one(".detail", Static).update(f"✗ {error.message}\n{hint(error)}".strip())
+
+
+def _row(row: Shelved, current: bool, room: int) -> Content:
+    """One line of `room` cells: mark, name, parameters, size, licence where there is room, whether it
+    fits, warm or here.
+    """
+    state = "warm" if row.warm else "here" if row.pulled else ""
+    size = f"{'~' if row.guessed else ''}{size_words(row.size_bytes)}" if row.size_bytes else ""
+    fits = {True: "fits", False: "too big", None: ""}[row.fits]
+    licence = 18 if room >= 80 else 0
+    width = max(12, min(36, room - 34 - licence))
+    return Content.assemble(
+        ("● " if current else "  ", "$accent"),
+        f"{_cut(row.name, width):<{width}}",
+        f"{row.parameters:>6} {size:>8}  ",
+        (f"{_cut(row.licence, licence - 1):<{licence}}" if licence else "", "dim"),
+        (f"{fits:<8}", "$error" if row.fits is False else "dim"),
+        (state, "$success"),
+    )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def detail(row: Shelved) -> str:
+    """Two lines about the chosen model."""
+    facts = [
+        row.title,
+        row.purpose,
+        f"{row.context_length:,} tokens of context" if row.context_length else "",
+        row.licence,
+    ]
+    needs = ""
+    if row.needs_bytes:
+        verb = "Fits" if row.fits else "Does not fit" if row.fits is False else "Needs"
+        about = "about " if not row.pulled else ""
+        needs = f"{verb}: {about}{size_words(row.needs_bytes)} needed, {size_words(row.available_bytes)} free"
+    state = (
+        ""
+        if row.pulled
+        else f"Enter fetches {size_words(row.size_bytes)}."
+        if row.size_bytes
+        else "Enter fetches it."
+    )
+    return "\n".join(line for line in (" · ".join(f for f in facts if f), needs, state) if line)
+
+
+def pull_words(progress: PullProgress) -> str:
+    """`downloading x.gguf  41 of 92 MB  8.2 MB/s  6 s left`."""
+    done, total = progress.done_bytes, progress.total_bytes
+    words = [progress.stage, progress.file]
+    if total and progress.stage in ("downloading", "copying", "verifying", "checking"):
+        bar = "━" * (20 * done // total)
+        words += [f"{bar:─<20}", f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"]
+    if progress.rate_bytes_per_s:
+        words.append(f"{progress.rate_bytes_per_s / 1e6:.1f} MB/s")
+    if progress.left_s is not None:
+        words.append(f"{progress.left_s:.0f} s left")
+    return "  ".join(w for w in words if w) + (f"  ({progress.note})" if progress.note else "")
