@@ -69,9 +69,16 @@ class Side:
 
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [*self.command, *words], env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-            check=False, timeout=900, cwd="/", **self.person,
-        )  # fmt: skip
+            [*self.command, *words],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            timeout=900,
+            cwd="/",
+            **self.person,
+        )
         if check and done.returncode:
             raise SystemExit(f"{self.name}: {' '.join(words)}: {done.stdout} {done.stderr}")
         return done
@@ -95,9 +102,14 @@ class Side:
             port = free.getsockname()[1]
         began = time.monotonic()
         process = subprocess.Popen(
-            [*self.command, "serve", model, "--port", str(port), "--resume", "always"], env=self.environment, cwd="/",
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self.person,
-        )  # fmt: skip
+            [*self.command, "serve", model, "--port", str(port), "--resume", "always"],
+            env=self.environment,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            **self.person,
+        )
         try:
             while not _healthy(port):
                 if process.poll() is not None:
@@ -114,10 +126,16 @@ class Side:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         began = time.monotonic()
         process = subprocess.Popen(
-            [*self.command, "chat", model, "--resume", "always"], env=self.environment, cwd="/", stdin=theirs,
-            stdout=theirs, stderr=theirs, start_new_session=True, **self.person,
+            [*self.command, "chat", model, "--resume", "always"],
+            env=self.environment,
+            cwd="/",
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            **self.person,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        )
         os.close(theirs)
         seen = b""
         try:

@@ -29,10 +29,24 @@ from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Sam
 WIDTHS = (1, 2, 4, 8, 16)
 TOKENS = 48
 N_CTX = 8192
-# fmt: off
-WORDS = ["rivers", "bread", "clocks", "whales", "ink", "bridges", "tea", "salt",
-         "wool", "maps", "snow", "glass", "paper", "iron", "wine", "corn"]
-# fmt: on
+WORDS = [
+    "rivers",
+    "bread",
+    "clocks",
+    "whales",
+    "ink",
+    "bridges",
+    "tea",
+    "salt",
+    "wool",
+    "maps",
+    "snow",
+    "glass",
+    "paper",
+    "iron",
+    "wine",
+    "corn",
+]
 GREEDY = Sampling(temperature=0)
 SCHEMA = {
     "type": "object",

@@ -388,18 +388,24 @@ def others(report: dict[str, Any]) -> str:
             f"{row['p95_ms']:.0f} ms p95 |"
         )
     if row := report.get("switch"):
-        lines.append(f"| ten models in turn, {row['resumed']} of {row['switches']} switches resumed | "
-                     f"resume {row['resume_p50_ms']:.0f} ms p50, {row['resume_p95_ms']:.0f} ms p95; "
-                     f"request → first token "
-                     f"{row['first_token_p50_ms']:.0f} ms p50, {row['first_token_p95_ms']:.0f} ms p95 "
-                     f"|")  # fmt: skip
+        lines.append(
+            f"| ten models in turn, {row['resumed']} of {row['switches']} switches resumed | "
+            f"resume {row['resume_p50_ms']:.0f} ms p50, {row['resume_p95_ms']:.0f} ms p95; "
+            f"request → first token "
+            f"{row['first_token_p50_ms']:.0f} ms p50, {row['first_token_p95_ms']:.0f} ms p95 "
+            f"|"
+        )
     if row := report.get("worker"):
-        lines.append(f"| a token through a worker | {row['added_ms']:+.2f} ms ({row['worker_p50_ms']:.2f} beside "
-                     f"{row['own_p50_ms']:.2f} ms between tokens, p50) |")  # fmt: skip
+        lines.append(
+            f"| a token through a worker | {row['added_ms']:+.2f} ms ({row['worker_p50_ms']:.2f} beside "
+            f"{row['own_p50_ms']:.2f} ms between tokens, p50) |"
+        )
     if row := report.get("crash"):
         after = f"{row['next_answer_p50_ms']:.0f} ms p50, {row['worst_ms']:.0f} ms at worst"
-        lines.append(f"| `kill -9` under 20 streaming clients, {row['kills']} times | {row['refused']} connections refused; "
-                     f"next first token after {after} |")  # fmt: skip
+        lines.append(
+            f"| `kill -9` under 20 streaming clients, {row['kills']} times | {row['refused']} connections refused; "
+            f"next first token after {after} |"
+        )
     return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
 
 

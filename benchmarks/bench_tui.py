@@ -234,8 +234,13 @@ def _into_nothing(engine: Any) -> float:
     from edgeinfer.runtime.events import Finished
     from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
-    request = GenerateRequest(messages=(Message(role="user", content=PROMPT),), sampling=Sampling(temperature=0.0),
-                              max_tokens=256, ignore_eos=True, cache_prompt=False)  # fmt: skip
+    request = GenerateRequest(
+        messages=(Message(role="user", content=PROMPT),),
+        sampling=Sampling(temperature=0.0),
+        max_tokens=256,
+        ignore_eos=True,
+        cache_prompt=False,
+    )
     end = next(e for e in engine.submit(request) if isinstance(e, Finished))
     return end.timings.decode_tokens_per_s(end.usage.completion_tokens)
 
@@ -279,17 +284,25 @@ def bench_store(runs: int) -> dict[str, Any]:
         store = Store.open(Path(folder) / "c.db")
         store.db.execute("BEGIN")
         for number in range(1, 201):
-            store.db.execute("INSERT INTO conversation VALUES (?, ?, 'm', '', '{}', ?, '', 1, ?, NULL)",
-                             (number, f"Conversation {number}", 100 * number, number))  # fmt: skip
+            store.db.execute(
+                "INSERT INTO conversation VALUES (?, ?, 'm', '', '{}', ?, '', 1, ?, NULL)",
+                (number, f"Conversation {number}", 100 * number, number),
+            )
             for turn in range(100):
                 text = f"turn {turn} of {number}: {PARAGRAPH * 3} {'zebra' if (number, turn) == (77, 50) else ''}"
                 store.db.execute(
                     "INSERT INTO turn (id, conversation_id, parent_id, role, content, status, "
                     "created_ms)"
                     " VALUES (?, ?, ?, ?, ?, ?, 1)",
-                    (100 * (number - 1) + turn + 1, number, 100 * (number - 1) + turn if turn else None,
-                     "assistant" if turn % 2 else "user", text, "complete"),
-                )  # fmt: skip
+                    (
+                        100 * (number - 1) + turn + 1,
+                        number,
+                        100 * (number - 1) + turn if turn else None,
+                        "assistant" if turn % 2 else "user",
+                        text,
+                        "complete",
+                    ),
+                )
         store.db.execute("COMMIT")
         calls: dict[str, Callable[[], object]] = {
             "list": lambda: library.listing(store),

@@ -22,11 +22,41 @@ CODECS = [f"encodings.{name}" for name in ("utf_8", "ascii", "latin_1", "aliases
 ROOTS = ["edgeinfer.shipping.shipped", "edgeinfer.launcher", *CODECS]
 #: Never reached by the launcher, though something in the graph names them.
 EXCLUDES = [
-    "edgeinfer.cli", "edgeinfer.commands", "edgeinfer.arguments", "edgeinfer.runtime", "edgeinfer.server", "edgeinfer.tui",
-    "edgeinfer.chat", "edgeinfer.catalog", "edgeinfer.config", "platformdirs", "msgspec", "rich", "tkinter", "pydoc",
-    "unittest", "doctest", "test", "ssl", "http", "email", "xml", "asyncio", "multiprocessing", "pdb", "sqlite3", "distutils",
-    "ntpath", "nturl2path", "_winapi", "msvcrt", "winreg", "urllib.request", "ctypes.macholib", "ctypes.wintypes",
-]  # fmt: skip
+    "edgeinfer.cli",
+    "edgeinfer.commands",
+    "edgeinfer.arguments",
+    "edgeinfer.runtime",
+    "edgeinfer.server",
+    "edgeinfer.tui",
+    "edgeinfer.chat",
+    "edgeinfer.catalog",
+    "edgeinfer.config",
+    "platformdirs",
+    "msgspec",
+    "rich",
+    "tkinter",
+    "pydoc",
+    "unittest",
+    "doctest",
+    "test",
+    "ssl",
+    "http",
+    "email",
+    "xml",
+    "asyncio",
+    "multiprocessing",
+    "pdb",
+    "sqlite3",
+    "distutils",
+    "ntpath",
+    "nturl2path",
+    "_winapi",
+    "msvcrt",
+    "winreg",
+    "urllib.request",
+    "ctypes.macholib",
+    "ctypes.wintypes",
+]
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:

@@ -27,23 +27,38 @@ from edgeinfer import __version__
 HERE = Path(__file__).parent
 #: What the classifiers and short fields of distributions without an SPDX expression mean.
 SPDX = {
-    "mit": "MIT", "mit license": "MIT", "apache": "Apache-2.0", "apache 2.0": "Apache-2.0", "apache-2.0": "Apache-2.0",
-    "apache software "
-    "license": "Apache-2.0", "bsd": "BSD-3-Clause", "bsd license": "BSD-3-Clause", "isc": "ISC",
-    "3-clause bsd "
-    "license": "BSD-3-Clause", "mpl-2.0": "MPL-2.0", "isc license (iscl)": "ISC", "psf": "PSF-2.0",
-    "mozilla public license 2.0 (mpl "
-    "2.0)": "MPL-2.0", "bsd-3-clause": "BSD-3-Clause", "apache license 2.0": "Apache-2.0",
-    "python software foundation license": "PSF-2.0", "apache license, version 2.0": "Apache-2.0",
-}  # fmt: skip
+    "mit": "MIT",
+    "mit license": "MIT",
+    "apache": "Apache-2.0",
+    "apache 2.0": "Apache-2.0",
+    "apache-2.0": "Apache-2.0",
+    "apache software license": "Apache-2.0",
+    "bsd": "BSD-3-Clause",
+    "bsd license": "BSD-3-Clause",
+    "isc": "ISC",
+    "3-clause bsd license": "BSD-3-Clause",
+    "mpl-2.0": "MPL-2.0",
+    "isc license (iscl)": "ISC",
+    "psf": "PSF-2.0",
+    "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0",
+    "bsd-3-clause": "BSD-3-Clause",
+    "apache license 2.0": "Apache-2.0",
+    "python software foundation license": "PSF-2.0",
+    "apache license, version 2.0": "Apache-2.0",
+}
 
 
 #: Debian's copyright files of these are not in the machine-readable form.
 KNOWN = {
-    "libpython3.11": "PSF-2.0", "libpython3.11-minimal": "PSF-2.0", "libpython3.11-stdlib": "PSF-2.0",
-    "libgcc-s1": "GPL-3.0-or-later WITH GCC-exception-3.1", "libgomp1": "GPL-3.0-or-later WITH GCC-exception-3.1",
-    "libstdc++6": "GPL-3.0-or-later WITH GCC-exception-3.1", "libnl-3-200": "LGPL-2.1-only", "libtasn1-6": "LGPL-2.1-or-later",
-}  # fmt: skip
+    "libpython3.11": "PSF-2.0",
+    "libpython3.11-minimal": "PSF-2.0",
+    "libpython3.11-stdlib": "PSF-2.0",
+    "libgcc-s1": "GPL-3.0-or-later WITH GCC-exception-3.1",
+    "libgomp1": "GPL-3.0-or-later WITH GCC-exception-3.1",
+    "libstdc++6": "GPL-3.0-or-later WITH GCC-exception-3.1",
+    "libnl-3-200": "LGPL-2.1-only",
+    "libtasn1-6": "LGPL-2.1-or-later",
+}
 
 
 @dataclass(frozen=True, order=True)

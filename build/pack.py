@@ -134,9 +134,13 @@ def _compressed(raw: bytes, machine_code: bool, cache: Path) -> bytes:
 
 
 def _join(
-    version: str, entries: list[list[object]], links: list[tuple[str, str]], places: list[list[int]], data: list[bytes],
+    version: str,
+    entries: list[list[object]],
+    links: list[tuple[str, str]],
+    places: list[list[int]],
+    data: list[bytes],
     relocate: tuple[str, ...],
-) -> Packed:  # fmt: skip
+) -> Packed:
     """Index and blocks. Offsets of blocks count from the payload's start, so the index's own length has
     to settle first.
     """

@@ -48,8 +48,8 @@ class Copies(Protocol):
 
 
 class Host:
-    """A cold process with no launcher behind it: loads models itself. `snapshots.resumed.app_process.ResumedHost` knows
-    more.
+    """A cold process with no launcher behind it: loads models itself.
+    `snapshots.resumed.app_process.ResumedHost` knows more.
     """
 
     def __init__(self, start: Start | None = None, config: Config | None = None) -> None:

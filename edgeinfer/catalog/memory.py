@@ -36,8 +36,8 @@ _WINDOW_DEFAULTS = {"gemma2": 4096, "exaone4": 4096, "llama4": 8192}
 _BYTES_OF = {kind.name.lower(): kind.bytes / kind.block for kind in TENSOR_TYPES.values()}
 #: llama.cpp pads the cache to this many cells.
 _CELLS = 256
-#: What the engine makes its context with (`runtime.loading.load`, which cannot be imported here: it loads
-#: llama.cpp).
+#: What the engine makes its context with (`runtime.loading.load`, which cannot be imported here: it
+#: loads llama.cpp).
 _BATCH_TOKENS = 512
 _SPARE_SEQUENCES = 16
 _OUTPUTS_PER_SEQUENCE = 8
@@ -125,8 +125,8 @@ def engine_estimate(
     n_parallel: int = 4,
     weights_bytes: int = 0,
 ) -> Estimate:
-    """`estimate` with the context that `runtime.loading.load` makes for `n_parallel` sequences over `n_cells`
-    cells together.
+    """`estimate` with the context that `runtime.loading.load` makes for `n_parallel` sequences over
+    `n_cells` cells together.
 
     A test compares the two on both real models.
     """

@@ -1,4 +1,5 @@
-"""Quantizing: the parent's side of `runtime.helpers.quantizer` and `runtime.helpers.perplexity`, and the store's.
+"""Quantizing: the parent's side of `runtime.helpers.quantizer` and `runtime.helpers.perplexity`, and
+the store's.
 
 A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat
 template, stop strings and sampling defaults.

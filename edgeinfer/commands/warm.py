@@ -45,7 +45,9 @@ class WarmResult(Result, frozen=True, kw_only=True):
 
 
 def warm(options: argparse.Namespace, host: Host) -> WarmResult:
-    """Raises what `snapshots.building.build_order.build` raises, UsageError for a system prompt that cannot be read."""
+    """Raises what `snapshots.building.build_order.build` raises, UsageError for a system prompt that
+    cannot be read.
+    """
     began = time.monotonic()
     model = canonical(options.model or host.config.default_model, host)
     files = _with_lora(host.files(model), options.lora)

@@ -60,9 +60,18 @@ Script = Sequence[Item]
 
 DEFAULT_SCRIPT: Script = ("Hello", " world")
 DEFAULT_INFO = EngineInfo(
-    model="fake", architecture="fake", n_vocab=_N_VOCAB, n_ctx=4096, n_ctx_train=4096, n_parallel=4, n_embd=_N_EMBD,
-    has_chat_template=True, can_embed=True, can_rerank=True, tool_format="fake",
-)  # fmt: skip
+    model="fake",
+    architecture="fake",
+    n_vocab=_N_VOCAB,
+    n_ctx=4096,
+    n_ctx_train=4096,
+    n_parallel=4,
+    n_embd=_N_EMBD,
+    has_chat_template=True,
+    can_embed=True,
+    can_rerank=True,
+    tool_format="fake",
+)
 
 
 class FakeEngine:

@@ -29,8 +29,13 @@ def emulated(used):
     }
     return lambda *args: subprocess.run(
         [QEMU, "-cpu", "Nehalem", program, *args],
-        env=environment, capture_output=True, text=True, check=False, timeout=500, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def test_names_its_variant(emulated):

@@ -34,8 +34,16 @@ def uint_entry(key: str, value: int) -> bytes:
 BASE = [string_entry("general.architecture", "llama"), uint_entry("llama.block_count", 2)]
 
 
-def file_of(entries: list[bytes], tensors: list[bytes], *, n_tensors: int | None = None, n_entries: int | None = None,
-            magic: bytes = b"GGUF", version: int = 3, data: int = 4096) -> bytes:  # fmt: skip
+def file_of(
+    entries: list[bytes],
+    tensors: list[bytes],
+    *,
+    n_tensors: int | None = None,
+    n_entries: int | None = None,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    data: int = 4096,
+) -> bytes:
     head = magic + U32.pack(version)
     head += U64.pack(len(tensors) if n_tensors is None else n_tensors)
     head += U64.pack(len(entries) if n_entries is None else n_entries)

@@ -19,11 +19,11 @@ from edgeinfer.cli import main
 #: output] per context].
 _BUFFERS = """
 import json, re, sys
-from edgeinfer.runtime import native
-llama = native.lib()
+from edgeinfer.runtime import libllama
+llama = libllama.lib()
 def told(lines, pattern):
     return sum(float(m[1]) for line in lines for m in [re.search(pattern + r"\\s*=\\s*([\\d.]+) MiB", line)] if m)
-with native.listening() as lines:
+with libllama.listening() as lines:
     params = llama.llama_model_default_params()
     params.use_extra_bufts = False
     model = llama.llama_model_load_from_file(sys.argv[1].encode(), params)
@@ -33,7 +33,7 @@ for n_ctx, n_seq, n_ubatch, n_outputs, kind in json.loads(sys.argv[2]):
     params.n_ctx, params.n_seq_max, params.n_batch, params.n_ubatch = n_ctx, n_seq, n_ubatch, n_ubatch
     params.n_outputs_max, params.type_k, params.type_v = n_outputs, kind, kind
     params.kv_unified, params.swa_full, params.n_threads = True, False, 1
-    with native.listening() as lines:
+    with libllama.listening() as lines:
         context = llama.llama_init_from_model(model, params)
     out[1].append([told(lines, "KV buffer size"), told(lines, "compute buffer size") + told(lines, "output buffer size")])
     llama.llama_free(context)

@@ -207,8 +207,18 @@ def test_the_rest_goes_to_the_front(commander, front, tmp_path):
         commander.run(line)
     commander.run(f'/file "{tmp_path}/a.txt"')
     names = [a[0] for a in front.asked]
-    assert names == ["show_help", "show_help", "pick_session", "show_stats", "use_theme", "show_settings", "edit_outside",
-                     "fold_reasoning", "leave", "attach"]  # fmt: skip
+    assert names == [
+        "show_help",
+        "show_help",
+        "pick_session",
+        "show_stats",
+        "use_theme",
+        "show_settings",
+        "edit_outside",
+        "fold_reasoning",
+        "leave",
+        "attach",
+    ]
     assert front.asked[-1][1].text == "words"
 
 

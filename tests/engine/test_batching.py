@@ -84,7 +84,7 @@ def assert_nothing_left(engine: LlamaEngine) -> None:
     assert (metrics.running, metrics.queued) == (0, 0)
     engine.park()
     assert engine.metrics().kv_used_tokens == 0
-    llama = load_module.native.lib()
+    llama = load_module.libllama.lib()
     memory, n = engine._loaded.memory, engine._loaded.n_seq_max
     assert [llama.llama_memory_seq_pos_max(memory, s) for s in range(n)] == [-1] * n
 

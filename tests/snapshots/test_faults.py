@@ -268,9 +268,14 @@ def test_a_monotonic_clock_that_went_back_or_far_ahead_does_not_matter(warm, off
     words = ["run", MODEL, "Hello", "--max-tokens", "3", "--json"]
     done = subprocess.run(
         [*inside, "--clear-groups", str(warm.place.python), "-c", program, *words],
-        env=warm.environment, cwd=warm.home, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        env=warm.environment,
+        cwd=warm.home,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["result"]["usage"]["completion_tokens"] == 3
 
@@ -314,12 +319,12 @@ def test_a_criu_that_is_gone_at_launch_makes_it_cold(spoiled):
 
 WITHOUT_NAMESPACES = """
 import os, sys
-from edgeinfer.snapshots import native
-pid = native.clone(native.CLONE_NEWUSER)
+from edgeinfer.snapshots import linux
+pid = linux.clone(linux.CLONE_NEWUSER)
 if pid == 0:
-    native.map_this_user({uid}, {gid})
+    linux.map_this_user({uid}, {gid})
     open("/proc/sys/user/max_user_namespaces", "w").write("0")
-    native.drop_privileges()
+    linux.drop_privileges()
     from edgeinfer.launcher import main
     sys.exit(main())
 os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255)

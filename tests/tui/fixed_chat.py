@@ -39,13 +39,40 @@ def words(text):
 
 
 SHELF = [
-    Shelved(name=MODEL, title="SmolLM2 135M Instruct", parameters="135M", licence="Apache-2.0", context_length=8192,
-            size_bytes=98_362_432, needs_bytes=400 << 20, available_bytes=8 << 30, pulled=True, warm=True),
-    Shelved(name="qwen3-0.6b", title="Qwen3 0.6B", parameters="0.6B", licence="Apache-2.0", context_length=32768,
-            size_bytes=484_000_000, needs_bytes=800 << 20, available_bytes=8 << 30, guessed=True),
-    Shelved(name="mistral-7b-instruct", title="Mistral 7B", parameters="7B", licence="Apache-2.0", context_length=32768,
-            size_bytes=4_370_000_000, needs_bytes=30 << 30, available_bytes=8 << 30),
-]  # fmt: skip
+    Shelved(
+        name=MODEL,
+        title="SmolLM2 135M Instruct",
+        parameters="135M",
+        licence="Apache-2.0",
+        context_length=8192,
+        size_bytes=98_362_432,
+        needs_bytes=400 << 20,
+        available_bytes=8 << 30,
+        pulled=True,
+        warm=True,
+    ),
+    Shelved(
+        name="qwen3-0.6b",
+        title="Qwen3 0.6B",
+        parameters="0.6B",
+        licence="Apache-2.0",
+        context_length=32768,
+        size_bytes=484_000_000,
+        needs_bytes=800 << 20,
+        available_bytes=8 << 30,
+        guessed=True,
+    ),
+    Shelved(
+        name="mistral-7b-instruct",
+        title="Mistral 7B",
+        parameters="7B",
+        licence="Apache-2.0",
+        context_length=32768,
+        size_bytes=4_370_000_000,
+        needs_bytes=30 << 30,
+        available_bytes=8 << 30,
+    ),
+]
 
 
 class FixedHost(Host):

@@ -80,8 +80,18 @@ def test_growing_gives_what_drawing_whole_gives(seed):
 
 def test_what_each_block_looks_like():
     drawn = texts(DOCUMENT)
-    for line in ("Title", "▎ quote", "▎ • in quote", "1. one", "   ◦ nested", "• loose", "─" * 60, "H3",
-                 "End <b>html</b> and [image: img].", "  indented code"):  # fmt: skip
+    for line in (
+        "Title",
+        "▎ quote",
+        "▎ • in quote",
+        "1. one",
+        "   ◦ nested",
+        "• loose",
+        "─" * 60,
+        "H3",
+        "End <b>html</b> and [image: img].",
+        "  indented code",
+    ):
         assert line in drawn, line
     assert "hard break, struck" in drawn
     assert any(line.startswith("  python") and line.endswith("copy 1 ") for line in drawn)

@@ -138,8 +138,17 @@ class TestModels:
 
 
 def test_pull_words():
-    words = pull_words(PullProgress(stage="downloading", file="a.gguf", done_bytes=46_000_000, total_bytes=92_000_000,
-                                    rate_bytes_per_s=8.2e6, left_s=5.6, note="again"))  # fmt: skip
+    words = pull_words(
+        PullProgress(
+            stage="downloading",
+            file="a.gguf",
+            done_bytes=46_000_000,
+            total_bytes=92_000_000,
+            rate_bytes_per_s=8.2e6,
+            left_s=5.6,
+            note="again",
+        )
+    )
     assert (
         words == "downloading  a.gguf  ━━━━━━━━━━──────────  46 of 92 MB  8.2 MB/s  6 s left  (again)"
     )

@@ -1,4 +1,5 @@
-"""How well a model predicts a text: `python -m edgeinfer.runtime.helpers.perplexity MODEL TEXT [TOKENS]`.
+"""How well a model predicts a text: `python -m edgeinfer.runtime.helpers.perplexity MODEL TEXT
+[TOKENS]`.
 
 Writes `{"event": "progress", "done", "total"}` lines and then `{"event": "done", "perplexity",
 "n_tokens"}`. The text is read once from its beginning, in one window; every token after the first 32 is

@@ -1,5 +1,5 @@
-"""llama.cpp's quantizer in a process of its own: `python -m edgeinfer.runtime.helpers.quantizer JOB`, JOB being
-JSON.
+"""llama.cpp's quantizer in a process of its own: `python -m edgeinfer.runtime.helpers.quantizer JOB`,
+JOB being JSON.
 
 It writes one JSON object a line to stdout: `{"event": "planned", "bytes"}`, `{"event": "tensor",
 "done", "total", "name"}`, and at the end `{"event": "done"}` or `{"event": "error", "kind",

@@ -1,5 +1,5 @@
-"""The seam between the decode loop and constrained output. `runtime/language/constraints.py` provides what is
-drawn here.
+"""The seam between the decode loop and constrained output. `runtime/language/constraints.py` provides
+what is drawn here.
 
 The loop owns the logits; a matcher only says which tokens may come next. One `CompiledConstraint`
 serves any number of requests (it is cached by its source); each request starts a `Matcher` of its own,

@@ -1,8 +1,8 @@
 """The seam between the decode loop and what a conversation needs: a prompt, a constraint for a required
 call, a parser.
 
-`runtime/language/dialogue.py` provides `load_conversations`, over `runtime/language/templates.py` (prompts),
-`runtime/tool_formats/` and `runtime/language/reasoning.py` (parsers).
+`runtime/language/dialogue.py` provides `load_conversations`, over `runtime/language/templates.py`
+(prompts), `runtime/tool_formats/` and `runtime/language/reasoning.py` (parsers).
 """
 
 from __future__ import annotations

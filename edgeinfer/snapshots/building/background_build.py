@@ -1,10 +1,10 @@
 """The background warm: after a cold launch has ended, build the snapshot that would have served it.
 Nobody waits for it.
 
-`python -m edgeinfer.snapshots.building.background_build MODEL OPTIONS`, started by the launcher when its app has ended,
-so a foreground that is still there is somebody else's. It runs as idle-class work: any other process of
-the machine goes first. What it did, or why it did nothing, goes to one line of `auto-warm.log` in the
-state directory.
+`python -m edgeinfer.snapshots.building.background_build MODEL OPTIONS`, started by the launcher when
+its app has ended, so a foreground that is still there is somebody else's. It runs as idle-class work:
+any other process of the machine goes first. What it did, or why it did nothing, goes to one line of
+`auto-warm.log` in the state directory.
 """
 
 from __future__ import annotations

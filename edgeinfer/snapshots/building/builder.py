@@ -1,10 +1,10 @@
 """Builds one snapshot: starts the parked process in namespaces of its own, has CRIU dump it, bakes the
 dump, tries it out.
 
-`python -m edgeinfer.snapshots.building.builder FD FOLDER`, a small process with one thread (it clones into
-namespaces), started by `edgeinfer.snapshots.building.build_order` and ended by it, whatever way `warm` ends. FD is a
-socket to it: it takes one build request, and answers with "stage" messages and then "built" or
-"failed".
+`python -m edgeinfer.snapshots.building.builder FD FOLDER`, a small process with one thread (it clones
+into namespaces), started by `edgeinfer.snapshots.building.build_order` and ended by it, whatever way
+`warm` ends. FD is a socket to it: it takes one build request, and answers with "stage" messages and
+then "built" or "failed".
 
 The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
 has sung the canary's four tokens bit for bit as they were sung before the dump.

@@ -1,11 +1,11 @@
 """The process a snapshot is taken of: it loads, warms up, prefills, spills its buffers, lets go of
 everything, and waits.
 
-`python -m edgeinfer.snapshots.building.park`, with the builder's socket as descriptor LINK_FD and a pipe of the
-builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an unconnected socket
-and an empty pipe; a restore puts the launcher's link and a pipe with a byte in it in their place. It
-has never seen a user's environment, terminal, prompt or key: the builder gives it an environment of its
-own.
+`python -m edgeinfer.snapshots.building.park`, with the builder's socket as descriptor LINK_FD and a
+pipe of the builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an
+unconnected socket and an empty pipe; a restore puts the launcher's link and a pipe with a byte in it in
+their place. It has never seen a user's environment, terminal, prompt or key: the builder gives it an
+environment of its own.
 """
 
 from __future__ import annotations
@@ -34,20 +34,56 @@ from edgeinfer.snapshots.shelf.format import BUFFERS, LINK_FD, WAKE_FD
 
 #: Our packages whose every module is imported before the dump.
 OWN_PACKAGES = (
-    "edgeinfer.arguments", "edgeinfer.chat", "edgeinfer.commands", "edgeinfer.runtime", "edgeinfer.server",
-    "edgeinfer.snapshots", "edgeinfer.tui",
-)  # fmt: skip
+    "edgeinfer.arguments",
+    "edgeinfer.chat",
+    "edgeinfer.commands",
+    "edgeinfer.runtime",
+    "edgeinfer.server",
+    "edgeinfer.snapshots",
+    "edgeinfer.tui",
+)
 #: What others import lazily, and a launch would pay for. Kept complete by
 #: tests/snapshots/test_resume.py.
 LAZY_MODULES = (
-    "asyncio.selector_events", "asyncio.unix_events", "bz2", "concurrent.futures.thread", "decimal", "edgeinfer.catalog.models",
-    "edgeinfer.catalog.store", "edgeinfer.cli", "encodings.ascii", "encodings.idna", "encodings.latin_1", "encodings.utf_8_sig",
-    "glob", "http.client", "httptools", "json", "llguidance", "lzma", "multiprocessing.connection", "readline", "sqlite3",
-    "textual.app", "textual.drivers.linux_driver", "textual.widgets", "tomllib", "unicodedata", "uuid",
-    "uvicorn", "uvicorn.lifespan.off", "uvicorn.lifespan.on", "uvicorn.logging", "uvicorn.loops.asyncio", "uvicorn.loops.auto",
-    "uvicorn.protocols.http.auto", "uvicorn.protocols.http.h11_impl", "uvicorn.protocols.http.httptools_impl",
-    "uvicorn.protocols.utils", "zoneinfo",
-)  # fmt: skip
+    "asyncio.selector_events",
+    "asyncio.unix_events",
+    "bz2",
+    "concurrent.futures.thread",
+    "decimal",
+    "edgeinfer.catalog.models",
+    "edgeinfer.catalog.store",
+    "edgeinfer.cli",
+    "encodings.ascii",
+    "encodings.idna",
+    "encodings.latin_1",
+    "encodings.utf_8_sig",
+    "glob",
+    "http.client",
+    "httptools",
+    "json",
+    "llguidance",
+    "lzma",
+    "multiprocessing.connection",
+    "readline",
+    "sqlite3",
+    "textual.app",
+    "textual.drivers.linux_driver",
+    "textual.widgets",
+    "tomllib",
+    "unicodedata",
+    "uuid",
+    "uvicorn",
+    "uvicorn.lifespan.off",
+    "uvicorn.lifespan.on",
+    "uvicorn.logging",
+    "uvicorn.loops.asyncio",
+    "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.http.h11_impl",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.utils",
+    "zoneinfo",
+)
 _WIDGETS = "textual.widgets"
 
 

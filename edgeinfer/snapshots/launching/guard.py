@@ -25,9 +25,16 @@ RESTORE = (
 #: For the app's last words to be written before ours: it dies in the same moment as the launcher.
 _DYING_S = 0.1
 _SIGNALS = (
-    _signal.SIGHUP, _signal.SIGINT, _signal.SIGQUIT, _signal.SIGTERM, _signal.SIGTSTP, _signal.SIGTTOU, _signal.SIGTTIN,
-    _signal.SIGUSR1, _signal.SIGUSR2,
-)  # fmt: skip
+    _signal.SIGHUP,
+    _signal.SIGINT,
+    _signal.SIGQUIT,
+    _signal.SIGTERM,
+    _signal.SIGTSTP,
+    _signal.SIGTTOU,
+    _signal.SIGTTIN,
+    _signal.SIGUSR1,
+    _signal.SIGUSR2,
+)
 
 
 def terminal() -> int | None:

@@ -26,9 +26,16 @@ if TYPE_CHECKING:
 #: What the launcher passes on. A stop is passed as SIGTSTP, which the app's own handler turns into a
 #: real one.
 FORWARDED = (
-    _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGWINCH, _signal.SIGTSTP, _signal.SIGCONT,
-    _signal.SIGUSR1, _signal.SIGUSR2,
-)  # fmt: skip
+    _signal.SIGINT,
+    _signal.SIGTERM,
+    _signal.SIGHUP,
+    _signal.SIGQUIT,
+    _signal.SIGWINCH,
+    _signal.SIGTSTP,
+    _signal.SIGCONT,
+    _signal.SIGUSR1,
+    _signal.SIGUSR2,
+)
 _LOG_BYTES = 4000
 
 

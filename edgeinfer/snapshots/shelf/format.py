@@ -82,8 +82,19 @@ class Manifest:
     """
 
     __slots__ = (
-        "actual", "criu", "files", "images", "keys", "link_inode", "model", "name", "pid", "requested", "tier", "wake_inode",
-    )  # fmt: skip
+        "actual",
+        "criu",
+        "files",
+        "images",
+        "keys",
+        "link_inode",
+        "model",
+        "name",
+        "pid",
+        "requested",
+        "tier",
+        "wake_inode",
+    )
 
     def __init__(
         self, *, name: str, model: str, criu: str, tier: str, pid: int, link_inode: int, wake_inode: int

@@ -14,16 +14,12 @@ _S = "{% set s='aaaaaaaaaaaaaaaa' %}"
 _M = "{% set s='a'*1000000 %}"
 HOSTILE = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "filtered "
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
+    "filtered loops": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
     "macro for ever": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "macro "
-    "tree": "{% macro f(n) %}{% if n > 0 %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "macro tree": "{% macro f(n) %}{% if n > 0 %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "recursive loop": "{% for x in [1,2] recursive %}{{ loop([1,2]) }}{% endfor %}",
-    "long "
-    "searches": "{% set s='a'*1000000 %}{% for i in range(99999) %}{% set c = s.count('b') %}{% endfor %}",
-    "many "
-    "sorts": "{% set s=range(99999)|list %}{% for x in range(99999) %}{% set y = s|sort(reverse=true) %}{% endfor %}",
+    "long searches": "{% set s='a'*1000000 %}{% for i in range(99999) %}{% set c = s.count('b') %}{% endfor %}",
+    "many sorts": "{% set s=range(99999)|list %}{% for x in range(99999) %}{% set y = s|sort(reverse=true) %}{% endfor %}",
     "multiplied": "{{ 'a' * 10000000000 }}",
     "multiplied list": "{{ [1] * 10000000000 }}",
     "power": "{{ 9**60**60 }}",
