@@ -1,3 +1,4 @@
-"""Park, bake, dump, resume: the on-disk format, the fingerprint, CRIU, and the process that is
-parked.
+"""Snapshots of a loaded process: `shelf` on the disk, `building`, `launching`, and `resumed` again.
+
+docs/processes.md is the table of all processes: who starts and reaps each, and what it speaks.
 """
