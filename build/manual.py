@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 
-from edgeinfer import __version__, words
+from edgeinfer import __version__, error_text
 from edgeinfer.cli import build_parser
 
 ENVIRONMENT = {
@@ -86,7 +86,7 @@ def _flags(action: argparse.Action) -> str:
 
 def _exit_codes() -> list[str]:
     meanings: dict[int, list[str]] = {}
-    for error, (code, _hint) in words.TABLE.items():
+    for error, (code, _hint) in error_text.TABLE.items():
         meanings.setdefault(code, []).append((error.__doc__ or "").split("\n")[0].rstrip("."))
     lines = [".TP", r"\fB0\fR", "Done."]
     for code, texts in sorted(meanings.items()):

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from edgeinfer import __version__, words
+from edgeinfer import __version__, error_text
 from edgeinfer.arguments import catalog, launch_args, machine, snapshots
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.host import Host
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         return result.exit_code
     except EdgeInferError as error:
         _print_error(error, as_json=as_json)
-        return words.exit_code(error)
+        return error_text.exit_code(error)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the reader went away: nothing more to flush at exit
         return 128 + signal.SIGPIPE
@@ -77,7 +77,7 @@ def _print_error(error: EdgeInferError, *, as_json: bool) -> None:
     if as_json:
         print(error_envelope(error).decode(), flush=True)  # noqa: T201
     else:
-        print(words.words(error), file=sys.stderr, flush=True)  # noqa: T201
+        print(error_text.describe_error(error), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _print_unexpected(error: Exception, *, as_json: bool) -> None:

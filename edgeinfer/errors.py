@@ -38,7 +38,7 @@
     └── InterruptedByUser             Ctrl-C; nothing is lost
 
 Each leaf has a stable `code` (its name in kebab case) that `--json`, the endpoint and scripts may rely
-on. The words for a person come from one table in `edgeinfer.words`, the exit codes from another;
+on. The words for a person come from one table in `edgeinfer.error_text`, the exit codes from another;
 nothing else formats an error.
 """
 

@@ -49,7 +49,7 @@ class Copies(Protocol):
 
 class Host:
     """A cold process with no launcher behind it: loads models itself.
-    `snapshots.resumed.app_process.ResumedHost` knows more.
+    `snapshots.resumed.app_process.AppHost` knows more.
     """
 
     def __init__(self, start: Start | None = None, config: Config | None = None) -> None:
@@ -94,17 +94,16 @@ class Host:
 
         return load_engine(self.files(model), options, progress)
 
-    def keep_copies(self, words: Sequence[bytes]) -> Copies | None:
-        """Where `serve` gives copies of its connections: when this process is killed, each has the one
-        of `words` written on it that its state is the index of. None where nobody outlives this
-        process.
+    def keep_copies(self, replies: Sequence[bytes]) -> Copies | None:
+        """Where `serve` gives copies of its connections; None where no process outlives this one.
+
+        When this process is killed, each copy has the one of `replies` written on it that its state is
+        the index of.
         """
         return None
 
     def warm_models(self) -> frozenset[str]:
-        """Names of the models that a snapshot makes start in a tenth of a second. None where nothing
-        can be resumed.
-        """
+        """Names of the models that start from a snapshot; none where nothing can be resumed."""
         return frozenset()
 
     def warm(

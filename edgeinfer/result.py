@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from edgeinfer import words
+from edgeinfer import error_text
 from edgeinfer.errors import EdgeInferError
 
 #: Version of the JSON envelope. A key may be added without a new version; none is renamed or removed.
@@ -40,5 +40,9 @@ def error_envelope(error: EdgeInferError) -> bytes:
     """`{"schema", "kind": "error", "ok": false, "error": {"code", "message", "hint"}}` as one line of
     JSON.
     """
-    body: dict[str, Any] = {"code": error.code, "message": error.message, "hint": words.hint(error)}
+    body: dict[str, Any] = {
+        "code": error.code,
+        "message": error.message,
+        "hint": error_text.hint(error),
+    }
     return msgspec.json.encode({"schema": SCHEMA, "kind": "error", "ok": False, "error": body})

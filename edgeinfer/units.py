@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def bytes_words(n_bytes: float) -> str:
+def format_bytes(n_bytes: float) -> str:
     """Bytes in decimal units, as disks and downloads are sold: `98.4 MB`."""
     size = float(n_bytes)
     for unit in ("B", "kB", "MB", "GB"):
@@ -13,7 +13,7 @@ def bytes_words(n_bytes: float) -> str:
     return f"{size:.2f} TB"
 
 
-def duration_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`4 s`, `3 min 20 s`, `2 h 5 min`."""
     whole = round(seconds)
     if whole < 60:

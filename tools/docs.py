@@ -59,7 +59,7 @@ def configuration() -> str:
 
 def exit_codes() -> str:
     """The table of errors: code, exit code, hint."""
-    from edgeinfer.words import TABLE
+    from edgeinfer.error_text import TABLE
 
     rows = [
         f"| `{cls.code}` | {code} | {(cls.__doc__ or '').strip()} | {hint} |"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edgeinfer.catalog.progress import Job
 from edgeinfer.errors import DiskFullError
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 CHUNK_BYTES = 4 << 20
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -36,7 +36,7 @@ def need_room(folder: Path, n_bytes: int, what: str) -> None:
     free = info.f_bavail * info.f_frsize
     if free < n_bytes:
         raise DiskFullError(
-            f"{what} needs {bytes_words(n_bytes)} on the disk of {folder}; {bytes_words(free)} are free"
+            f"{what} needs {format_bytes(n_bytes)} on the disk of {folder}; {format_bytes(free)} are free"
         )
 
 

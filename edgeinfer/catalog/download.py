@@ -21,7 +21,7 @@ import msgspec
 from edgeinfer.catalog.disk import need_room, room_errors, write_whole
 from edgeinfer.catalog.progress import Job, Patience
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 PART = ".part"
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
@@ -80,7 +80,7 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 if failures >= patience.attempts:
                     raise DownloadError(
                         f"{remote.origin}: {again}; gave up after {failures} attempts, "
-                        f"{bytes_words(_size(part))} are kept"
+                        f"{format_bytes(_size(part))} are kept"
                     ) from again
                 pause = min(30.0, max(again.wait_s, patience.pause_s * 2**failures))
                 job.note(f"{again}; trying again in {pause:.0f} s")

@@ -21,9 +21,9 @@ from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.settings import save
 from edgeinfer.chat.shelf import shelf, size_words
 from edgeinfer.chat.values import Attachment, Turn
+from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
 from edgeinfer.runtime.events import Progress, TextDelta
-from edgeinfer.words import hint
 
 
 class Repl:

@@ -14,7 +14,7 @@ from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.result import Result
 from edgeinfer.shipping import bundle as bundles
 from edgeinfer.shipping import payload, shipped
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 
 class BundleResult(Result, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class BundleResult(Result, frozen=True, kw_only=True):
     size_bytes: int
 
     def human(self) -> str:
-        return f"{self.file}: {bytes_words(self.size_bytes)}, with {self.model} inside; copied anywhere, it needs no network"
+        return f"{self.file}: {format_bytes(self.size_bytes)}, with {self.model} inside; copied anywhere, it needs no network"
 
 
 def bundle(options: argparse.Namespace, default_model: str) -> BundleResult:

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from edgeinfer import __version__, paths, words
+from edgeinfer import __version__, error_text, paths
 from edgeinfer.config import Config, config_path, load_config, offline
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.result import Result
@@ -82,7 +82,7 @@ def _guarded(check: Callable[[], Check]) -> Check:
         return check()
     except EdgeInferError as error:
         name = (check.__doc__ or check.__name__).split(":")[0].lower()
-        return Check(name, "fail", error.message, words.hint(error))
+        return Check(name, "fail", error.message, error_text.hint(error))
 
 
 def _python() -> Check:

@@ -13,7 +13,7 @@ from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.commands.table import table
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 
 class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ def _row(model: ListedModel) -> tuple[str, ...]:
     return (
         model.name,
         "in place" if model.in_place else "yes" if model.pulled else "-",
-        bytes_words(model.size_bytes) if model.size_bytes else "?",
+        format_bytes(model.size_bytes) if model.size_bytes else "?",
         model.parameters or "?",
         model.quantization or "?",
         str(model.context_length) if model.context_length else "?",
@@ -88,7 +88,9 @@ def _pulled(model: PulledModel, catalog: Catalog, counts: dict[str, int]) -> Lis
         name=model.name,
         title=entry.title if entry else model.name,
         purpose=entry.purpose if entry else "chat",
-        parameters=entry.parameters if entry and entry.parameters else parameters_words(model.n_params),
+        parameters=entry.parameters
+        if entry and entry.parameters
+        else format_parameters(model.n_params),
         quantization=model.quantization,
         licence=entry.licence if entry else "",
         context_length=model.n_ctx_train,
@@ -113,7 +115,7 @@ def _available(entry: Model) -> ListedModel:
     )
 
 
-def parameters_words(n_params: int) -> str:
+def format_parameters(n_params: int) -> str:
     """`134_515_008` → "135M"."""
     return f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.0f}M"
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from edgeinfer.catalog.progress import OnProgress, PullProgress
-from edgeinfer.units import bytes_words, duration_words
+from edgeinfer.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -52,12 +52,12 @@ def line(now: PullProgress) -> str:
     if counted and now.total_bytes:
         text += f": {now.done_bytes} of {now.total_bytes} {counted}"
     elif not counted and now.done_bytes:
-        of = f" of {bytes_words(now.total_bytes)}" if now.total_bytes else ""
-        text += f": {bytes_words(now.done_bytes)}{of}"
+        of = f" of {format_bytes(now.total_bytes)}" if now.total_bytes else ""
+        text += f": {format_bytes(now.done_bytes)}{of}"
     if now.rate_bytes_per_s and not counted:
-        text += f", {bytes_words(now.rate_bytes_per_s)}/s"
+        text += f", {format_bytes(now.rate_bytes_per_s)}/s"
     if now.left_s is not None and now.left_s >= 1:
-        text += f", {duration_words(now.left_s)} left"
+        text += f", {format_duration(now.left_s)} left"
     return f"{text}: {now.note}" if now.note else text
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from edgeinfer.result import Result
 from edgeinfer.snapshots.running import Running, processes
-from edgeinfer.units import bytes_words, duration_words
+from edgeinfer.units import format_bytes, format_duration
 
 
 class PsResult(Result, frozen=True, kw_only=True):
@@ -23,9 +23,9 @@ class PsResult(Result, frozen=True, kw_only=True):
         for r in self.running:
             words = " ".join((r.verb, *r.arguments))
             age, private, shared = (
-                duration_words(r.age_s),
-                bytes_words(r.private_bytes),
-                bytes_words(r.shared_bytes),
+                format_duration(r.age_s),
+                format_bytes(r.private_bytes),
+                format_bytes(r.shared_bytes),
             )
             rows.append((str(r.pid), age, private, shared, words[:80]))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]

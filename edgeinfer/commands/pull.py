@@ -15,7 +15,7 @@ from edgeinfer.config import offline
 from edgeinfer.errors import InterruptedByUser
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 #: What to type next, by what a model is for.
 _TRIES = {
@@ -48,7 +48,7 @@ class PullResult(Result, frozen=True, kw_only=True):
         state = "was already here" if self.was_here else "is here"
         licence = f"; licence {self.licence}" if self.licence else ""
         return (
-            f"{self.name} {state}: {bytes_words(self.size_bytes)}, {self.quantization}, sha256 "
+            f"{self.name} {state}: {format_bytes(self.size_bytes)}, {self.quantization}, sha256 "
             f"{self.sha256[:12]}…{licence}\n"
             f"try it: {_TRIES.get(self.purpose, _TRIES['chat']).format(self.name)}"
         )

@@ -11,7 +11,7 @@ from edgeinfer.commands.progress import progress_on
 from edgeinfer.commands.table import table
 from edgeinfer.errors import InterruptedByUser
 from edgeinfer.result import Result
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 
 class QuantizeResult(Result, frozen=True, kw_only=True):
@@ -41,10 +41,10 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
             (
                 self.source,
                 self.source_type,
-                bytes_words(self.source_bytes),
+                format_bytes(self.source_bytes),
                 _figure(self.source_perplexity),
             ),
-            (self.name, self.type, bytes_words(self.size_bytes), _figure(self.perplexity)),
+            (self.name, self.type, format_bytes(self.size_bytes), _figure(self.perplexity)),
         ]
         text = table(rows, right=frozenset({2, 3}))
         if self.n_scored_tokens:

@@ -10,7 +10,7 @@ from edgeinfer.catalog.remove import Removed, remove
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
 from edgeinfer.snapshots.shelf.prune import remove as remove_snapshot
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 
 class RmResult(Result, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ def _line(one: Removed) -> str:
         return (
             f"{one.name} is removed; {', '.join(one.left_in_place)} was used in place and is left alone"
         )
-    return f"{one.name} is removed: {bytes_words(one.freed_bytes)} freed"
+    return f"{one.name} is removed: {format_bytes(one.freed_bytes)} freed"
 
 
 def rm(options: argparse.Namespace) -> RmResult:

@@ -14,7 +14,7 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.result import Result
 from edgeinfer.shipping import payload, shipped, unpack
 from edgeinfer.shipping.payload import Index
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 
 class SelfCheckResult(Result, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
         return 5 if self.findings else 0
 
     def human(self) -> str:
-        what = f"{self.files_checked} files, {bytes_words(self.bytes_checked)} in {self.app}"
+        what = f"{self.files_checked} files, {format_bytes(self.bytes_checked)} in {self.app}"
         if not self.findings:
             return f"{what}: all as built" + (
                 f"\n{self.file}: its payload is as built" if self.file else ""

@@ -62,7 +62,7 @@ def _name(options: argparse.Namespace, host: Host) -> str:
     to read.
     """
     wanted: str = options.model or host.config.default_model
-    return wanted if wanted == getattr(host, "held_model", "") else host.files(wanted).name
+    return wanted if wanted == getattr(host, "loaded_model", "") else host.files(wanted).name
 
 
 async def _serve(
@@ -100,7 +100,7 @@ async def _serve(
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )
-    return await run(endpoint, listeners, run_options, host.keep_copies(crash_replies.words()))
+    return await run(endpoint, listeners, run_options, host.keep_copies(crash_replies.replies()))
 
 
 class Loader:

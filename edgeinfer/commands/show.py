@@ -14,7 +14,7 @@ from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog.memory import Estimate, MachineMemory, engine_estimate, estimate, machine_memory
 from edgeinfer.catalog.models import Model, load_catalog
 from edgeinfer.catalog.store import PulledModel
-from edgeinfer.commands.list import parameters_words
+from edgeinfer.commands.list import format_parameters
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
@@ -25,7 +25,7 @@ from edgeinfer.runtime.loading.choices import (
     choose_threads,
     read_machine,
 )
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 
 class FileShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,10 +152,10 @@ def _short(source: str) -> str:
 def _header_rows(header: HeaderShown | None) -> Rows:
     if header is None:
         return []
-    types = ", ".join(f"{kind} {bytes_words(size)}" for kind, size in header.tensor_types.items())
+    types = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in header.tensor_types.items())
     return [
         ("architecture", f"{header.architecture}, {header.n_layer} layers, embedding {header.n_embd}"),
-        ("parameters", f"{parameters_words(header.n_params)} ({header.n_params:,})"),
+        ("parameters", f"{format_parameters(header.n_params)} ({header.n_params:,})"),
         ("quantization", f"{header.quantization} ({types})"),
         ("vocabulary", f"{header.n_vocab:,} tokens"),
         ("trained context", f"{header.n_ctx_train} tokens"),
@@ -166,7 +166,7 @@ def _header_rows(header: HeaderShown | None) -> Rows:
 def _file_rows(shown: ShowResult) -> Rows:
     rows = []
     for file in shown.files:
-        rows.append(("file", f"{file.path} ({bytes_words(file.size_bytes)})"))
+        rows.append(("file", f"{file.path} ({format_bytes(file.size_bytes)})"))
         if file.sha256:
             rows.append(("sha256", file.sha256))
     return rows
@@ -178,21 +178,21 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
     need, machine = memory.estimate, memory.machine
     verdict = "it fits" if memory.fits else "it does not fit"
     return [
-        ("memory, weights", bytes_words(need.weights_bytes)),
+        ("memory, weights", format_bytes(need.weights_bytes)),
         (
             "memory, KV cache",
-            f"{bytes_words(need.kv_per_1000_bytes)} for 1,000 tokens ({need.kv_type})",
+            f"{format_bytes(need.kv_per_1000_bytes)} for 1,000 tokens ({need.kv_type})",
         ),
         ("context", f"{memory.n_ctx} tokens: {memory.n_ctx_reason}"),
         (
             "memory, context",
-            f"{bytes_words(need.kv_bytes)} for {need.n_ctx} cells, {memory.n_parallel} sequences at "
+            f"{format_bytes(need.kv_bytes)} for {need.n_ctx} cells, {memory.n_parallel} sequences at "
             f"once",
         ),
-        ("memory, compute", bytes_words(need.compute_bytes)),
+        ("memory, compute", format_bytes(need.compute_bytes)),
         (
             "memory, together",
-            f"{bytes_words(need.total_bytes)} of {bytes_words(machine.available_bytes)} available: "
+            f"{format_bytes(need.total_bytes)} of {format_bytes(machine.available_bytes)} available: "
             f"{verdict}",
         ),
     ]

@@ -16,7 +16,7 @@ from edgeinfer.result import Result
 from edgeinfer.snapshots.building import verify
 from edgeinfer.snapshots.shelf import format, prune, records
 from edgeinfer.snapshots.shelf.records import Details, Listed
-from edgeinfer.units import bytes_words, duration_words
+from edgeinfer.units import format_bytes, format_duration
 
 
 class SnapshotsResult(Result, frozen=True, kw_only=True):
@@ -33,12 +33,12 @@ class SnapshotsResult(Result, frozen=True, kw_only=True):
             return "no snapshots; `edgeinfer warm MODEL` builds one"
         rows = [("NAME", "ON DISK", "APPARENT", "CONTEXT", "LAST USED", "STATE")]
         for s in self.snapshots:
-            used = duration_words(max(0.0, time.time() - s.last_used_s)) + " ago"
-            apparent = bytes_words(s.details.memory_bytes + s.details.images_bytes)
+            used = format_duration(max(0.0, time.time() - s.last_used_s)) + " ago"
+            apparent = format_bytes(s.details.memory_bytes + s.details.images_bytes)
             rows.append(
                 (
                     s.details.name,
-                    bytes_words(s.disk_bytes),
+                    format_bytes(s.disk_bytes),
                     apparent,
                     s.details.actual.get("n_ctx", ""),
                     used,
@@ -51,7 +51,7 @@ class SnapshotsResult(Result, frozen=True, kw_only=True):
             for row in rows
         ]
         return "\n".join(
-            [*lines, f"{bytes_words(self.disk_bytes)} of at most {bytes_words(self.limit_bytes)}"]
+            [*lines, f"{format_bytes(self.disk_bytes)} of at most {format_bytes(self.limit_bytes)}"]
         )
 
 
@@ -70,7 +70,7 @@ class SnapshotResult(Result, frozen=True, kw_only=True):
         lines = [
             f"{name}: {_words(value)}" for name, value in plain.items() if value not in ({}, "", [])
         ]
-        return "\n".join([f"state: {self.state}", f"on disk: {bytes_words(self.disk_bytes)}", *lines])
+        return "\n".join([f"state: {self.state}", f"on disk: {format_bytes(self.disk_bytes)}", *lines])
 
 
 def _words(value: object) -> str:
@@ -87,7 +87,7 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     read_bytes: int
 
     def human(self) -> str:
-        return f"{self.name}: {self.files} files, {bytes_words(self.read_bytes)}, all as they were built; resumed twice"
+        return f"{self.name}: {self.files} files, {format_bytes(self.read_bytes)}, all as they were built; resumed twice"
 
 
 class RemovedResult(Result, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class RemovedResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         if not self.removed:
             return "nothing to remove"
-        return f"removed {', '.join(self.removed)}; {bytes_words(self.freed_bytes)} freed"
+        return f"removed {', '.join(self.removed)}; {format_bytes(self.freed_bytes)} freed"
 
 
 def snapshots(options: argparse.Namespace, host: Host) -> Result:

@@ -18,7 +18,7 @@ from edgeinfer import paths
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
 from edgeinfer.result import Result
 from edgeinfer.shipping import shipped, unpack
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 #: Shows the text and returns whether the person agreed.
 Ask = Callable[[str], bool]
@@ -45,7 +45,7 @@ class UninstallResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         freed = sum(part.size_bytes for part in self.removed)
-        text = f"removed: {bytes_words(freed)}" if self.removed else "there was nothing to remove"
+        text = f"removed: {format_bytes(freed)}" if self.removed else "there was nothing to remove"
         return text + "".join(f"\nkept {part.what}: {part.path}" for part in self.kept)
 
 
@@ -121,7 +121,7 @@ def _refuse_while_running() -> None:
 
 
 def _listing(doomed: tuple[Part, ...], kept: tuple[Part, ...]) -> str:
-    lines = [f"  {bytes_words(part.size_bytes):>9}  {part.what}: {part.path}" for part in doomed]
+    lines = [f"  {format_bytes(part.size_bytes):>9}  {part.what}: {part.path}" for part in doomed]
     lines += [f"       kept  {part.what}: {part.path}" for part in kept]
     return "\n".join(["This is everything edgeinfer has here, and it would be removed:", *lines])
 

@@ -18,7 +18,7 @@ from edgeinfer.result import Result
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.snapshots.building import build_order as snapshots_warm
 from edgeinfer.snapshots.shelf.records import Details
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 
 class WarmResult(Result, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class WarmResult(Result, frozen=True, kw_only=True):
         stages = ", ".join(f"{name} {ms / 1000:.1f} s" for name, ms in d.stages_ms.items() if ms >= 50)
         prefilled = f"; {d.system_tokens} tokens of system prompt computed" if d.system_tokens else ""
         return (
-            f"{d.name} is warm: {bytes_words(d.disk_bytes)} on disk, {bytes_words(d.memory_bytes)} of "
+            f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, {format_bytes(d.memory_bytes)} of "
             f"memory{prefilled}\n"
             f"{stages}; {self.wall_s:.1f} s in all\n"
             f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, "

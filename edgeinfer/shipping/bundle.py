@@ -257,7 +257,7 @@ def main(argv: list[str]) -> int:
     """`edgeinfer.shipping.bundle FILE`: bring the model out of the shipped file. Run by the first
     start.
     """
-    from edgeinfer import words
+    from edgeinfer import error_text
     from edgeinfer.catalog.progress import Job
     from edgeinfer.commands.progress import progress_on
 
@@ -268,8 +268,8 @@ def main(argv: list[str]) -> int:
             job.begin("copying", shipped.model, total=shipped.bundle_length)
             bring_out(shipped, job.at)
     except EdgeInferError as error:
-        print(words.words(error), file=sys.stderr)  # noqa: T201
-        return words.exit_code(error)
+        print(error_text.describe_error(error), file=sys.stderr)  # noqa: T201
+        return error_text.exit_code(error)
     return 0
 
 

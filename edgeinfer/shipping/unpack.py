@@ -298,7 +298,7 @@ def main() -> int:
     """Unpack, put a bundled model into the store, and execute the shipped file again. Runs in
     PyInstaller's small Python.
     """
-    from edgeinfer import words
+    from edgeinfer import error_text
 
     file = Path(os.path.realpath("/proc/self/exe"))
     try:
@@ -307,8 +307,8 @@ def main() -> int:
         )
         _bring_model(file, app)
     except EdgeInferError as error:
-        print(words.words(error), file=sys.stderr)  # noqa: T201
-        return words.exit_code(error)
+        print(error_text.describe_error(error), file=sys.stderr)  # noqa: T201
+        return error_text.exit_code(error)
     except KeyboardInterrupt:
         return 130
     environment = {**_outer_environment(), "EDGEINFER_UNPACKED": app.name}

@@ -62,8 +62,8 @@ def publish(root, name, generation=1, *, model="m", requested=None, actual=None,
 
 def test_the_model_is_the_first_word_that_has_a_snapshot(root):
     publish(root, "m")
-    assert choose.wish(["run", "--seed", "4", "m", "hello"]).model == "m"
-    assert choose.wish(["run", "hello"]).model == choose.DEFAULT_MODEL
+    assert choose.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
+    assert choose.launch_choice(["run", "hello"]).model == choose.DEFAULT_MODEL
 
 
 def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):
@@ -71,11 +71,11 @@ def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path
     (tmp_path / "config/config.toml").write_text(
         'default-model = "d"\n[load]\nctx = 512\n[snapshots]\nresume = "never"\n'
     )
-    wish = choose.wish(["run", "hi"])
-    assert (wish.model, wish.options, wish.resume) == ("d", {"n_ctx": "512"}, "never")
-    wish = choose.wish(["run", "--ctx=1024", "--kv-type", "q8_0", "--resume", "always"])
-    assert (wish.options, wish.resume) == ({"n_ctx": "1024", "kv_type": "q8_0"}, "always")
-    assert choose.wish(["run", "--ctx", "0"]).options == {}
+    choice = choose.launch_choice(["run", "hi"])
+    assert (choice.model, choice.options, choice.resume) == ("d", {"n_ctx": "512"}, "never")
+    choice = choose.launch_choice(["run", "--ctx=1024", "--kv-type", "q8_0", "--resume", "always"])
+    assert (choice.options, choice.resume) == ({"n_ctx": "1024", "kv_type": "q8_0"}, "always")
+    assert choose.launch_choice(["run", "--ctx", "0"]).options == {}
 
 
 def test_the_default_is_the_configurations():
@@ -113,7 +113,7 @@ def test_what_refused_the_only_one_is_said(root):
 
 def test_a_default_option_accepts_any_snapshot_and_another_does_not():
     engine = FakeEngine()
-    mine = loaded_model.Held(engine, "fake", LoadOptions(n_ctx=4096, kv_type="q8_0"))
+    mine = loaded_model.LoadedModel(engine, "fake", LoadOptions(n_ctx=4096, kv_type="q8_0"))
     assert mine.serves("fake", LoadOptions())
     assert mine.serves("fake", LoadOptions(n_ctx=4096, n_threads=7))
     assert not mine.serves("fake", LoadOptions(n_ctx=512))
@@ -348,7 +348,7 @@ def test_the_way_of_a_launch_imports_only_what_is_cheap():
 
 ADOPTED = """
 import os, sys
-from edgeinfer.snapshots import freshness
+from edgeinfer.snapshots.resumed import freshness
 os.environ["GOMP_SPINCOUNT"] = "1000"
 sys.modules.update(dict.fromkeys(sys.argv[2:]))
 freshness.adopt({"env": sys.argv[1].encode().replace(b" ", b"\\0"), "cwd": b"/", "umask": b"18"})

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from edgeinfer import errors, words
+from edgeinfer import error_text, errors
 from edgeinfer.result import SCHEMA, error_envelope
 
 
@@ -24,22 +24,22 @@ def test_codes_are_unique_and_kebab_case():
 @pytest.mark.parametrize("cls", list(leaves()), ids=lambda c: c.__name__)
 def test_every_error_has_words_and_an_exit_code(cls):
     error = cls("it broke")
-    assert words.words(error).startswith("error: it broke")
-    assert 1 <= words.exit_code(error) <= 130
+    assert error_text.describe_error(error).startswith("error: it broke")
+    assert 1 <= error_text.exit_code(error) <= 130
     body = json.loads(error_envelope(error))
     assert body["schema"] == SCHEMA
     assert body["ok"] is False
-    assert body["error"] == {"code": cls.code, "message": "it broke", "hint": words.hint(error)}
+    assert body["error"] == {"code": cls.code, "message": "it broke", "hint": error_text.hint(error)}
 
 
 def test_a_hint_of_its_own_replaces_the_table_s():
     error = errors.ModelNotPulledError("no", hint="edgeinfer pull x")
-    assert words.words(error) == "error: no\n\nhint: edgeinfer pull x"
+    assert error_text.describe_error(error) == "error: no\n\nhint: edgeinfer pull x"
 
 
 def test_a_leaf_without_a_row_takes_its_parent_s():
-    assert errors.UnsupportedConstraintError not in words.TABLE
-    assert words.exit_code(errors.UnsupportedConstraintError("x")) == words.exit_code(
+    assert errors.UnsupportedConstraintError not in error_text.TABLE
+    assert error_text.exit_code(errors.UnsupportedConstraintError("x")) == error_text.exit_code(
         errors.InvalidRequestError("x")
     )
 

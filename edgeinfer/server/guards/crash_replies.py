@@ -1,6 +1,6 @@
 """What a client is told when this process is killed under its request, decided before it happens.
 
-Whoever outlives this process keeps copies of connections and writes `words` on them
+Whoever outlives this process keeps copies of connections and writes `replies` on them
 (`snapshots.launching.kept_connections`): a whole 503 where nothing was answered yet, an error event and
 the end of the stream where one had begun, nothing where a request is not being answered. Connections
 under TLS have keys that only this process knows: they are only cut.
@@ -30,7 +30,7 @@ class State(enum.IntEnum):
     STREAM_ANTHROPIC = enum.auto()
 
 
-def words() -> list[bytes]:
+def replies() -> list[bytes]:
     """The bytes for every state, in order."""
     problem = Problem(
         503,

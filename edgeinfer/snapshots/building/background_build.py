@@ -26,7 +26,7 @@ from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.building import build_order
 from edgeinfer.snapshots.resumed import loaded_model
 from edgeinfer.snapshots.shelf import choose
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 LOG, LOCK = "auto-warm.log", ".auto-warm.lock"
 _LOG_BYTES = 256 << 10
@@ -76,7 +76,7 @@ def build(model: str, options: LoadOptions) -> str:
         details = build_order.build(order, host.config.snapshots, lambda _stage, _fraction: None)
     except EdgeInferError as error:
         return f"{model}: not built: {error.message}"
-    return f"{details.name}: built in {time.monotonic() - began:.1f} s, {bytes_words(details.disk_bytes)} on disk"
+    return f"{details.name}: built in {time.monotonic() - began:.1f} s, {format_bytes(details.disk_bytes)} on disk"
 
 
 def log(words: str) -> None:

@@ -23,7 +23,7 @@ from edgeinfer.snapshots.launching import frames
 from edgeinfer.snapshots.resumed.loaded_model import asked
 from edgeinfer.snapshots.shelf import format, prune
 from edgeinfer.snapshots.shelf.records import Details
-from edgeinfer.units import bytes_words
+from edgeinfer.units import format_bytes
 
 #: (stage, fraction 0..1 or None when unknown)
 Progress = Callable[[str, float | None], None]
@@ -95,7 +95,7 @@ def repack_choice(
         return options, "as asked"
     need, free = sum(os.path.getsize(path) for path in files.paths), _free_bytes(paths.snapshots_dir())
     if free - need - _EXTRA_BYTES < config.disk_margin_gib * _GIB:
-        reason = f"the disk has no room for {bytes_words(need)} of repacked weights: they stay in the model's file"
+        reason = f"the disk has no room for {format_bytes(need)} of repacked weights: they stay in the model's file"
         return msgspec.structs.replace(options, repack="off"), reason
     return options, "repacked where llama.cpp can: the snapshot keeps the result"
 
@@ -105,7 +105,7 @@ def refuse_full(root: Path, order: Order, config: SnapshotsConfig) -> None:
     need, free = _need_bytes(order), _free_bytes(root)
     if free - need < config.disk_margin_gib * _GIB:
         raise DiskFullError(
-            f"a snapshot of {order.model} needs about {bytes_words(need)} and {bytes_words(free)} are "
+            f"a snapshot of {order.model} needs about {format_bytes(need)} and {format_bytes(free)} are "
             f"free; "
             f"{config.disk_margin_gib:g} GiB stay free (snapshots.disk-margin-gib)"
         )

@@ -7,7 +7,7 @@ into namespaces), started by `edgeinfer.snapshots.building.build_order` and ende
 then "built" or "failed".
 
 The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
-has sung the canary's four tokens bit for bit as they were sung before the dump.
+has computed the canary's four tokens bit for bit as they were before the dump.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Builder:
         manifest = self._manifest(parked_fields, parked)
         self._say("verify", None)
         began = time.monotonic()
-        self._listen_to_the_canary(manifest, parked.canary)
+        self._compare_canary(manifest, parked.canary)
         self._stages["verify"] = _ms_since(began)
         details = self._details(manifest, parked, baked)
         self._publish(manifest, details)
@@ -97,7 +97,7 @@ class Builder:
         began = time.monotonic()
         self._say("dump", None)
         order.sendall(parked_fields["pid"] + b"\n")
-        if self._last_word(order) != b"dumped":
+        if order.recv(64) != b"dumped":
             raise self._dump_failed()
         os.waitpid(init, 0)
         self._stages["dump"] = _ms_since(began)
@@ -144,7 +144,7 @@ class Builder:
             else:
                 linux.adopt_orphans()
             if os.fork() == 0:
-                self._become_parked(link.fileno(), wake)
+                self._exec_parked(link.fileno(), wake)
             link.close()
             os.close(wake)
             pid = int(orders.recv(64) or b"0")
@@ -153,7 +153,7 @@ class Builder:
         finally:
             os._exit(0)
 
-    def _become_parked(self, link: int, wake: int) -> NoReturn:
+    def _exec_parked(self, link: int, wake: int) -> NoReturn:
         try:
             linux.drop_privileges()
             os.setsid()
@@ -185,9 +185,6 @@ class Builder:
             ended, status = os.wait()
             if ended == child:
                 return status
-
-    def _last_word(self, order: socket.socket) -> bytes:
-        return order.recv(64)
 
     def _dump_failed(self) -> SnapshotError | DiskFullError:
         return _disk_full(self._folder) or DumpError(
@@ -224,7 +221,7 @@ class Builder:
             manifest.images[f"{format.IMAGES}/{path.name}"] = path.stat().st_size
         return manifest
 
-    def _listen_to_the_canary(self, manifest: format.Manifest, expected: bytes) -> None:
+    def _compare_canary(self, manifest: format.Manifest, expected: bytes) -> None:
         if facts.ask(manifest, str(self._folder), "canary") != expected:
             raise RestoreError(
                 "the new snapshot computes other tokens than the process it was taken of; it was "

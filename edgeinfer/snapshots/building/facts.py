@@ -25,7 +25,7 @@ from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshots.launching import frames, supervise
 from edgeinfer.snapshots.linux import getrandom
-from edgeinfer.snapshots.resumed.loaded_model import Held
+from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
 from edgeinfer.snapshots.shelf.format import Manifest
 
 _SAMPLED_TOKENS = 12
@@ -47,7 +47,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     modules: list[str]
 
 
-def gather(held: Held | None) -> Facts:
+def gather(loaded: LoadedModel | None) -> Facts:
     """Look at this process."""
     drawn = {
         "os.urandom": os.urandom(16).hex(),
@@ -62,8 +62,8 @@ def gather(held: Held | None) -> Facts:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         drawn["numpy"] = repr(numpy.random())
-    if held is not None and held.generates:
-        drawn["sampler"] = _sampled(held)
+    if loaded is not None and loaded.generates:
+        drawn["sampler"] = _sampled(loaded)
     umask = os.umask(0o077)
     os.umask(umask)
     return Facts(
@@ -81,14 +81,16 @@ def gather(held: Held | None) -> Facts:
     )
 
 
-def _sampled(held: Held) -> str:
+def _sampled(loaded: LoadedModel) -> str:
     request = GenerateRequest(
         prompt="Once",
         max_tokens=_SAMPLED_TOKENS,
         ignore_eos=True,
         sampling=Sampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0),
     )
-    return "".join(event.text for event in held.engine.submit(request) if isinstance(event, TextDelta))
+    return "".join(
+        event.text for event in loaded.engine.submit(request) if isinstance(event, TextDelta)
+    )
 
 
 def ask(

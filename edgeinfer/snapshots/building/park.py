@@ -29,7 +29,7 @@ from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots.building.spill import Spilled, spill
 from edgeinfer.snapshots.launching import frames
 from edgeinfer.snapshots.resumed import app_process, freshness, residency
-from edgeinfer.snapshots.resumed.loaded_model import Held, Parkable, actual
+from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable, actual
 from edgeinfer.snapshots.shelf.format import BUFFERS, LINK_FD, WAKE_FD
 
 #: Our packages whose every module is imported before the dump.
@@ -150,7 +150,7 @@ class _Stages:
         )
 
 
-def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]:
+def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel, bytes]:
     """Load, warm up, prefill and park as the builder asks; the engine, and the `Parked` of it. Raises
     what loading raises.
     """
@@ -169,7 +169,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
         import_everything()
         _rehearse()
         engine: Parkable = loading.result()
-    held = Held(engine, fields["model"].decode(), options)
+    loaded = LoadedModel(engine, fields["model"].decode(), options)
     # loading read it all; what is touched from here on is what computing needs
     residency.give_back_shared()
     system_tokens = 0
@@ -179,12 +179,12 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
     stages.begin("warm up")
     engine.warm_up()
     # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
-    canary = held.sing()
+    canary = loaded.canary_tokens()
     engine.park()
     stages.begin("write")
-    held.shared, held.buffers = residency.touched_shared(), residency.buffers()
+    loaded.shared, loaded.buffers = residency.touched_shared(), residency.buffers()
     path = os.path.join(os.fsdecode(fields["folder"]), BUFFERS)
-    spilled = spill(held.buffers, path, lambda fraction: stages.report("write", fraction))
+    spilled = spill(loaded.buffers, path, lambda fraction: stages.report("write", fraction))
     stages.begin("")
     parked = Parked(
         info=engine.info,
@@ -195,7 +195,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[Held, bytes]
         spilled=spilled,
         stages_ms=stages.ms,
     )
-    return held, msgspec.json.encode(parked)
+    return loaded, msgspec.json.encode(parked)
 
 
 def _rehearse() -> None:
@@ -239,7 +239,7 @@ def main() -> None:
     if request is None:
         os._exit(1)
     try:
-        held, parked = prepare(link, request[0])
+        loaded, parked = prepare(link, request[0])
     except EdgeInferError as error:
         frames.send(
             link,
@@ -260,13 +260,13 @@ def main() -> None:
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)
     ranges = freshness.read_droppable_ranges()
-    held.droppable = ranges
+    loaded.droppable = ranges
     _let_go(link, parked)
     freshness.forget_random_state(ranges)
     sleeper.poll()  # the checkpoint is taken here
     resumed_ns = time.monotonic_ns()
     os.close(WAKE_FD)
-    app_process.become(socket.socket(fileno=LINK_FD), held, resumed_ns)
+    app_process.run_app(socket.socket(fileno=LINK_FD), loaded, resumed_ns)
 
 
 if __name__ == "__main__":

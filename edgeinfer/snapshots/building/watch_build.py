@@ -24,8 +24,8 @@ class _Envelope(msgspec.Struct, frozen=True):
     error: _Failed = _Failed()
 
 
-def words(model: str, options: LoadOptions) -> list[str]:
-    """What follows `edgeinfer warm`."""
+def warm_argv(model: str, options: LoadOptions) -> list[str]:
+    """The arguments after `edgeinfer warm`."""
     return [
         model,
         "--json",

@@ -1,9 +1,8 @@
-"""What clients are told when the app is killed under them: copies of its connections, and what to say
-on each.
+"""Copies of the app's connections, and the reply that each gets when the app is killed.
 
 The app gives the launcher, over a channel of their own, a copy of every connection on which a model was
 asked for, and keeps a byte of state for each in a file of shared memory that outlives it: an index into
-the words it left beforehand. The launcher knows no HTTP; when the app is gone it writes those words and
+the replies it left beforehand. The launcher knows no HTTP; when the app is gone it writes the reply and
 closes.
 
 On the channel a message is the number of the connection's descriptor in the app: with a descriptor the
@@ -38,9 +37,7 @@ class Copies:
         self._send(raw, [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, raw)])
 
     def mark(self, number: int, state: int) -> None:
-        """Note which of the words hold for this connection from now on: a write of one byte, under a
-        microsecond.
-        """
+        """Note the connection's state from now on: a write of one byte, under a microsecond."""
         os.pwrite(self._states_fd, bytes((state,)), number)
 
     def drop(self, number: int) -> None:
@@ -57,13 +54,14 @@ class Copies:
 
 
 class Kept:
-    """The launcher's end: `fds` are the channel and the states. `words` are indexed by state; an empty
-    one is only closed.
+    """The launcher's end: `fds` are the channel and the states. `replies` are indexed by state; an empty
+    one only closes.
     """
 
-    def __init__(self, fds: Sequence[int], words: Sequence[bytes]) -> None:
+    def __init__(self, fds: Sequence[int], replies: Sequence[bytes]) -> None:
         channel_fd, self._states_fd = fds
-        self._channel, self._words = _socket.socket(fileno=channel_fd), words
+        self._channel = _socket.socket(fileno=channel_fd)
+        self._replies = replies
         self._copies: dict[bytes, _socket.socket] = {}
 
     def __len__(self) -> int:
@@ -73,8 +71,8 @@ class Kept:
         """The channel's descriptor, to be polled."""
         return self._channel.fileno()
 
-    def hear(self) -> bool:
-        """Take what the app has sent. False at its end."""
+    def receive(self) -> bool:
+        """Read what the app has sent. False at its end."""
         while True:
             try:
                 number, control, _, _ = self._channel.recvmsg(
@@ -92,19 +90,18 @@ class Kept:
             for _, _, data in control:
                 self._copies[number] = _socket.socket(fileno=int.from_bytes(data[:_BYTES], "little"))
 
-    def say(self) -> None:
-        """The app is gone: say on every connection what is to be said, and close everything."""
-        self.hear()
+    def send_replies(self) -> None:
+        """Send every connection its reply after the app's end, and close everything."""
+        self.receive()
         for number, copy in self._copies.items():
             state = os.pread(self._states_fd, 1, int.from_bytes(number, "little"))
-            words = self._words[state[0]] if state and state[0] < len(self._words) else b""
+            reply = self._replies[state[0]] if state and state[0] < len(self._replies) else b""
             try:
-                if words:
-                    copy.send(words, _NOW)
+                if reply:
+                    copy.send(reply, _NOW)
                 copy.shutdown(_socket.SHUT_WR)
-                copy.recv(
-                    1 << 16, _NOW
-                )  # what was left unread would make the close a reset, which takes the words back
+                # what was left unread would make the close a reset, which takes the reply back
+                copy.recv(1 << 16, _NOW)
             except OSError:
                 pass  # the client left, or has not read for so long that nothing more fits
             copy.close()

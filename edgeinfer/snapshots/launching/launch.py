@@ -40,8 +40,8 @@ _UNEXPECTED = 70
 
 
 class App:
-    """A running app: its supervisor and its link. `payload` is what a worker serves its engine on,
-    until it has it.
+    """A running app: its supervisor and its link. `fds` are what its request carries, kept for a cold
+    start after a resume that failed.
     """
 
     def __init__(self, child: supervise.Child, link: _socket.socket, role: str) -> None:
@@ -76,7 +76,7 @@ class Launcher:
 
     def run(self) -> NoReturn:
         """Never returns."""
-        wish = choose.wish(self.argv)
+        choice = choose.launch_choice(self.argv)
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
         if self.argv[0] == "serve":
@@ -85,25 +85,27 @@ class Launcher:
             self._guard = guard.watch(self._terminal_fd, self._terminal)
         request: dict[str, frames.Value] = {"role": "verb", "argv": frames.join(self.argv)}
         fds = [0, 1, 2, *(listener.fileno() for listener in self._listeners)]
-        self._verb = (wish, request, fds)
+        self._verb = (choice, request, fds)
         try:
-            self._main = self._start(wish, request, fds)
+            self._main = self._start(choice, request, fds)
         except EdgeInferError as error:
             _fail(error)
         while True:
             self._turn()
 
-    def _start(self, wish: choose.Wish, request: dict[str, frames.Value], fds: list[int]) -> App:
+    def _start(
+        self, choice: choose.LaunchChoice, request: dict[str, frames.Value], fds: list[int]
+    ) -> App:
         """Resume when that is wished and possible, else start cold. Raises what `find` raises when it
         is insisted on.
         """
         reason = "you asked for a cold start (--resume=never)"
-        if wish.resume != "never":
+        if choice.resume != "never":
             try:
-                folder, manifest = choose.find(wish.model, wish.options)
+                folder, manifest = choose.find(choice.model, choice.options)
                 return self._resume(folder, manifest, request, fds)
             except EdgeInferError as error:
-                if wish.resume == "always":
+                if choice.resume == "always":
                     raise
                 reason = self._explain(error, str(request["role"]))
             except OSError as error:
@@ -168,9 +170,9 @@ class Launcher:
             if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
                 fix = "it is built when this ends; `edgeinfer warm` does it now"
             else:
-                from edgeinfer import words  # 1 ms, and only before a cold start
+                from edgeinfer import error_text  # 1 ms, and only before a cold start
 
-                fix = words.hint(error)
+                fix = error_text.hint(error)
             sys.stderr.write(f"edgeinfer: cold start: {reason} ({fix})\n")
         return reason
 
@@ -186,10 +188,10 @@ class Launcher:
                 if app not in self._apps:
                     continue
                 if fd == app.child.status_fd:
-                    self._hear_supervisor(app)
+                    self._read_supervisor(app)
                 elif fd == app.link.fileno():
-                    self._hear_app(app)
-                elif app.copies is not None and fd == app.copies.fileno() and not app.copies.hear():
+                    self._read_app(app)
+                elif app.copies is not None and fd == app.copies.fileno() and not app.copies.receive():
                     self._poll.unregister(fd)
 
     def _forward(self, number: int, _frame: object) -> None:
@@ -203,7 +205,7 @@ class Launcher:
         if self._main is None and number in _ASKED_TO_END:
             _die_of(number)
 
-    def _hear_supervisor(self, app: App) -> None:
+    def _read_supervisor(self, app: App) -> None:
         data = os.read(app.child.status_fd, 4096)
         app.report += data
         *lines, app.report = app.report.split(b"\n")
@@ -253,13 +255,13 @@ class Launcher:
         self._poll.unregister(app.child.status_fd)
         if app.copies is not None:
             _quietly(self._poll.unregister, app.copies.fileno())
-            app.copies.say()
+            app.copies.send_replies()
         _quietly(self._poll.unregister, app.link.fileno())
         os.close(app.child.status_fd)
         app.link.close()
         _quietly(os.waitpid, app.child.pid, 0)
 
-    def _hear_app(self, app: App) -> None:
+    def _read_app(self, app: App) -> None:
         received = frames.receive(app.link)
         if received is None:
             self._poll.unregister(app.link.fileno())
@@ -275,7 +277,7 @@ class Launcher:
         elif op == b"copies":
             from edgeinfer.snapshots.launching import kept_connections  # 0.3 ms, while `serve` starts
 
-            app.copies = kept_connections.Kept(received[1], fields["words"].split(b"\0"))
+            app.copies = kept_connections.Kept(received[1], fields["replies"].split(b"\0"))
             self._poll.register(app.copies.fileno(), select.POLLIN)
         elif op == b"warm-now":
             self._warm_now(app, fields, received[1])
@@ -290,7 +292,9 @@ class Launcher:
         """Start a process that serves an engine, and give the app the other end of its socket."""
         theirs, ours = _socket.socketpair()
         model, options = os.fsdecode(fields["model"]), fields["options"]
-        wish = choose.Wish(model, choose.from_words(fields.get("requested", b"")), self._verb[0].resume)
+        choice = choose.LaunchChoice(
+            model, choose.unpack_options(fields.get("requested", b"")), self._verb[0].resume
+        )
         request: dict[str, frames.Value] = {
             "role": "worker",
             "model": model,
@@ -298,7 +302,7 @@ class Launcher:
             "argv": b"",
         }
         try:
-            self._start(wish, request, [0, 1, 2, ours.detach()])
+            self._start(choice, request, [0, 1, 2, ours.detach()])
         except EdgeInferError as error:
             theirs.close()
             frames.send(
@@ -321,7 +325,7 @@ class Launcher:
         from edgeinfer.process import child_command
 
         self._warm_stop()
-        command = child_command("edgeinfer", "warm", *frames.split(fields["words"]))
+        command = child_command("edgeinfer", "warm", *frames.split(fields["argv"]))
         self._warming = os.fork()
         if self._warming == 0:
             try:
@@ -392,8 +396,8 @@ class Launcher:
         if wait_s:
             time.sleep(wait_s)
         self._exec_ns = self._main_ns = time.monotonic_ns()
-        wish, request, fds = self._verb
-        self._main = self._start(wish, request, fds)
+        choice, request, fds = self._verb
+        self._main = self._start(choice, request, fds)
 
     def _leave(self, code: int) -> NoReturn:
         self._dismiss_guard()
@@ -445,11 +449,11 @@ def _terminal_modes(fd: int | None) -> list[object] | None:
 
 
 def _fail(error: EdgeInferError) -> NoReturn:
-    from edgeinfer import words
+    from edgeinfer import error_text
 
-    sys.stderr.write(words.words(error) + "\n")
+    sys.stderr.write(error_text.describe_error(error) + "\n")
     sys.stderr.flush()
-    os._exit(words.exit_code(error))
+    os._exit(error_text.exit_code(error))
 
 
 def _die_of(number: int) -> NoReturn:

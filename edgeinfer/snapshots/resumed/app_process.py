@@ -30,7 +30,7 @@ from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.launching import frames, kept_connections
 from edgeinfer.snapshots.resumed import freshness
 from edgeinfer.snapshots.resumed.idle import IdleWatch
-from edgeinfer.snapshots.resumed.loaded_model import Held, asked
+from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, asked
 
 #: Roles of a launch request.
 VERB, WORKER, CANARY, FACTS = b"verb", b"worker", b"canary", b"facts"
@@ -49,14 +49,14 @@ class AppHost(Host):
         self,
         start: Start,
         link: socket.socket,
-        held: Held | None,
+        loaded: LoadedModel | None,
         listeners: tuple[socket.socket, ...] = (),
         *,
         long_lived: bool = True,
     ) -> None:
         super().__init__(start)
         self._link = link
-        self._held = held
+        self._loaded = loaded
         self._listeners = listeners
         self._long_lived = long_lived
         self._asking = threading.Lock()
@@ -66,9 +66,9 @@ class AppHost(Host):
         return self._listeners
 
     @property
-    def held_model(self) -> str:
+    def loaded_model(self) -> str:
         """The model this process was resumed with, or ""."""
-        return self._held.model if self._held and self._held.is_open else ""
+        return self._loaded.model if self._loaded and self._loaded.is_open else ""
 
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
         """The resumed engine when it is this model with these options, else one from a worker; loaded
@@ -76,10 +76,10 @@ class AppHost(Host):
 
         Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
         """
-        if self._held is not None:
-            if self._held.serves(model, options):
-                self._held.release_when_idle(self.config.snapshots.idle_release_s)
-                return self._held.take(options)
+        if self._loaded is not None:
+            if self._loaded.serves(model, options):
+                self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
+                return self._loaded.take(options)
             return self.worker(model, options, progress)
         engine = super().engine(model, options, progress)
         self._ask_for_warming(engine, model, options)
@@ -124,12 +124,17 @@ class AppHost(Host):
         """`edgeinfer warm` in a process of the launcher's: none can be dumped from inside a resumed
         one's namespaces.
         """
-        from edgeinfer.snapshots.building.watch_build import listen, words  # only the model picker asks
+        from edgeinfer.snapshots.building.watch_build import (  # only the model picker asks
+            listen,
+            warm_argv,
+        )
 
         read_fd, write_fd = os.pipe()
         with self._asking:
             frames.send(
-                self._link, {"op": "warm-now", "words": frames.join(words(model, options))}, [write_fd]
+                self._link,
+                {"op": "warm-now", "argv": frames.join(warm_argv(model, options))},
+                [write_fd],
             )
         os.close(write_fd)
         listen(model, read_fd, progress, cancel, self._stop_warming)
@@ -138,10 +143,10 @@ class AppHost(Host):
         with self._asking:
             frames.send(self._link, {"op": "warm-stop"})
 
-    def keep_copies(self, words: Sequence[bytes]) -> kept_connections.Copies:
+    def keep_copies(self, replies: Sequence[bytes]) -> kept_connections.Copies:
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         states_fd = os.memfd_create("states")
-        self._tell({"op": "copies", "words": b"\0".join(words)}, [theirs.fileno(), states_fd])
+        self._tell({"op": "copies", "replies": b"\0".join(replies)}, [theirs.fileno(), states_fd])
         theirs.close()
         return kept_connections.Copies(channel, states_fd)
 
@@ -173,8 +178,8 @@ class AppHost(Host):
             frames.send(self._link, message, fds)
 
 
-def become(link: socket.socket, held: Held | None, resumed_ns: int) -> NoReturn:
-    """Read the launch request and be it. Never returns."""
+def run_app(link: socket.socket, loaded: LoadedModel | None, resumed_ns: int) -> NoReturn:
+    """Read the launch request and run it. Never returns."""
     request = frames.receive(link)
     if request is None:
         os._exit(125)
@@ -182,9 +187,9 @@ def become(link: socket.socket, held: Held | None, resumed_ns: int) -> NoReturn:
     code = 70
     try:
         known = set(sys.modules)
-        listeners = _take_over(fields, fds, held)
+        listeners = _take_over(fields, fds, loaded)
         start = _start(fields, resumed_ns)
-        code = _play(link, fields, held, start, listeners)
+        code = _play(link, fields, loaded, start, listeners)
         _trace_imports(known)
         atexit._run_exitfuncs()
         _flush()
@@ -201,9 +206,11 @@ def become(link: socket.socket, held: Held | None, resumed_ns: int) -> NoReturn:
     os._exit(code)
 
 
-def _take_over(fields: Mapping[str, bytes], fds: list[int], held: Held | None) -> list[socket.socket]:
+def _take_over(
+    fields: Mapping[str, bytes], fds: list[int], loaded: LoadedModel | None
+) -> list[socket.socket]:
     """Entropy first, then descriptors, then everything else. Returns the sockets that came along."""
-    samplers = freshness.reseed(fields["entropy"], held.droppable if held else [])
+    samplers = freshness.reseed(fields["entropy"], loaded.droppable if loaded else [])
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
         os.close(fd)
@@ -214,8 +221,8 @@ def _take_over(fields: Mapping[str, bytes], fds: list[int], held: Held | None) -
     signal.signal(signal.SIGTSTP, _stop)
     linux.set_name("edgeinfer")
     linux.die_with_parent()
-    if held is not None:
-        held.resume(samplers)
+    if loaded is not None:
+        loaded.resume(samplers)
     return [socket.socket(fileno=fd) for fd in fds[3:]]
 
 
@@ -247,7 +254,7 @@ def _start(fields: Mapping[str, bytes], resumed_ns: int) -> Start:
 def _play(
     link: socket.socket,
     fields: Mapping[str, bytes],
-    held: Held | None,
+    loaded: LoadedModel | None,
     start: Start,
     sockets: list[socket.socket],
 ) -> int:
@@ -257,24 +264,24 @@ def _play(
 
         argv = frames.split(fields["argv"])
         return cli.main(
-            argv, AppHost(start, link, held, tuple(sockets), long_lived=argv[0] in ("chat", "serve"))
+            argv, AppHost(start, link, loaded, tuple(sockets), long_lived=argv[0] in ("chat", "serve"))
         )
     if role == WORKER:
         from edgeinfer.workers.worker import serve  # 5 ms in a cold process
 
-        host = AppHost(start, link, held)
+        host = AppHost(start, link, loaded)
         options = msgspec.json.decode(fields["options"], type=LoadOptions)
         serve(
             sockets[0], start, lambda progress: host.engine(fields["model"].decode(), options, progress)
         )
         return 0
-    if role == CANARY and held is not None:
-        frames.send(link, {"op": "canary", "value": held.sing()})
+    if role == CANARY and loaded is not None:
+        frames.send(link, {"op": "canary", "value": loaded.canary_tokens()})
         return 0
     if role == FACTS:
         from edgeinfer.snapshots.building import facts  # 1 ms; a test's or a verification's process
 
-        frames.send(link, {"op": "facts", "value": msgspec.json.encode(facts.gather(held))})
+        frames.send(link, {"op": "facts", "value": msgspec.json.encode(facts.gather(loaded))})
         return 0
     raise ValueError(f"a launch request with the role {role!r}")
 
@@ -301,7 +308,7 @@ def main() -> NoReturn:
     """A cold app: the link's descriptor is the only argument."""
     resumed_ns = time.monotonic_ns()
     linux.die_with_parent()
-    become(socket.socket(fileno=int(sys.argv[1])), None, resumed_ns)
+    run_app(socket.socket(fileno=int(sys.argv[1])), None, resumed_ns)
 
 
 if __name__ == "__main__":

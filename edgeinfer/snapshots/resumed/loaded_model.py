@@ -1,4 +1,4 @@
-"""The engine a parked process holds, and what it needs to be the engine of somebody's launch."""
+"""The engine loaded in a parked process, and what makes it the engine of somebody's launch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Parkable(Engine, Protocol):
     def between_steps(self, work: Callable[[], Any]) -> Any: ...
 
 
-class Held:
+class LoadedModel:
     """A loaded engine with the name and options it was asked for under. `droppable` are the ranges of
     `freshness`, `buffers` those of `memory`, `shared` what computing touches of the model's file.
     """
@@ -101,7 +101,7 @@ class Held:
             )
             self._watch.start()
 
-    def sing(self) -> bytes:
+    def canary_tokens(self) -> bytes:
         """Four greedy tokens with their logprobs, or an embedding: bit-equal before the dump and after
         a restore.
         """

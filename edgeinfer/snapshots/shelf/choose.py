@@ -34,10 +34,8 @@ _OPTIONS = {
 _ANY = ("0", "auto")
 
 
-class Wish:
-    """What a launch would like to resume: model, options that must hold, and whether it insists (auto,
-    always, never).
-    """
+class LaunchChoice:
+    """What a launch wants to resume: a model, options that must hold; `resume` is auto, always or never."""
 
     __slots__ = ("model", "options", "resume")
 
@@ -45,8 +43,8 @@ class Wish:
         self.model, self.options, self.resume = model, options, resume
 
 
-def wish(argv: list[str]) -> Wish:
-    """Guess from the words typed, then from config.toml."""
+def launch_choice(argv: list[str]) -> LaunchChoice:
+    """Guess it from the words typed, then from config.toml."""
     config = read_config()
     load, snapshots = config.get("load", {}), config.get("snapshots", {})
     options = {}
@@ -60,7 +58,9 @@ def wish(argv: list[str]) -> Wish:
         if not word.startswith("-") and len(word) < 200 and format.safe_name(word) in known:
             model = word
             break
-    return Wish(model, options, option(argv, "--resume") or str(snapshots.get("resume", "auto")))
+    return LaunchChoice(
+        model, options, option(argv, "--resume") or str(snapshots.get("resume", "auto"))
+    )
 
 
 def option(argv: list[str], name: str) -> str:
@@ -74,7 +74,7 @@ def option(argv: list[str], name: str) -> str:
     return value
 
 
-def from_words(requested: bytes) -> dict[str, str]:
+def unpack_options(requested: bytes) -> dict[str, str]:
     """Options as an app asks for them in a worker: name, value, name, value."""
     words = frames.split(requested)
     return dict(zip(words[::2], words[1::2], strict=True))

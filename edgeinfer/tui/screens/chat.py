@@ -22,6 +22,7 @@ from edgeinfer.chat.complete import complete
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.slash import is_command
 from edgeinfer.chat.values import Turn
+from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError, UsageError
 from edgeinfer.tui.answering import Streaming
 from edgeinfer.tui.attaching import Attaching
@@ -34,7 +35,6 @@ from edgeinfer.tui.widgets.completions import Completions
 from edgeinfer.tui.widgets.composer import Composer
 from edgeinfer.tui.widgets.status import Status
 from edgeinfer.tui.widgets.transcript import Transcript
-from edgeinfer.words import hint
 
 if TYPE_CHECKING:
     from edgeinfer.tui.app import ChatApp

@@ -18,9 +18,9 @@ from textual.widgets.option_list import Option
 
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved, shelf, size_words
+from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.tui.bindings import bindings
-from edgeinfer.words import hint
 
 if TYPE_CHECKING:
     from edgeinfer.catalog.progress import PullProgress

@@ -20,11 +20,11 @@ from edgeinfer.chat import export, library, tree
 from edgeinfer.chat.commander import Commander
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.chat.values import Summary
+from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.drawing.lines import clean
 from edgeinfer.tui.screens.ask import AskScreen
-from edgeinfer.words import hint
 
 
 class SessionScreen(ModalScreen[int | None]):

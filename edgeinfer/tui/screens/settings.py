@@ -17,10 +17,10 @@ from textual.widgets.option_list import Option
 
 from edgeinfer.chat import presets
 from edgeinfer.chat.settings import save
+from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import BY_ID, HEADINGS, KEYS, shown
 from edgeinfer.tui.screens.choice import ChoiceScreen
-from edgeinfer.words import hint
 
 if TYPE_CHECKING:
     from edgeinfer.tui.screens.chat import ChatScreen

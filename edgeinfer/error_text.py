@@ -71,7 +71,7 @@ def exit_code(error: e.EdgeInferError) -> int:
     return _row(error)[0]
 
 
-def words(error: e.EdgeInferError) -> str:
+def describe_error(error: e.EdgeInferError) -> str:
     """What a person reads on stderr: `error: …`, a blank line, `hint: …`."""
     step = hint(error)
     return f"error: {error.message}" + (f"\n\nhint: {step}" if step else "")

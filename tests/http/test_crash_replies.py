@@ -30,7 +30,10 @@ def ends():
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     states_fd = os.memfd_create("states")
     with here:
-        yield Copies(here, states_fd), Kept([there.detach(), os.dup(states_fd)], crash_replies.words())
+        yield (
+            Copies(here, states_fd),
+            Kept([there.detach(), os.dup(states_fd)], crash_replies.replies()),
+        )
     os.close(states_fd)
 
 
@@ -61,7 +64,7 @@ def rest(client: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("state", State)
-def test_a_connection_gets_the_words_of_its_state_and_is_closed(ends, state):
+def test_a_connection_gets_the_reply_of_its_state_and_is_closed(ends, state):
     copies, kept = ends
     client, ours = socket.socketpair()
     with client:
@@ -69,12 +72,12 @@ def test_a_connection_gets_the_words_of_its_state_and_is_closed(ends, state):
         copies.mark(ours.fileno(), State.STREAM)
         copies.mark(ours.fileno(), state)
         ours.close()
-        kept.say()
-        assert rest(client) == crash_replies.words()[state]
+        kept.send_replies()
+        assert rest(client) == crash_replies.replies()[state]
 
 
-def test_the_words_are_whole_answers_and_whole_ends_of_streams():
-    said = crash_replies.words()
+def test_the_replies_are_whole_answers_and_whole_ends_of_streams():
+    said = crash_replies.replies()
     for state in (State.WAITING, State.WAITING_ANTHROPIC):
         head, _, body = said[state].partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
@@ -99,9 +102,9 @@ def test_a_dropped_connection_is_closed_and_hears_nothing(ends):
         copies.hold(ours.fileno())
         copies.drop(ours.fileno())
         ours.close()
-        assert kept.hear()
+        assert kept.receive()
         assert rest(client) == b""
-    kept.say()
+    kept.send_replies()
 
 
 def test_a_number_is_used_again(ends):
@@ -115,7 +118,7 @@ def test_a_number_is_used_again(ends):
         copies.hold(number)
         copies.mark(number, State.WAITING)
         ours.close()
-        kept.say()
+        kept.send_replies()
         assert rest(first) == b""
         assert rest(second).startswith(b"HTTP/1.1 503")
 
@@ -131,16 +134,16 @@ def test_a_client_that_does_not_read_holds_nobody_up(ends):
         copies.mark(ours.fileno(), State.STREAM)
         copies.hold(ours.fileno())
         ours.close()
-        kept.say()
+        kept.send_replies()
         assert set(rest(client)) == {ord("x")}
 
 
 def test_the_end_of_the_app_is_heard(ends):
     copies, kept = ends
     copies._channel.shutdown(socket.SHUT_RDWR)
-    assert not kept.hear()
+    assert not kept.receive()
     copies.drop(5)  # and on this side it is no error
-    kept.say()
+    kept.send_replies()
 
 
 @pytest.mark.parametrize(
