@@ -163,9 +163,7 @@ def _remove(folders: list[Path]) -> RemovedResult:
     freed = sum(records.disk_bytes(folder) for folder in folders)
     for folder in folders:
         prune.remove(folder)
-    return RemovedResult(
-        removed=tuple(f.name.rpartition(format.SEPARATOR)[0] for f in folders), freed_bytes=freed
-    )
+    return RemovedResult(removed=tuple(format.name_of(f.name) for f in folders), freed_bytes=freed)
 
 
 def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
@@ -174,10 +172,7 @@ def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
         raise SnapshotMissingError("there are no snapshots", hint="")
     if options.all:
         return _remove(prune.by_last_use(root))
-    sizes = {
-        f.name.rpartition(format.SEPARATOR)[0]: records.disk_bytes(f) for f in prune.by_last_use(root)
-    }
+    sizes = {folder: records.disk_bytes(folder) for folder in prune.by_last_use(root)}
     removed = [*prune.stale(root), *prune.to_limit(root, host.config.snapshots)]
-    return RemovedResult(
-        removed=tuple(removed), freed_bytes=sum(sizes.get(name, 0) for name in removed)
-    )
+    freed = sum(size for folder, size in sizes.items() if not folder.exists())
+    return RemovedResult(removed=tuple(removed), freed_bytes=freed)

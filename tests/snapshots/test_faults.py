@@ -78,8 +78,9 @@ def small_disk(person, size: str):
 WITHOUT_ASKING_FOR_ROOM = """
 import sys
 from edgeinfer import cli
-from edgeinfer.snapshots import prune, warm
-warm.refuse_full = lambda *_: None
+from edgeinfer.snapshots.building import build_order
+from edgeinfer.snapshots.shelf import prune
+build_order.refuse_full = lambda *_: None
 prune.make_room = lambda *_, **__: []
 sys.exit(cli.main())
 """

@@ -81,14 +81,16 @@ def test_names_carry_the_options_or_what_was_given():
 
 def test_generations_are_newest_first_and_only_published_ones(tmp_path):
     for generation, published in ((1, True), (2, True), (3, False)):
-        folder = tmp_path / format.folder_name("m", generation)
+        folder = tmp_path / format.folder_name("m", generation, "p" if generation == 1 else "q")
         folder.mkdir()
         if published:
             (folder / format.MANIFEST).touch()
     found = format.generations(str(tmp_path))
     assert [os.path.basename(folder) for folder in found["m"]] == [
-        format.folder_name("m", n) for n in (2, 1)
+        format.folder_name("m", n, program) for n, program in ((2, "q"), (1, "p"))
     ]
+    of_one = format.generations(str(tmp_path), "p")["m"]
+    assert [format.generation_of(folder) for folder in of_one] == [f"{1:016x}"]
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o750])

@@ -22,7 +22,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.snapshots.building import digests
 from edgeinfer.snapshots.resumed import freshness, loaded_model, prefetch, residency
 from edgeinfer.snapshots.resumed.idle import IdleWatch
-from edgeinfer.snapshots.shelf import choose, fingerprint, format, prune
+from edgeinfer.snapshots.shelf import choose, fingerprint, format, prune, records
 
 
 @pytest.fixture
@@ -35,16 +35,21 @@ def root(tmp_path, monkeypatch):
     return folder
 
 
-def publish(root, name, generation=1, *, model="m", requested=None, actual=None, size=4096):
-    """A snapshot that passes every check of a launch."""
-    folder = root / format.folder_name(name, generation)
+def folder_of(name, generation, program=""):
+    """The folder's name of a snapshot that this program built, or another of that tag."""
+    return format.folder_name(name, generation, program or fingerprint.program_tag())
+
+
+def publish(root, name, generation=1, *, model="m", requested=None, actual=None, size=4096, program=""):
+    """A snapshot that passes every check of a launch; of the program that lies at `program`, or ours."""
+    folder = root / folder_of(name, generation, program and format.short_hash(program))
     (folder / format.IMAGES).mkdir(parents=True, mode=0o700)
     folder.chmod(0o700)
     made = format.Manifest(
         name=name, model=model, criu="/criu", tier="root", pid=1, link_inode=1, wake_inode=2
     )
     made.requested, made.actual = requested or {}, actual or {}
-    made.keys = fingerprint.machine_keys()
+    made.keys = fingerprint.machine_keys() | ({"program": program} if program else {})
     made.files = [fingerprint.stamp(sys.executable)]
     made.images = {format.MEMORY: size}
     for file, content in (
@@ -88,7 +93,7 @@ def test_an_exact_match_is_preferred_then_the_newest(root):
     publish(root, "m,ctx512", 3, requested={"n_ctx": "512"}, actual={"n_ctx": "512"})
     publish(root, "m", 1, actual={"n_ctx": "8192"})
     publish(root, "m", 2, actual={"n_ctx": "8192"})
-    assert choose.find("m", {})[0].endswith(format.folder_name("m", 2))
+    assert choose.find("m", {})[0].endswith(folder_of("m", 2))
     assert choose.find("m", {"n_ctx": "512"})[1].name == "m,ctx512"
     assert choose.find("m", {"n_ctx": "8192"})[1].name == "m"
     with pytest.raises(SnapshotMissingError, match="n_ctx=99"):
@@ -305,12 +310,33 @@ def test_older_generations_go_and_stale_ones_can(root):
     publish(root, "a", 1)
     publish(root, "a", 2)
     prune.drop_older(root, "a")
-    assert [os.path.basename(f) for f in format.generations(str(root))["a"]] == [
-        format.folder_name("a", 2)
-    ]
-    (root / format.folder_name("a", 2) / format.MEMORY).write_bytes(b"")
+    assert [os.path.basename(f) for f in format.generations(str(root))["a"]] == [folder_of("a", 2)]
+    (root / folder_of("a", 2) / format.MEMORY).write_bytes(b"")
     assert prune.stale(root) == ["a"]
     assert format.generations(str(root)) == {}
+
+
+def test_each_program_has_its_own_and_those_of_programs_that_are_gone_go_first(root, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    publish(root, "m", 1)
+    publish(root, "m", 2, program=str(other))
+    assert choose.find("m", {})[0].endswith(folder_of("m", 1))
+    prune.drop_older(root, "m")
+    assert prune.stale(root) == []
+    states = [records.state_of(folder) for folder in prune.by_last_use(root)]
+    assert states[1:] == [(False, f"of another program: {other}")] or states[0][0] is False
+    assert len(format.generations(str(root))["m"]) == 2
+    use(root / folder_of("m", 1), 1000)
+    other.rmdir()
+    assert [format.generation_of(f.name) for f in prune.by_last_use(root)] == [f"{2:016x}", f"{1:016x}"]
+    assert prune.stale(root) == ["m"]
+    assert records.find("m").name == folder_of("m", 1)
+
+
+def test_own_files_are_those_of_the_whole_package():
+    stamped = {os.path.relpath(file.path, fingerprint.PACKAGE) for file in fingerprint.own_files()}
+    assert stamped >= {"cli.py", "launcher.py", "runtime/engine.py", "snapshots/criu.py"}
 
 
 # --- what a launch imports

@@ -21,7 +21,9 @@ MODEL = "small"
 SECRET = "planted-4f1d9a7c"
 FACTS = """
 import sys, os
-from edgeinfer.snapshots import choose, facts, frames
+from edgeinfer.snapshots.building import facts
+from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots.shelf import choose
 folder, manifest = choose.find("small", {})
 extra = dict(pair.split("=", 1) for pair in sys.argv[1:])
 sys.stdout.write(facts.ask(manifest, folder, "facts", extra).decode())

@@ -21,7 +21,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.launching import frames
 from edgeinfer.snapshots.resumed.loaded_model import asked
-from edgeinfer.snapshots.shelf import format, prune
+from edgeinfer.snapshots.shelf import fingerprint, format, prune
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.units import format_bytes
 
@@ -67,7 +67,7 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
         sweep(root)
         prune.make_room(root, _need_bytes(order), config, keep=order.name)
         refuse_full(root, order, config)
-        folder = root / format.folder_name(order.name, time.time_ns())
+        folder = root / format.folder_name(order.name, time.time_ns(), fingerprint.program_tag())
         request: dict[str, frames.Value] = {
             "model": order.model,
             "name": order.name,
@@ -126,7 +126,7 @@ def _free_bytes(place: Path) -> int:
 @contextlib.contextmanager
 def _one_build_of(root: Path, name: str, progress: Progress) -> Iterator[None]:
     """One build of a name at a time; the second waits for the first."""
-    fd = os.open(root / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(_build_lock(root, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +140,12 @@ def _one_build_of(root: Path, name: str, progress: Progress) -> Iterator[None]:
 
 def is_building(name: str) -> bool:
     """Whether somebody builds this snapshot now."""
-    return _is_locked(paths.snapshots_dir() / f".{name}.lock")
+    return _is_locked(_build_lock(paths.snapshots_dir(), name))
+
+
+def _build_lock(root: Path, name: str) -> Path:
+    """The file that this program locks while it builds a name."""
+    return root / f".{name}-{fingerprint.program_tag()}.lock"
 
 
 def _is_locked(path: Path) -> bool:

@@ -101,12 +101,12 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     Raises SnapshotMissingError when there is none, else what refused the best one.
     """
     root = places.snapshots()
-    all_of = format.generations(root)
+    all_of = format.generations(root, fingerprint.program_tag())
     names = [name for name in all_of if format.model_part(name) == format.safe_name(model)]
     if names:
         format.refuse_unsafe(root, directory=True)
         format.refuse_unsafe_ancestors(root)
-    found: list[tuple[bool, str, format.Manifest]] = []
+    found: list[tuple[bool, str, str, format.Manifest]] = []
     refused: EdgeInferError | None = None
     for name in names:
         folder = all_of[name][0]
@@ -117,10 +117,9 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
             continue
         if not fingerprint.conflict(manifest, options):
             found.append(
-                (manifest.requested == options, folder.rpartition(format.SEPARATOR)[2], manifest)
+                (manifest.requested == options, format.generation_of(folder), folder, manifest)
             )
-    for _, generation, manifest in sorted(found, key=lambda item: item[:2], reverse=True):
-        folder = f"{root}/{manifest.name}{format.SEPARATOR}{generation}"
+    for _, _, folder, manifest in sorted(found, key=lambda item: item[:2], reverse=True):
         try:
             fingerprint.refuse_stale(manifest, folder)
         except EdgeInferError as error:

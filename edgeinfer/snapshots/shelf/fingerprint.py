@@ -10,12 +10,19 @@ from __future__ import annotations
 import os
 import sys
 
-from edgeinfer import __version__
+import edgeinfer
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
-from edgeinfer.snapshots.shelf.format import IMAGES, MEMORY, FileStamp, Manifest, refuse_unsafe
+from edgeinfer.snapshots.shelf.format import (
+    IMAGES,
+    MEMORY,
+    FileStamp,
+    Manifest,
+    refuse_unsafe,
+    short_hash,
+)
 
 #: The folder of our own package.
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))
 _CPU_LINES = (
     "vendor_id",
     "cpu family",
@@ -34,13 +41,28 @@ def stamp(path: str) -> FileStamp:
     return FileStamp(path, info.st_size, info.st_mtime_ns, info.st_ino)
 
 
+def program_places() -> tuple[str, str]:
+    """Where this program lies, and its virtual environment ("" for the shipped file).
+
+    A user may have several programs; each has its own snapshots.
+    """
+    return (sys.executable, "") if getattr(sys, "frozen", False) else (PACKAGE, sys.prefix)
+
+
+def program_tag() -> str:
+    """This program's part of the names of its snapshots' folders."""
+    return short_hash("\n".join(program_places()))
+
+
 def machine_keys() -> dict[str, str]:
     """What is compared by name: program, interpreter, kernel, processor, user."""
     system = os.uname()
+    program, environment = program_places()
     return {
-        "edgeinfer": __version__,
+        "edgeinfer": edgeinfer.__version__,
         "python": sys.version.split()[0],
-        "program": sys.executable if getattr(sys, "frozen", False) else PACKAGE,
+        "program": program,
+        "environment": environment,
         "kernel": system.release,
         "architecture": system.machine,
         "cpu": _cpu(),

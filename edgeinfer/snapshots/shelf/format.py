@@ -2,7 +2,8 @@
 library only.
 
     SNAPSHOTS/                          0700, this user's
-      NAME@GENERATION/                  0700; GENERATION is a time in hexadecimal, the newest of a NAME counts
+      NAME@GENERATION-PROGRAM/          0700; GENERATION is a time in hexadecimal; the newest of a NAME counts of
+                                        those that this PROGRAM (`fingerprint.program_tag`) has built
         lock                            held by the process that builds it; never read
         manifest                        what must hold before CRIU runs; written last, by a rename: it is the publication
         snapshot.json                   what `snapshots show` tells a person; the launcher never reads it
@@ -47,7 +48,7 @@ IMAGES = "images"
 RESUME_LOG = "resume.log"
 DUMP_LOG = "dump.log"
 PARK_LOG = "park.log"
-SEPARATOR, OPTION_SEPARATOR = "@", ","
+SEPARATOR, PROGRAM_SEPARATOR, OPTION_SEPARATOR = "@", "-", ","
 
 #: CRIU restores the parked process under this pid in a namespace of its own: so high that no helper
 #: there has it.
@@ -235,10 +236,8 @@ def safe_name(model: str) -> str:
     slash.
     """
     if "/" in model or model.endswith(".gguf"):
-        import zlib  # 0.2 ms, only for a model that is a path
-
         path = os.path.abspath(os.path.expanduser(model))
-        model = f"{os.path.basename(path)}+{zlib.crc32(os.fsencode(path)):08x}"
+        model = f"{os.path.basename(path)}+{short_hash(path)}"
     return (
         "".join(c if c.isascii() and (c.isalnum() or c in "._+-") else "+" for c in model).lstrip(".")
         or "model"
@@ -260,20 +259,44 @@ def model_part(name: str) -> str:
     return name.partition(OPTION_SEPARATOR)[0]
 
 
-def folder_name(name: str, generation: int) -> str:
+def short_hash(text: str) -> str:
+    """Eight hexadecimal digits of a text (FNV-1a): no module to import, and nothing here is secret."""
+    value = 0x811C9DC5
+    for byte in os.fsencode(text):
+        value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return f"{value:08x}"
+
+
+def folder_name(name: str, generation: int, program: str) -> str:
     """A new snapshot's folder. `generation` is a time in ns: later ones sort later."""
-    return f"{name}{SEPARATOR}{generation:016x}"
+    return f"{name}{SEPARATOR}{generation:016x}{PROGRAM_SEPARATOR}{program}"
 
 
-def generations(root: str | None = None) -> dict[str, list[str]]:
-    """The folders of every name that have a manifest, newest first; empty when there are no
-    snapshots.
+def name_of(folder: str) -> str:
+    """The snapshot's name in its folder's."""
+    return os.path.basename(folder).rpartition(SEPARATOR)[0]
+
+
+def generation_of(folder: str) -> str:
+    """When the snapshot was built, in its folder's name: 16 hexadecimal digits."""
+    return folder.rpartition(SEPARATOR)[2].partition(PROGRAM_SEPARATOR)[0]
+
+
+def program_of(folder: str) -> str:
+    """The program that built the snapshot, in its folder's name; "" in those of older versions."""
+    return folder.rpartition(SEPARATOR)[2].partition(PROGRAM_SEPARATOR)[2]
+
+
+def generations(root: str | None = None, program: str = "") -> dict[str, list[str]]:
+    """The folders of every name that have a manifest, newest first; empty when there are no snapshots.
+
+    Those of one program alone where `program` is given.
     """
     root = root or places.snapshots()
     found: dict[str, list[str]] = {}
-    for folder in sorted(_folders(root), reverse=True):
-        if os.path.lexists(f"{root}/{folder}/{MANIFEST}"):
-            found.setdefault(folder.rpartition(SEPARATOR)[0], []).append(f"{root}/{folder}")
+    for folder in sorted(_folders(root), key=generation_of, reverse=True):
+        if program in ("", program_of(folder)) and os.path.lexists(f"{root}/{folder}/{MANIFEST}"):
+            found.setdefault(name_of(folder), []).append(f"{root}/{folder}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Keeping snapshots within their limits: the total, the disk's margin, one generation of each name."""
+"""Keep snapshots within their limits: the total, the disk's margin, one generation of each name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from edgeinfer.config import SnapshotsConfig
-from edgeinfer.snapshots.shelf import format, records
+from edgeinfer.snapshots.shelf import fingerprint, format, records
 
 _GIB = 1 << 30
 
@@ -19,17 +19,22 @@ def remove(folder: Path) -> None:
 
 
 def drop_older(root: Path, name: str) -> None:
-    """Remove all but the newest generation of a name."""
-    for folder in format.generations(str(root)).get(name, [])[1:]:
+    """Remove all but the newest generation of a name that this program has built."""
+    for folder in format.generations(str(root), fingerprint.program_tag()).get(name, [])[1:]:
         remove(Path(folder))
 
 
 def by_last_use(root: Path, keep: str = "") -> list[Path]:
-    """Every snapshot but those called `keep`, the one used longest ago first."""
+    """Every snapshot but this program's called `keep`: those whose program is gone, then the one used
+    longest ago.
+    """
+    own = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
     folders = [
-        Path(f) for name, found in format.generations(str(root)).items() if name != keep for f in found
+        Path(f) for found in format.generations(str(root)).values() for f in found if f not in own
     ]
-    return sorted(folders, key=records.last_used_s)
+    return sorted(
+        folders, key=lambda folder: (not records.is_orphan(folder), records.last_used_s(folder))
+    )
 
 
 def to_limit(root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: int = 0) -> list[str]:
@@ -42,7 +47,7 @@ def to_limit(root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: i
         if total <= config.max_total_gib * _GIB:
             break
         total -= sizes.get(folder, 0)
-        removed.append(folder.name.rpartition(format.SEPARATOR)[0])
+        removed.append(format.name_of(folder.name))
         remove(folder)
     return removed
 
@@ -56,16 +61,19 @@ def make_room(root: Path, need_bytes: int, config: SnapshotsConfig, keep: str = 
         room = os.statvfs(root)
         if room.f_bavail * room.f_frsize - need_bytes >= config.disk_margin_gib * _GIB:
             break
-        removed.append(folder.name.rpartition(format.SEPARATOR)[0])
+        removed.append(format.name_of(folder.name))
         remove(folder)
     return removed
 
 
 def stale(root: Path) -> list[str]:
-    """Remove the snapshots that this machine, as it is now, refuses; their names."""
+    """Remove the snapshots that this program refuses now, and those whose program is gone; their names.
+
+    What another program built is for that program to judge.
+    """
     removed = []
     for folder in by_last_use(root):
-        if not records.state_of(folder)[0]:
-            removed.append(folder.name.rpartition(format.SEPARATOR)[0])
+        if records.is_orphan(folder) or (records.is_own(folder) and not records.state_of(folder)[0]):
+            removed.append(format.name_of(folder.name))
             remove(folder)
     return removed

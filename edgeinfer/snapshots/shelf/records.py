@@ -58,9 +58,41 @@ def read_details(folder: Path) -> Details:
         raise SnapshotCorruptError(f"{path} cannot be understood: {error}") from error
 
 
-def state_of(folder: Path) -> tuple[bool, str]:
-    """Whether the snapshot may be resumed now, and "ready" or the reason why not."""
+def is_own(folder: Path) -> bool:
+    """Whether this program built the snapshot."""
+    return format.program_of(folder.name) == fingerprint.program_tag()
+
+
+def is_orphan(folder: Path) -> bool:
+    """Whether the program that built the snapshot, or its environment, is not there any more.
+
+    A snapshot whose manifest cannot be read is no orphan, unless no program can own it.
+    """
+    if is_own(folder):
+        return False
+    if not format.program_of(folder.name):
+        return True
     try:
+        return not all(map(os.path.exists, _program_places(folder)))
+    except EdgeInferError:
+        return False
+
+
+def _program_places(folder: Path) -> list[str]:
+    """Where the program that built the snapshot lies, and its environment. Raises what `read_manifest`
+    raises.
+    """
+    keys = format.read_manifest(str(folder)).keys
+    return [place for place in (keys.get("program"), keys.get("environment")) if place]
+
+
+def state_of(folder: Path) -> tuple[bool, str]:
+    """Whether this program may resume the snapshot now, and "ready" or the reason why not."""
+    try:
+        if is_orphan(folder):
+            return False, "the program that built it is gone"
+        if not is_own(folder):
+            return False, f"of another program: {_program_places(folder)[0]}"
         manifest = format.read_manifest(str(folder))
         fingerprint.refuse_stale(manifest, str(folder))
     except EdgeInferError as error:
@@ -82,10 +114,9 @@ def last_used_s(folder: Path) -> float:
 
 
 def listed() -> list[Listed]:
-    """Every snapshot, newest generation of each name, by name."""
+    """Every snapshot by name: of each name and program the newest generation."""
     found = []
-    for folders in format.generations(str(paths.snapshots_dir())).values():
-        folder = Path(folders[0])
+    for folder in map(Path, _newest_of_each()):
         try:
             details = read_details(folder)
         except EdgeInferError:
@@ -104,11 +135,20 @@ def listed() -> list[Listed]:
     return sorted(found, key=lambda item: item.details.name)
 
 
+def _newest_of_each() -> list[str]:
+    newest: dict[tuple[str, str], str] = {}
+    for name, folders in format.generations(str(paths.snapshots_dir())).items():
+        for folder in folders:
+            newest.setdefault((name, format.program_of(folder)), folder)
+    return list(newest.values())
+
+
 def find(name: str) -> Path:
-    """The folder of the snapshot, or of the only one of a model, that `name` says. Raises
-    SnapshotMissingError.
+    """The folder of the snapshot, or of the only one of a model, that `name` says; of several programs
+    this one's. Raises SnapshotMissingError.
     """
-    all_of = format.generations(str(paths.snapshots_dir()))
+    root = str(paths.snapshots_dir())
+    all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
     if name in all_of:
         return Path(all_of[name][0])
     of_model = [key for key in all_of if format.model_part(key) == format.safe_name(name)]
