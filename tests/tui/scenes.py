@@ -59,7 +59,7 @@ class Scene:
     async def ask(self, pilot, text):
         chat = pilot.app.chat
         await wait_until(
-            pilot, lambda: chat.session.engine is not None or chat.opening.host.errors == []
+            pilot, lambda: chat.session.engine is not None or chat.launch.host.errors == []
         )
         chat.send(text, None)
         await wait_until(
