@@ -1,7 +1,7 @@
-"""The one table from errors to words: the next command to type, and the process's exit code.
+"""Describes errors to a person: the one table of next steps and exit codes.
 
-A subclass without a row of its own takes its parent's. `{}` in a hint is not formatted: a hint that
-needs a name is given by whoever raises, as `hint=`.
+A subclass without a row of its own takes its parent's. A hint that needs a name is given by whoever
+raises, as `hint=`.
 """
 
 from __future__ import annotations
@@ -46,32 +46,37 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.InvalidRequestError: (2, "change the named field"),
     e.ContextLengthError: (8, "shorten the prompt, or load with a larger context (`--ctx N`)"),
     e.QueueFullError: (8, "try again in a moment"),
+    e.EngineClosedError: (8, "type the command again: the model is loaded anew"),
     e.SnapshotError: (7, "run `edgeinfer snapshots list`"),
     e.SnapshotsUnavailableError: (7, "run `edgeinfer doctor` to see what snapshots need"),
     e.SnapshotMissingError: (7, "build it: `edgeinfer warm MODEL`"),
     e.SnapshotStaleError: (7, "build it again: `edgeinfer warm MODEL`"),
     e.SnapshotUnsafeError: (7, "remove it: `edgeinfer snapshots rm NAME`"),
     e.SnapshotCorruptError: (7, "build it again: `edgeinfer warm MODEL`"),
+    e.DumpError: (7, "run `edgeinfer doctor`; launches stay cold until then"),
+    e.RestoreError: (7, "build it again: `edgeinfer warm MODEL`"),
     e.ServeError: (1, "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"),
+    e.ShippingError: (1, "run `edgeinfer self-check`, or fetch the file again"),
     e.InterruptedByUser: (130, ""),
 }
 
 
-def _row(error: e.EdgeInferError) -> tuple[int, str]:
-    return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+def row(kind: type[e.EdgeInferError]) -> tuple[int, str]:
+    """Look up exit code and next step: of the class itself, else of its nearest parent with a row."""
+    return next(TABLE[cls] for cls in kind.__mro__ if cls in TABLE)
 
 
 def hint(error: e.EdgeInferError) -> str:
-    """The next command or step, or "" when there is none."""
-    return error.hint if error.hint is not None else _row(error)[1]
+    """Name the next command or step, "" when there is none."""
+    return error.hint if error.hint is not None else row(type(error))[1]
 
 
 def exit_code(error: e.EdgeInferError) -> int:
-    """The process's exit code for this error."""
-    return _row(error)[0]
+    """Look up the exit code of a process that ends with this error."""
+    return row(type(error))[0]
 
 
 def describe_error(error: e.EdgeInferError) -> str:
-    """What a person reads on stderr: `error: …`, a blank line, `hint: …`."""
+    """Write what a person reads on stderr: `error: …`, a blank line, `hint: …`."""
     step = hint(error)
     return f"error: {error.message}" + (f"\n\nhint: {step}" if step else "")

@@ -35,32 +35,46 @@
     │   └── RestoreError              CRIU could not restore
     ├── ServeError                    the endpoint cannot bind, or may not
     ├── StoreError                    the conversation store
+    ├── ShippingError                 the shipped file, or what was unpacked of it
     └── InterruptedByUser             Ctrl-C; nothing is lost
 
 Each leaf has a stable `code` (its name in kebab case) that `--json`, the endpoint and scripts may rely
-on. The words for a person come from one table in `edgeinfer.error_text`, the exit codes from another;
-nothing else formats an error.
+on. The next step for a person and the exit code come from one table in `edgeinfer.error_text`; nothing
+else formats an error. Between processes an error travels as the strings of `to_fields`.
+
+Standard library only: the launcher imports this.
 """
 
 from __future__ import annotations
 
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_by_code: dict[str, type[EdgeInferError]] = {}
+
 
 def _kebab(name: str) -> str:
     """`ModelNotPulledError` → `model-not-pulled`. Without `re`, which the launcher would pay for."""
-    return "".join(f"-{c.lower()}" if c.isupper() else c for c in name.removesuffix("Error")).lstrip(
-        "-"
-    )
+    stem = name.removesuffix("Error")
+    return "".join(f"-{c.lower()}" if c.isupper() else c for c in stem).lstrip("-")
 
 
 class EdgeInferError(Exception):
-    """The root. `message` says what happened; `hint`, when set, overrides the table's next command to
-    type.
+    """Something failed that has no code of its own.
+
+    `message` says what happened; `hint`, when set, replaces the table's next command to type. `details`
+    names what the constructor takes besides the message.
     """
 
     code = "edge-infer"
+    details: tuple[str, ...] = ("hint",)
 
     def __init_subclass__(cls) -> None:
         cls.code = _kebab(cls.__name__)
+        _by_code[cls.code] = cls
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -81,7 +95,7 @@ class ConfigError(EdgeInferError):
 
 
 class CatalogError(EdgeInferError):
-    """The catalogue or the model store."""
+    """A model cannot be found, fetched or stored."""
 
 
 class UnknownModelError(CatalogError):
@@ -129,7 +143,7 @@ class DiskFullError(EdgeInferError):
 
 
 class EngineError(EdgeInferError):
-    """The engine."""
+    """The engine could not do what was asked."""
 
 
 class ModelLoadError(EngineError):
@@ -141,9 +155,12 @@ class OutOfMemoryError(EngineError):
 
 
 class InvalidRequestError(EngineError):
-    """A field of a request is out of range or unsupported. `param` is its name, as the request spells
-    it.
+    """A field of a request is out of range or unsupported.
+
+    `param` is its name, as the request spells it.
     """
+
+    details = ("hint", "param")
 
     def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -163,7 +180,7 @@ class QueueFullError(EngineError):
 
 
 class DecodeError(EngineError):
-    """llama_decode failed."""
+    """llama.cpp failed while it computed."""
 
 
 class EngineClosedError(EngineError):
@@ -171,7 +188,7 @@ class EngineClosedError(EngineError):
 
 
 class SnapshotError(EdgeInferError):
-    """A snapshot."""
+    """A snapshot could not be built or used."""
 
 
 class SnapshotsUnavailableError(SnapshotError):
@@ -183,9 +200,14 @@ class SnapshotMissingError(SnapshotError):
 
 
 class SnapshotStaleError(SnapshotError):
-    """The manifest differs from this machine. `key` names what differs."""
+    """The manifest differs from this machine.
 
-    def __init__(self, message: str, *, key: str = "", hint: str | None = None) -> None:
+    `key` names what differs.
+    """
+
+    details = ("hint", "key")
+
+    def __init__(self, message: str, *, key: str | None = None, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.key = key
 
@@ -211,8 +233,35 @@ class ServeError(EdgeInferError):
 
 
 class StoreError(EdgeInferError):
-    """The conversation store."""
+    """The store of conversations cannot be read or written."""
+
+
+class ShippingError(EdgeInferError):
+    """The shipped file is not one, is damaged, or cannot be unpacked here."""
 
 
 class InterruptedByUser(EdgeInferError):
     """Ctrl-C; nothing is lost."""
+
+
+def every_class() -> list[type[EdgeInferError]]:
+    """List the root and every error below it, parents first."""
+    return [EdgeInferError, *_by_code.values()]
+
+
+def to_fields(error: EdgeInferError) -> dict[str, str]:
+    """Take an error apart for another process: code, message, and those of its details that are set."""
+    details = {name: getattr(error, name) for name in error.details}
+    set_ones = {name: value for name, value in details.items() if value is not None}
+    return {"code": error.code, "message": error.message, **set_ones}
+
+
+def from_fields(fields: Mapping[str, str | bytes]) -> EdgeInferError:
+    """Make the error that `to_fields` took apart; its cause and traceback stay where it was raised.
+
+    A code that this program does not know gives the root. Other fields are ignored.
+    """
+    text = {name: os.fsdecode(value) for name, value in fields.items()}
+    cls = _by_code.get(text.get("code", ""), EdgeInferError)
+    details = {name: text[name] for name in cls.details if name in text}
+    return cls(text.get("message", ""), **details)

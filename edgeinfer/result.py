@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
 from edgeinfer import error_text
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, to_fields
 
 #: Version of the JSON envelope. A key may be added without a new version; none is renamed or removed.
 SCHEMA = "edgeinfer/1"
@@ -37,12 +37,9 @@ def envelope(result: Result) -> bytes:
 
 
 def error_envelope(error: EdgeInferError) -> bytes:
-    """`{"schema", "kind": "error", "ok": false, "error": {"code", "message", "hint"}}` as one line of
-    JSON.
+    """Encode `{"schema", "kind": "error", "ok": false, "error": {"code", "message", "hint"}}` as a line.
+
+    `error` also has `param` or `key` where the error names one. `errors.from_fields` reads it back.
     """
-    body: dict[str, Any] = {
-        "code": error.code,
-        "message": error.message,
-        "hint": error_text.hint(error),
-    }
+    body = {**to_fields(error), "hint": error_text.hint(error)}
     return msgspec.json.encode({"schema": SCHEMA, "kind": "error", "ok": False, "error": body})

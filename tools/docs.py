@@ -58,13 +58,15 @@ def configuration() -> str:
 
 
 def exit_codes() -> str:
-    """The table of errors: code, exit code, hint."""
-    from edgeinfer.error_text import TABLE
+    """The table of errors: code, exit code, the first paragraph of the class, next step."""
+    from edgeinfer.error_text import row
+    from edgeinfer.errors import every_class
 
-    rows = [
-        f"| `{cls.code}` | {code} | {(cls.__doc__ or '').strip()} | {hint} |"
-        for cls, (code, hint) in TABLE.items()
-    ]
+    rows = []
+    for cls in every_class():
+        code, hint = row(cls)
+        what = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        rows.append(f"| `{cls.code}` | {code} | {what} | {hint} |")
     return (
         "\n".join(["| `code` | exit | what happened | next step |", "| --- | --- | --- | --- |", *rows])
         + "\n"

@@ -10,7 +10,7 @@ from edgeinfer.catalog import store
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress import Job
 from edgeinfer.commands.progress import progress_on
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.errors import ShippingError, UsageError
 from edgeinfer.result import Result
 from edgeinfer.shipping import bundle as bundles
 from edgeinfer.shipping import payload, shipped
@@ -31,12 +31,12 @@ class BundleResult(Result, frozen=True, kw_only=True):
 
 
 def bundle(options: argparse.Namespace, default_model: str) -> BundleResult:
-    """Raises EdgeInferError outside the shipped file, ModelNotPulledError, DiskFullError,
+    """Raises ShippingError outside the shipped file, ModelNotPulledError, DiskFullError,
     ChecksumError.
     """
     program = Path(options.binary) if options.binary else shipped.program_file()
     if program is None:
-        raise EdgeInferError(
+        raise ShippingError(
             "a bundle is made from the shipped file, and this is not one",
             hint="name one: `--binary FILE`",
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, ShippingError
 from edgeinfer.result import Result
 from edgeinfer.shipping import payload, shipped, unpack
 from edgeinfer.shipping.payload import Index
@@ -44,12 +44,12 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
 
 
 def self_check() -> SelfCheckResult:
-    """Raises EdgeInferError outside the shipped file: an installation is checked by its package
+    """Raises ShippingError outside the shipped file: an installation is checked by its package
     manager.
     """
     app = shipped.app_dir()
     if app is None:
-        raise EdgeInferError(
+        raise ShippingError(
             "this is not the shipped file", hint="check an installation with `pip check`"
         )
     raw = (app / unpack.INDEX).read_bytes() if (app / unpack.INDEX).is_file() else b""

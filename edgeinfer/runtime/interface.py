@@ -1,7 +1,7 @@
 """The seam between the engine and its fronts. Fronts import this, never the engine.
 
 Three things stand behind it: `runtime.engine.LlamaEngine` (in this process),
-`workers.worker.RemoteEngine` (in a worker process), and `runtime.fake.FakeEngine` (scripted, for
+`workers.client.RemoteEngine` (in a worker process), and `runtime.fake.FakeEngine` (scripted, for
 tests of the fronts).
 """
 

@@ -26,7 +26,7 @@ from edgeinfer.catalog import store
 from edgeinfer.catalog.disk import flush, need_room, room_errors
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.store import PulledFile, PulledModel
-from edgeinfer.errors import ChecksumError, EdgeInferError
+from edgeinfer.errors import ChecksumError, EdgeInferError, ShippingError
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 
@@ -120,7 +120,7 @@ def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
         at += file.size_bytes + (-file.size_bytes % PAGE)
     header = msgspec.json.encode(Bundle(record, tuple(files)))
     if len(header) + 8 > files[0].offset:
-        raise EdgeInferError(f"{record.name} has too many files to be bundled")
+        raise ShippingError(f"{record.name} has too many files to be bundled")
     new.write((struct.pack("<Q", len(header)) + header).ljust(files[0].offset, b"\0"))
     done = 0
     for path, bundled in zip(record.paths, files, strict=True):
@@ -140,11 +140,11 @@ def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
 
 
 def read(shipped: Shipped) -> Bundle:
-    """The header of the bundle section. Raises EdgeInferError when there is none, ChecksumError when it
+    """The header of the bundle section. Raises ShippingError when there is none, ChecksumError when it
     is damaged.
     """
     if not shipped.bundle_length:
-        raise EdgeInferError(f"{shipped.path} carries no model")
+        raise ShippingError(f"{shipped.path} carries no model")
     with shipped.path.open("rb") as file:
         file.seek(shipped.bundle_offset)
         (length,) = struct.unpack("<Q", file.read(8))

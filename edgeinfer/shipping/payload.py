@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from edgeinfer.errors import ChecksumError, EdgeInferError
+from edgeinfer.errors import ChecksumError, ShippingError
 
 PAGE = 4096
 FIELD_BYTES = 112
@@ -96,7 +96,7 @@ class Shipped(NamedTuple):
 
 
 def read_field(head: bytes, key: bytes) -> str:
-    """The bootloader's field `key`. Raises EdgeInferError when `head` has none."""
+    """The bootloader's field `key`. Raises ShippingError when `head` has none."""
     at = find_field(head, key)
     return head[at + len(key) : at + FIELD_BYTES].split(b"\0", 1)[0].decode()
 
@@ -105,12 +105,12 @@ def find_field(head: bytes, key: bytes) -> int:
     """Where the field starts, from the start of the file."""
     at = head.find(key)
     if at < 0:
-        raise EdgeInferError("this is no edgeinfer binary: its bootloader has no field " + key.decode())
+        raise ShippingError("this is no edgeinfer binary: its bootloader has no field " + key.decode())
     return at
 
 
 def open_shipped(path: Path) -> Shipped:
-    """Read the places of a shipped file's parts. Raises EdgeInferError when it is none, OSError when it
+    """Read the places of a shipped file's parts. Raises ShippingError when it is none, OSError when it
     cannot be read.
     """
     with path.open("rb") as file:
@@ -119,7 +119,7 @@ def open_shipped(path: Path) -> Shipped:
         file.seek(max(0, end - COOKIE.size))
         cookie = file.read(COOKIE.size)
         if len(cookie) != COOKIE.size or not cookie.startswith(COOKIE_MAGIC):
-            raise EdgeInferError(
+            raise ShippingError(
                 f"{path} is no edgeinfer binary, or it was truncated", hint="fetch the file again"
             )
         archive = end - int(COOKIE.unpack(cookie)[1])
@@ -127,7 +127,7 @@ def open_shipped(path: Path) -> Shipped:
         trailer = file.read(TRAILER.size)
     magic, *places = TRAILER.unpack(trailer)
     if magic != TRAILER_MAGIC or any(place > end for place in places):
-        raise EdgeInferError(
+        raise ShippingError(
             f"{path} is no edgeinfer binary, or it was damaged", hint="fetch the file again"
         )
     payload, payload_length, bundle, bundle_length = places
@@ -213,7 +213,7 @@ def _damaged(path: Path, why: str) -> ChecksumError:
 def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
     """Offset and length, without the final zero, of the interpreter's path in a 64-bit ELF executable.
 
-    Raises EdgeInferError when it has none.
+    Raises ShippingError when it has none.
     """
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
@@ -222,16 +222,16 @@ def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
         )
         if kind == 3:  # PT_INTERP
             return offset, length - 1
-    raise EdgeInferError("an executable without an interpreter cannot be relocated")
+    raise ShippingError("an executable without an interpreter cannot be relocated")
 
 
 def padded(path: str, length: int) -> bytes:
-    """`path` with so many leading slashes that it has `length` bytes. Raises EdgeInferError when it is
+    """`path` with so many leading slashes that it has `length` bytes. Raises ShippingError when it is
     longer.
     """
     raw = os.fsencode(path)
     if len(raw) > length:
-        raise EdgeInferError(
+        raise ShippingError(
             f"{path} is too long a path for CRIU's libraries",
             hint="set EDGEINFER_HOME to a shorter one",
         )

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from edgeinfer import paths
-from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotUnsafeError
+from edgeinfer.errors import DiskFullError, EdgeInferError, ShippingError, SnapshotUnsafeError
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import Index, Shipped
 
@@ -51,7 +51,7 @@ def ensure_unpacked(
 ) -> Path:
     """The application of the shipped `file`, unpacked now unless it is there.
 
-    Raises ChecksumError, DiskFullError, and EdgeInferError when the folder cannot be written or `file`
+    Raises ChecksumError, DiskFullError, and ShippingError when the folder cannot be written or `file`
     is no shipped file.
     """
     shipped = payload.open_shipped(file)
@@ -86,7 +86,7 @@ def _words_for_os_errors(folder: Path) -> Iterator[None]:
                 f"the disk of {folder.parent} became full while unpacking ({free >> 20} MiB free); "
                 f"nothing is left behind"
             ) from error
-        raise EdgeInferError(
+        raise ShippingError(
             f"cannot unpack to {folder.parent}: {error.filename or ''}: {error.strerror}",
             hint="make it writable, or set EDGEINFER_HOME to a folder that is",
         ) from error

@@ -179,6 +179,13 @@ class Outcome:
     def start(self) -> dict:
         return self.result["start"]
 
+    @property
+    def error(self) -> dict:
+        """What `--json` says of a failure."""
+        import json
+
+        return json.loads(self.out)["error"]
+
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory) -> Place:

@@ -13,7 +13,8 @@ from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
-from edgeinfer.workers.worker import RemoteEngine, serve
+from edgeinfer.workers.client import RemoteEngine
+from edgeinfer.workers.server import serve
 
 
 @contextlib.contextmanager

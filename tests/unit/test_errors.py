@@ -1,6 +1,7 @@
 """Errors have stable codes, words and exit codes, whichever leaf is raised."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,12 @@ def leaves(cls=errors.EdgeInferError):
     yield cls
     for sub in cls.__subclasses__():
         yield from leaves(sub)
+
+
+def test_every_code_has_a_row_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs/errors.md").read_text()
+    assert [cls.code for cls in leaves() if f"| `{cls.code}` |" not in page] == []
+    assert set(errors.every_class()) == set(leaves())
 
 
 def test_codes_are_unique_and_kebab_case():

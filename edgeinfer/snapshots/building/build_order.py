@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import errors, paths, process
+from edgeinfer import paths, process
 from edgeinfer.config import SnapshotsConfig
-from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError
+from edgeinfer.errors import DiskFullError, SnapshotError, from_fields
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.launching import frames
@@ -30,11 +30,6 @@ Progress = Callable[[str, float | None], None]
 _GIB = 1 << 30
 #: Besides the weights: Python's heap, KV cache and compute buffers that were touched.
 _EXTRA_BYTES = 400 << 20
-_CODES = {
-    cls.code: cls
-    for cls in vars(errors).values()
-    if isinstance(cls, type) and issubclass(cls, EdgeInferError)
-}
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +215,6 @@ def _listen(
         elif fields["op"] == b"built":
             return msgspec.json.decode(fields["details"], type=Details)
         else:
-            cls = _CODES.get(fields["code"].decode(), SnapshotError)
-            raise cls(fields["message"].decode(), hint=fields["hint"].decode() or None)
+            raise from_fields(fields)
     last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
     raise SnapshotError(f"the process that builds the snapshot died{': ' + last[0] if last else ''}")

@@ -25,7 +25,15 @@ from typing import NoReturn
 import msgspec
 
 from edgeinfer import process
-from edgeinfer.errors import DiskFullError, DumpError, EdgeInferError, RestoreError, SnapshotError
+from edgeinfer.errors import (
+    DiskFullError,
+    DumpError,
+    EdgeInferError,
+    RestoreError,
+    SnapshotError,
+    from_fields,
+    to_fields,
+)
 from edgeinfer.snapshots import criu, linux
 from edgeinfer.snapshots.building import facts
 from edgeinfer.snapshots.building.bake import Baked, bake
@@ -118,9 +126,7 @@ class Builder:
             if fields["op"] == b"stage":
                 frames.send(self._warm, fields)
             elif fields["op"] == b"failed":
-                raise _disk_full(self._folder) or EdgeInferError(
-                    fields["message"].decode(), hint=fields["hint"].decode() or None
-                )
+                raise _disk_full(self._folder) or from_fields(fields)
             else:
                 answer = fields
         if not answer:
@@ -339,8 +345,7 @@ def main() -> None:
             error if isinstance(error, EdgeInferError) else _disk_full(folder) or DumpError(f"{error}")
         )
         shutil.rmtree(folder, ignore_errors=True)
-        code, hint = problem.code, problem.hint or ""
-        frames.send(warm, {"op": "failed", "code": code, "message": problem.message, "hint": hint})
+        frames.send(warm, {"op": "failed", **to_fields(problem)})
         return
     frames.send(warm, {"op": "built", "details": msgspec.json.encode(details)})
 

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.runtime.loading.mappings import areas
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots.building.spill import Spilled, spill
@@ -41,6 +41,7 @@ OWN_PACKAGES = (
     "edgeinfer.server",
     "edgeinfer.snapshots",
     "edgeinfer.tui",
+    "edgeinfer.workers",
 )
 #: What others import lazily, and a launch would pay for. Kept complete by
 #: tests/snapshots/test_resume.py.
@@ -240,22 +241,9 @@ def main() -> None:
         os._exit(1)
     try:
         loaded, parked = prepare(link, request[0])
-    except EdgeInferError as error:
-        frames.send(
-            link,
-            {"op": "failed", "code": error.code, "message": error.message, "hint": error.hint or ""},
-        )
-        os._exit(1)
-    except OSError as error:
-        frames.send(
-            link,
-            {
-                "op": "failed",
-                "code": "",
-                "message": f"while it was made ready to dump: {error}",
-                "hint": "",
-            },
-        )
+    except (EdgeInferError, OSError) as error:
+        problem = error if isinstance(error, EdgeInferError) else DumpError(f"while it parked: {error}")
+        frames.send(link, {"op": "failed", **to_fields(problem)})
         os._exit(1)
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)

@@ -9,19 +9,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from edgeinfer.errors import DumpError, InterruptedByUser
+from edgeinfer.errors import DumpError, InterruptedByUser, from_fields, to_fields
 from edgeinfer.host import LoadProgress
 from edgeinfer.runtime.options import LoadOptions
 
 
-class _Failed(msgspec.Struct, frozen=True):
-    message: str = ""
-    hint: str = ""
-
-
 class _Envelope(msgspec.Struct, frozen=True):
+    """What `edgeinfer warm --json` prints at its end; `error` as in `errors.to_fields`."""
+
     ok: bool
-    error: _Failed = _Failed()
+    error: dict[str, str] = {}
 
 
 def warm_argv(model: str, options: LoadOptions) -> list[str]:
@@ -45,13 +42,15 @@ def listen(
     cancel: threading.Event | None,
     stop: Callable[[], None],
 ) -> None:
-    """Hear it to its end on `fd`, which is closed then. Raises DumpError with its words,
-    InterruptedByUser once stopped.
+    """Read a build's progress from `fd` until it ends, then close `fd`.
+
+    Raises the error it ended with, DumpError when it ended without one, InterruptedByUser once stopped.
     """
     ended = threading.Event()
     if cancel is not None:
         threading.Thread(target=_stop_when, args=(cancel, ended, stop), daemon=True).start()
-    said, last = _Envelope(ok=False), ""
+    said = _Envelope(ok=False)
+    last = ""
     with open(fd, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith("{"):
@@ -64,10 +63,9 @@ def listen(
     if cancel is not None and cancel.is_set():
         raise InterruptedByUser("stopped; nothing of the snapshot is kept")
     if not said.ok:
-        words = said.error.message or last or "it ended without a word"
-        raise DumpError(
-            f"{model} was not warmed: {words}", hint=said.error.hint or f"run `edgeinfer warm {model}`"
-        )
+        why = said.error.get("message") or last or "it ended without a word"
+        error = said.error or to_fields(DumpError("", hint=f"run `edgeinfer warm {model}`"))
+        raise from_fields({**error, "message": f"{model} was not warmed: {why}"})
 
 
 def _decoded(line: str, before: _Envelope) -> _Envelope:

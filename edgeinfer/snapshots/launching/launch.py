@@ -17,7 +17,7 @@ import select
 import sys
 import time
 
-from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError
+from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.launching import frames, guard, supervise, surroundings
 from edgeinfer.snapshots.shelf import choose, format
@@ -305,15 +305,7 @@ class Launcher:
             self._start(choice, request, [0, 1, 2, ours.detach()])
         except EdgeInferError as error:
             theirs.close()
-            frames.send(
-                app.link,
-                {
-                    "op": "refused",
-                    "code": error.code,
-                    "message": error.message,
-                    "hint": error.hint or "",
-                },
-            )
+            frames.send(app.link, {"op": "refused", **to_fields(error)})
             return
         frames.send(app.link, {"op": "worker"}, [theirs.fileno()])
         theirs.close()

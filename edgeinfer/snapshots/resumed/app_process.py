@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import msgspec
 
-from edgeinfer.errors import EngineClosedError, SnapshotError
+from edgeinfer.errors import EngineClosedError, from_fields
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
@@ -92,7 +92,7 @@ class AppHost(Host):
         Raises what loading it raises there, EngineClosedError when that process dies before it is
         ready.
         """
-        from edgeinfer.workers.worker import RemoteEngine  # 5 ms in a cold process
+        from edgeinfer.workers.client import RemoteEngine  # 5 ms in a cold process
 
         with self._asking:
             requested = frames.join(word for item in asked(options).items() for word in item)
@@ -104,7 +104,7 @@ class AppHost(Host):
         if answer is None:
             raise EngineClosedError("the launcher is gone")
         if not answer[1]:
-            raise SnapshotError(answer[0]["message"].decode(), hint=answer[0]["hint"].decode() or None)
+            raise from_fields(answer[0])
         return RemoteEngine(socket.socket(fileno=answer[1][0]), progress)
 
     def warm_models(self) -> frozenset[str]:
@@ -267,7 +267,7 @@ def _play(
             argv, AppHost(start, link, loaded, tuple(sockets), long_lived=argv[0] in ("chat", "serve"))
         )
     if role == WORKER:
-        from edgeinfer.workers.worker import serve  # 5 ms in a cold process
+        from edgeinfer.workers.server import serve  # 5 ms in a cold process
 
         host = AppHost(start, link, loaded)
         options = msgspec.json.decode(fields["options"], type=LoadOptions)
