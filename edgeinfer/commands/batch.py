@@ -199,7 +199,7 @@ async def _run(
     sources = Sources(load=Loader(options.model, name, host, load_options), pulled=pulled_models)
     models = Models(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
-    endpoint = Endpoint(models, Gate(keys=Keys([])), limits, Log("off"), NoTracer(), None, host.start)
+    endpoint = Endpoint(models, limits, Log("off"), NoTracer(), None, host.start)
     tally = _Tally(len(todo))
     try:
         width = options.concurrency or await _width(models, name)
@@ -235,7 +235,7 @@ async def _work(
     width: int,
     moved: Callable[[], None],
 ) -> None:
-    app = build_app(endpoint)
+    app = build_app(endpoint, Gate(keys=Keys([])))
 
     async def worker() -> None:
         for line in todo:

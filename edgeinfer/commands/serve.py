@@ -28,6 +28,7 @@ from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.payload_log import PayloadLog
 from edgeinfer.server.observe.tracing import tracer_from_environment
+from edgeinfer.server.operations import DIALECTS
 from edgeinfer.server.server import Ended, RunOptions, run
 
 T = TypeVar("T")
@@ -90,7 +91,6 @@ async def _serve(
     log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
     endpoint = Endpoint(
         models,
-        gate,
         limits(options, host.config.serve.max_queue),
         log,
         tracer_from_environment(),
@@ -100,7 +100,8 @@ async def _serve(
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )
-    return await run(endpoint, listeners, run_options, host.keep_copies(crash_replies.replies()))
+    copies = host.keep_copies(crash_replies.replies(DIALECTS))
+    return await run(endpoint, gate, listeners, run_options, copies)
 
 
 class Loader:

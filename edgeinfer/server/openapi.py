@@ -4,15 +4,13 @@ written by hand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from edgeinfer import __version__
-from edgeinfer.server.anthropic.wire import AnthropicError
-from edgeinfer.server.native.wire import Health
-from edgeinfer.server.openai.wire_replies import ErrorReply
-from edgeinfer.server.operations import OPERATIONS, Operation
+from edgeinfer.server.core.dialect import Dialect, Operation
 
 _REF = "#/components/schemas/{name}"
 #: Status → what it says; every operation may give these.
@@ -22,7 +20,8 @@ _REFUSALS = {
     "403": "The Host or the Origin is not allowed.",
     "429": "Too many requests at once for this key; Retry-After says when to come back.",
     "500": "A defect of ours.",
-    "503": "The queue is full, the model is not available, or the endpoint shuts down; Retry-After says when to come back.",
+    "503": "The queue is full, the model is not available, or the endpoint shuts down; "
+    "Retry-After says when to come back.",
 }
 #: One server-sent event; its data is JSON, or [DONE].
 _EVENT = {
@@ -33,13 +32,14 @@ _EVENT = {
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
 
 
-def document() -> dict[str, Any]:
+def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
     """The whole document."""
-    kinds = _types()
-    _, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    _, components = msgspec.json.schema_components(_types(dialects), ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+    for dialect in dialects:
+        for operation in dialect.operations:
+            described = _operation(operation, dialect.error_type)
+            paths.setdefault(operation.path, {})[operation.method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {
@@ -56,12 +56,13 @@ def document() -> dict[str, Any]:
     }
 
 
-def _types() -> list[type]:
-    kinds: dict[type, None] = {ErrorReply: None, AnthropicError: None}
-    for operation in OPERATIONS:
-        for kind in (operation.body, operation.reply):
-            if kind is not None:
-                kinds[kind] = None
+def _types(dialects: Sequence[Dialect]) -> list[type]:
+    kinds: dict[type, None] = {}
+    for dialect in dialects:
+        kinds[dialect.error_type] = None
+        for operation in dialect.operations:
+            found = (operation.body, operation.reply, *operation.also.values())
+            kinds |= {kind: None for kind in found if kind is not None}
     return list(kinds)
 
 
@@ -73,11 +74,12 @@ def _json(kind: type) -> dict[str, Any]:
     return {"application/json": {"schema": _ref(kind)}}
 
 
-def _operation(operation: Operation) -> dict[str, Any]:
+def _operation(operation: Operation, error: type) -> dict[str, Any]:
+    named = operation.path.replace("/", "_").replace("{", "").replace("}", "")
     described: dict[str, Any] = {
-        "operationId": f"{operation.method.lower()}{operation.path.replace('/', '_').replace('{', '').replace('}', '')}",
+        "operationId": f"{operation.method.lower()}{named}",
         "summary": operation.summary,
-        "responses": _responses(operation),
+        "responses": _responses(operation, error),
     }
     parameters = [*_path_parameters(operation), *_query_parameters(operation)]
     if parameters:
@@ -87,13 +89,12 @@ def _operation(operation: Operation) -> dict[str, Any]:
     return described
 
 
-def _responses(operation: Operation) -> dict[str, Any]:
+def _responses(operation: Operation, error: type) -> dict[str, Any]:
     content: dict[str, Any] = {operation.reply_type: {"schema": {"type": "string"}}}
     if operation.reply is not None:
         content = _json(operation.reply)
     if operation.streams:
         content["text/event-stream"] = {"schema": _EVENT}
-    error = AnthropicError if operation.dialect == "anthropic" else ErrorReply
     said = dict(_REFUSALS)
     if operation.body is not None:
         said |= _BODY_REFUSALS
@@ -102,12 +103,9 @@ def _responses(operation: Operation) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status, words in sorted(said.items()):
         responses[status] = {"description": words, "content": _json(error)}
-    if operation.reply is Health:
-        either = {"anyOf": [_ref(Health), _ref(error)]}
-        responses["503"] = {
-            "description": "Not ready.",
-            "content": {"application/json": {"schema": either}},
-        }
+    for status, kind in operation.also.items():
+        schema = {"anyOf": [_ref(kind), _ref(error)]}
+        responses[status]["content"] = {"application/json": {"schema": schema}}
     return responses
 
 

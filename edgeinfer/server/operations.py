@@ -1,181 +1,73 @@
-"""Every route, once: the router, the metrics' labels and the OpenAPI document are made from this
-list.
+"""Every dialect and every route, once: the router, the metrics' labels and the OpenAPI document read
+this list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Literal
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgeinfer.server.anthropic import routes as anthropic
-from edgeinfer.server.anthropic import wire as anthropic_wire
-from edgeinfer.server.core.problems import Dialect
-from edgeinfer.server.native import routes as native
-from edgeinfer.server.native import wire as native_wire
-from edgeinfer.server.openai import routes as openai
-from edgeinfer.server.openai import wire as openai_wire
-from edgeinfer.server.openai import wire_replies as openai_replies
-from edgeinfer.server.responses import routes as responses
-from edgeinfer.server.responses import wire as responses_wire
+from edgeinfer.server.anthropic.dialect import ANTHROPIC
+from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.native.dialect import NATIVE
+from edgeinfer.server.openai.dialect import OPENAI
+from edgeinfer.server.openapi import document
+from edgeinfer.server.responses.dialect import RESPONSES
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path. `uses_model`: it counts against the limits and is refused while
-    draining.
-    """
-
-    method: Literal["GET", "POST"]
-    path: str
-    handler: Handler
-    summary: str
-    reply: type[msgspec.Struct] | None = None
-    body: type[msgspec.Struct] | None = None
-    query: type[msgspec.Struct] | None = None
-    streams: bool = False
-    dialect: Dialect = "openai"
-    uses_model: bool = True
-    reply_type: str = "application/json"
+#: The first one's envelope is for paths that are nobody's.
+DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE)
+OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
 
-def _post(
-    path: str, handler: Handler, summary: str, body: type[msgspec.Struct], reply: type[msgspec.Struct]
-) -> Operation:
-    return Operation(method="POST", path=path, handler=handler, summary=summary, body=body, reply=reply)
+async def _openapi(request: Request) -> Response:
+    return json_reply(document(DIALECTS))
 
 
-def _streaming(operation: Operation, dialect: Dialect = "openai") -> Operation:
-    return msgspec.structs.replace(operation, streams=True, dialect=dialect)
+class Place(NamedTuple):
+    """What is at a path: operations by method, whose they are, and what stands in the path."""
+
+    methods: Mapping[str, Operation]
+    dialect: Dialect
+    params: Mapping[str, str] = {}
 
 
-def _asked(path: str, handler: Handler, summary: str, reply: type[msgspec.Struct] | None) -> Operation:
-    return Operation(
-        method="GET", path=path, handler=handler, summary=summary, reply=reply, uses_model=False
+def _places() -> dict[str, Place]:
+    """Every path as it is written in its operations."""
+    description = Operation(
+        method="GET", path="/openapi.json", handler=_openapi, summary="This document.", uses_model=False
     )
+    places = {description.path: Place({"GET": description, "HEAD": description}, OPENAI)}
+    for dialect in DIALECTS:
+        for operation in dialect.operations:
+            here = places.get(operation.path, Place({}, dialect))
+            methods = {**here.methods, operation.method: operation}
+            if operation.method == "GET":
+                methods["HEAD"] = operation
+            places[operation.path] = Place(methods, dialect)
+    return places
 
 
-OPERATIONS: tuple[Operation, ...] = (
-    _streaming(
-        _post(
-            "/v1/chat/completions",
-            openai.chat_completions,
-            "Answer a conversation.",
-            openai_wire.ChatRequest,
-            openai_replies.ChatCompletion,
-        )
-    ),
-    _streaming(
-        _post(
-            "/v1/completions",
-            openai.completions,
-            "Continue a text.",
-            openai_wire.CompletionRequest,
-            openai_replies.Completion,
-        )
-    ),
-    _streaming(
-        _post(
-            "/v1/responses",
-            responses.responses,
-            "Answer a conversation; nothing is stored.",
-            responses_wire.ResponsesRequest,
-            responses_wire.ResponseReply,
-        )
-    ),
-    _post(
-        "/v1/embeddings",
-        openai.embeddings,
-        "Embed texts.",
-        openai_wire.EmbeddingRequest,
-        openai_replies.EmbeddingReply,
-    ),
-    _streaming(
-        _post(
-            "/v1/messages",
-            anthropic.messages,
-            "Answer a conversation.",
-            anthropic_wire.MessagesRequest,
-            anthropic_wire.MessageReply,
-        ),
-        "anthropic",
-    ),
-    msgspec.structs.replace(
-        _post(
-            "/v1/messages/count_tokens",
-            anthropic.count_tokens,
-            "Count a conversation's tokens.",
-            anthropic_wire.CountRequest,
-            anthropic_wire.TokenCountReply,
-        ),
-        dialect="anthropic",
-    ),
-    _asked("/v1/models", openai.list_models, "The pulled models.", openai_replies.ModelList),
-    _asked("/v1/models/{id}", openai.one_model, "One pulled model.", openai_replies.ModelCard),
-    Operation(
-        method="POST",
-        path="/v1/models/{id}/unload",
-        handler=native.unload,
-        summary="Give a model's memory back.",
-        reply=native_wire.UnloadReply,
-        uses_model=False,
-    ),
-    _post(
-        "/v1/rerank",
-        native.rerank,
-        "Order documents by relevance.",
-        native_wire.RerankRequest,
-        native_wire.RerankReply,
-    ),
-    _post(
-        "/tokenize",
-        native.tokenize,
-        "Text to tokens.",
-        native_wire.TokenizeRequest,
-        native_wire.TokenizeReply,
-    ),
-    _post(
-        "/detokenize",
-        native.detokenize,
-        "Tokens to text.",
-        native_wire.DetokenizeRequest,
-        native_wire.DetokenizeReply,
-    ),
-    _post(
-        "/apply-template",
-        native.apply_template,
-        "The prompt that a conversation becomes.",
-        native_wire.ApplyTemplateRequest,
-        native_wire.ApplyTemplateReply,
-    ),
-    Operation(
-        method="GET",
-        path="/infer",
-        handler=native.infer_get,
-        summary="One prompt, one answer.",
-        query=native_wire.InferQuery,
-        reply=native_wire.InferReply,
-    ),
-    Operation(
-        method="POST",
-        path="/infer",
-        handler=native.infer_post,
-        summary="One prompt, one answer; the prompt is in the query or in the body.",
-        body=native_wire.InferRequest,
-        reply=native_wire.InferReply,
-    ),
-    _asked(
-        "/health",
-        native.health,
-        "Whether the default model is ready; 503 with progress while it loads.",
-        native_wire.Health,
-    ),
-    _asked("/props", native.props, "What this endpoint is and holds.", native_wire.Props),
-    msgspec.structs.replace(
-        _asked("/metrics", native.metrics, "Prometheus metrics.", None), reply_type="text/plain"
-    ),
-)
+_EXACT = _places()
+_PATTERNS = [
+    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)), place)
+    for path, place in _EXACT.items()
+    if "{" in path
+]
+
+
+def find(path: str) -> Place:
+    """The operations at `path`. Without any, the dialect is that of the nearest path above it."""
+    exact = _EXACT.get(path)
+    if exact is not None:
+        return exact
+    for pattern, place in _PATTERNS:
+        found = pattern.fullmatch(path)
+        if found is not None:
+            return place._replace(params=found.groupdict())
+    above = (place for known, place in _EXACT.items() if path.startswith(f"{known}/"))
+    return Place({}, next((place.dialect for place in above), DIALECTS[0]))

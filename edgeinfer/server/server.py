@@ -22,6 +22,7 @@ from edgeinfer.server.asgi import build_app
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.protocol import guarded
+from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import capture_uvicorn
 
 #: After generations were cancelled at the drain's limit, this long for their last words to reach the
@@ -49,6 +50,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 async def run(
     endpoint: Endpoint,
+    gate: Gate,
     listeners: Sequence[socket.socket],
     options: RunOptions,
     copies: Copies | None = None,
@@ -58,7 +60,7 @@ async def run(
     """
     capture_uvicorn(endpoint.log)
     config = uvicorn.Config(
-        build_app(endpoint),
+        build_app(endpoint, gate),
         http=guarded(endpoint.limits, copies),
         ws="none",
         lifespan="off",

@@ -114,11 +114,11 @@ def served(setup: Setup) -> Iterator[Served]:
         )
         models = Models(sources, default=names[0], keep_alive_s=setup.keep_alive_s, room_s=setup.room_s)
         endpoint = Endpoint(
-            models, setup.gate, setup.limits, Log("json", log), setup.tracer, setup.payloads, Start()
+            models, setup.limits, Log("json", log), setup.tracer, setup.payloads, Start()
         )
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
         started.set()
-        return await run(endpoint, [listener], setup.options, setup.copies)
+        return await run(endpoint, setup.gate, [listener], setup.options, setup.copies)
 
     def body() -> None:
         try:

@@ -15,12 +15,16 @@ import pytest
 
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.server.guards import crash_replies
-from edgeinfer.server.guards.crash_replies import State
+from edgeinfer.server.guards.crash_replies import SILENT, stream_state, waiting_state
+from edgeinfer.server.operations import DIALECTS
 from edgeinfer.snapshots.launching.kept_connections import Copies, Kept
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="the launcher keeps copies on Linux"
 )
+#: The states of each dialect's connections, by the dialect's name.
+WAITING = {dialect.name: waiting_state(place) for place, dialect in enumerate(DIALECTS)}
+STREAM = {dialect.name: stream_state(place) for place, dialect in enumerate(DIALECTS)}
 ASKED = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
 
@@ -32,7 +36,7 @@ def ends():
     with here:
         yield (
             Copies(here, states_fd),
-            Kept([there.detach(), os.dup(states_fd)], crash_replies.replies()),
+            Kept([there.detach(), os.dup(states_fd)], crash_replies.replies(DIALECTS)),
         )
     os.close(states_fd)
 
@@ -63,22 +67,22 @@ def rest(client: socket.socket) -> bytes:
     return b"".join(iter(lambda: client.recv(65_536), b""))
 
 
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", range(1 + 2 * len(DIALECTS)))
 def test_a_connection_gets_the_reply_of_its_state_and_is_closed(ends, state):
     copies, kept = ends
     client, ours = socket.socketpair()
     with client:
         copies.hold(ours.fileno())
-        copies.mark(ours.fileno(), State.STREAM)
+        copies.mark(ours.fileno(), STREAM["openai"])
         copies.mark(ours.fileno(), state)
         ours.close()
         kept.send_replies()
-        assert rest(client) == crash_replies.replies()[state]
+        assert rest(client) == crash_replies.replies(DIALECTS)[state]
 
 
 def test_the_replies_are_whole_answers_and_whole_ends_of_streams():
-    said = crash_replies.replies()
-    for state in (State.WAITING, State.WAITING_ANTHROPIC):
+    said = crash_replies.replies(DIALECTS)
+    for state in WAITING.values():
         head, _, body = said[state].partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
         assert lines[0] == b"HTTP/1.1 503 Service Unavailable"
@@ -86,7 +90,7 @@ def test_the_replies_are_whole_answers_and_whole_ends_of_streams():
             lines
         )
         assert "ask again" in json.loads(body)["error"]["message"]
-    for state in (State.STREAM, State.STREAM_RESPONSES, State.STREAM_ANTHROPIC):
+    for state in STREAM.values():
         size, _, chunks = said[state].partition(b"\r\n")
         events = chunks[: int(size, 16)]
         assert chunks[len(events) :] == b"\r\n0\r\n\r\n"
@@ -98,7 +102,7 @@ def test_a_dropped_connection_is_closed_and_hears_nothing(ends):
     copies, kept = ends
     client, ours = socket.socketpair()
     with client:
-        copies.mark(ours.fileno(), State.WAITING)
+        copies.mark(ours.fileno(), WAITING["openai"])
         copies.hold(ours.fileno())
         copies.drop(ours.fileno())
         ours.close()
@@ -116,7 +120,7 @@ def test_a_number_is_used_again(ends):
         number = ours.fileno()
         os.dup2(other.fileno(), number)  # as if closed and another accepted, and the drop was lost
         copies.hold(number)
-        copies.mark(number, State.WAITING)
+        copies.mark(number, WAITING["openai"])
         ours.close()
         kept.send_replies()
         assert rest(first) == b""
@@ -131,7 +135,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(ends):
         with contextlib.suppress(BlockingIOError):
             while ours.send(b"x" * 65_536):
                 pass
-        copies.mark(ours.fileno(), State.STREAM)
+        copies.mark(ours.fileno(), STREAM["openai"])
         copies.hold(ours.fileno())
         ours.close()
         kept.send_replies()
@@ -149,12 +153,12 @@ def test_the_end_of_the_app_is_heard(ends):
 @pytest.mark.parametrize(
     ("path", "body", "states"),
     [
-        ("/v1/chat/completions", ASKED, [State.WAITING]),
-        ("/v1/chat/completions", ASKED | {"stream": True}, [State.WAITING, State.STREAM]),
-        ("/v1/messages", ASKED, [State.WAITING_ANTHROPIC]),
-        ("/v1/messages", ASKED | {"stream": True}, [State.WAITING_ANTHROPIC, State.STREAM_ANTHROPIC]),
-        ("/v1/responses", {"input": "hi", "stream": True}, [State.WAITING, State.STREAM_RESPONSES]),
-        ("/v1/chat/completions", {"messages": 5}, [State.WAITING]),
+        ("/v1/chat/completions", ASKED, [WAITING["openai"]]),
+        ("/v1/chat/completions", ASKED | {"stream": True}, [WAITING["openai"], STREAM["openai"]]),
+        ("/v1/messages", ASKED, [WAITING["anthropic"]]),
+        ("/v1/messages", ASKED | {"stream": True}, [WAITING["anthropic"], STREAM["anthropic"]]),
+        ("/v1/responses", {"input": "hi", "stream": True}, [WAITING["responses"], STREAM["responses"]]),
+        ("/v1/chat/completions", {"messages": 5}, [WAITING["openai"]]),
     ],
 )
 def test_requests_are_noted_as_they_go(serve, path, body, states):
@@ -162,7 +166,7 @@ def test_requests_are_noted_as_they_go(serve, path, body, states):
     here = serve(FakeEngine([("One", " two")]), copies=noted)
     with here.client.stream("POST", path, json=body) as answer:
         answer.read()
-        assert noted.states == [*states, State.SILENT]
+        assert noted.states == [*states, SILENT]
         assert len(noted.held) == 1
 
 

@@ -14,7 +14,7 @@ from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.model_pool import Loaded
 from edgeinfer.server.openapi import document
-from edgeinfer.server.operations import OPERATIONS
+from edgeinfer.server.operations import DIALECTS, OPERATIONS
 
 #: Fuzzed examples an operation, beside those that cover each schema's edges. `make fuzz-http` asks for
 #: more.
@@ -24,7 +24,7 @@ LEFT_OUT = "positive_data_acceptance"
 
 
 def test_every_operation_is_described_with_its_errors():
-    doc = document()
+    doc = document(DIALECTS)
     assert {(m.upper(), p) for p, methods in doc["paths"].items() for m in methods} == {
         (o.method, o.path) for o in OPERATIONS
     }
@@ -35,7 +35,7 @@ def test_every_operation_is_described_with_its_errors():
 
 
 def test_references_point_at_something_and_unknown_fields_are_forbidden():
-    doc = document()
+    doc = document(DIALECTS)
     schemas = doc["components"]["schemas"]
     for name in re.findall(r"#/components/schemas/([\w.]+)", json.dumps(doc)):
         assert name in schemas, name
@@ -51,7 +51,7 @@ def test_references_point_at_something_and_unknown_fields_are_forbidden():
 
 def test_every_number_of_a_request_has_a_range():
     """A negative or enormous count is refused by its type, wherever it stands."""
-    schemas = document()["components"]["schemas"]
+    schemas = document(DIALECTS)["components"]["schemas"]
     asked = [o.body.__name__ for o in OPERATIONS if o.body is not None]
     seen: set[str] = set()
 
@@ -81,7 +81,7 @@ def test_every_number_of_a_request_has_a_range():
 
 
 def test_the_document_is_served(serve):
-    assert serve().client.get("/openapi.json").json() == json.loads(json.dumps(document()))
+    assert serve().client.get("/openapi.json").json() == json.loads(json.dumps(document(DIALECTS)))
 
 
 @pytest.mark.timeout(1800)

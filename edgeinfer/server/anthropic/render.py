@@ -20,8 +20,9 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.server.anthropic import wire
+from edgeinfer.server.anthropic.errors import error_events
 from edgeinfer.server.core.collected import Answer, Call, wire_timings
-from edgeinfer.server.core.problems import Dialect, Problem
+from edgeinfer.server.core.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -57,8 +58,6 @@ class MessageRenderer:
     """`message` and its stream. `stop_strings` are the request's own: only those count as Anthropic's
     stop_sequence.
     """
-
-    dialect: Dialect = "anthropic"
 
     def __init__(self, request_id: str, model: str, stop_strings: tuple[str, ...] = ()) -> None:
         self.id = request_id
@@ -121,7 +120,7 @@ class MessageRenderer:
         )
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
-        return b"event: error\ndata: " + problem.body("anthropic", request_id) + b"\n\n"
+        return error_events(problem, request_id)
 
     def comment(self, said: str) -> bytes:
         return f": {said}\n\n".encode() + (_PING if self._started else b"")

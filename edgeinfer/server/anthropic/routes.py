@@ -6,14 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.requests import Message, Tool
 from edgeinfer.server.anthropic import translate, wire
 from edgeinfer.server.anthropic.render import MessageRenderer
 from edgeinfer.server.core.begin import Job
-from edgeinfer.server.core.exchange import decode, exchange_of
+from edgeinfer.server.core.bodies import decode
+from edgeinfer.server.core.exchange import exchange_of, with_engine
 from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.request_parts import stop_strings
 from edgeinfer.server.core.stream import answer
-from edgeinfer.server.openai.translate import stops
 
 
 async def messages(request: Request) -> Response:
@@ -25,25 +25,18 @@ async def messages(request: Request) -> Response:
         stream=body.stream,
         requests=lambda info: [translate.messages_request(body, info)],
         renderer=lambda model, info: MessageRenderer(
-            f"msg_{exchange.id.removeprefix('req_')}", model, stops(body.stop_sequences)
+            f"msg_{exchange.plain_id}", model, stop_strings(body.stop_sequences)
         ),
     )
     return await answer(exchange, job)
 
 
 async def count_tokens(request: Request) -> Response:
-    exchange = exchange_of(request)
-    endpoint = exchange.endpoint
     body = await decode(request, wire.CountRequest)
     turns, tools = translate.conversation(body), translate.tools_of(body)
-    exchange.model = endpoint.models.resolve(body.model)
-    lease = await endpoint.models.acquire(exchange.model, body.keep_alive)
-    try:
-        count = await endpoint.in_thread(_count, lease.engine, turns, tools)
-    finally:
-        lease.release()
-    return json_reply(wire.TokenCountReply(input_tokens=count))
 
+    def work(engine: Engine) -> wire.TokenCountReply:
+        prompt = engine.apply_template(turns, tools)
+        return wire.TokenCountReply(input_tokens=len(engine.tokenize(prompt, parse_special=True)))
 
-def _count(engine: Engine, turns: tuple[Message, ...], tools: tuple[Tool, ...]) -> int:
-    return len(engine.tokenize(engine.apply_template(turns, tools), parse_special=True))
+    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))

@@ -11,14 +11,19 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
 from edgeinfer.server.anthropic import wire
-from edgeinfer.server.openai.translate import named_tool, stops, unique_tools
+from edgeinfer.server.core.request_parts import (
+    named_tool,
+    overridden,
+    required_tool,
+    stop_strings,
+    unique_tools,
+)
 
 
 def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRequest:
     """One request. A last turn of the assistant is continued (Anthropic's prefill). Raises
     InvalidRequestError.
     """
-    given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     tools = tools_of(body)
     form = body.output_config.format if body.output_config else None
     return GenerateRequest(
@@ -27,11 +32,11 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
         tool_choice=_tool_choice(body, tools),
         template_options=_thinking(body),
         continue_final=isinstance(body.messages[-1], wire.AssistantTurn),
-        sampling=msgspec.structs.replace(
-            info.sampling, **{k: v for k, v in given.items() if v is not None}
+        sampling=overridden(
+            info.sampling, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k
         ),
         max_tokens=body.max_tokens,
-        stop=stops(body.stop_sequences),
+        stop=stop_strings(body.stop_sequences),
         constraint=None if form is None else JsonSchema(form.schema),
         deadline_s=body.deadline_s,
     )
@@ -115,11 +120,7 @@ def _tool_choice(body: wire.CountRequest, tools: tuple[Tool, ...]) -> ToolChoice
         case wire.OneChoice(name=name, disable_parallel_tool_use=alone):
             return named_tool(name, not alone, tools)
         case wire.AnyChoice(disable_parallel_tool_use=alone):
-            if not tools:
-                raise InvalidRequestError(
-                    "tool_choice is 'any' but there are no tools", param="tool_choice"
-                )
-            return ToolChoice(mode="required", parallel=not alone)
+            return required_tool("any", not alone, tools)
         case wire.AutoChoice(disable_parallel_tool_use=alone):
             return ToolChoice(parallel=not alone)
 

@@ -42,24 +42,29 @@ class Begun:
 
 
 async def begin(exchange: Exchange, job: Job) -> Begun:
-    """Hold the model and submit. An engine that turns out to be dead is replaced once."""
-    models = exchange.endpoint.models
-    for attempt in (1, 2):
-        lease = await models.acquire(exchange.model, job.keep_alive_s)
-        try:
-            info = lease.engine.info
-            exchange.version = version_of(info.sha256)
-            generations = await submit_all(exchange, lease, job.requests(info))
-            return Begun(lease, generations, job.renderer(exchange.model, info))
-        except EngineClosedError:
+    """Hold the model and submit. An engine that turns out to be dead is replaced once.
+
+    Raises EngineClosedError when the second one is dead too, and what holding a model and
+    `Engine.submit` raise.
+    """
+    try:
+        return await _begin_once(exchange, job)
+    except EngineClosedError:
+        return await _begin_once(exchange, job)
+
+
+async def _begin_once(exchange: Exchange, job: Job) -> Begun:
+    lease = await exchange.endpoint.models.acquire(exchange.model, job.keep_alive_s)
+    try:
+        info = lease.engine.info
+        exchange.version = version_of(info.sha256)
+        generations = await submit_all(exchange, lease, job.requests(info))
+        return Begun(lease, generations, job.renderer(exchange.model, info))
+    except BaseException as error:
+        if isinstance(error, EngineClosedError):
             lease.failed()
-            lease.release()
-            if attempt == 2:
-                raise
-        except BaseException:
-            lease.release()
-            raise
-    raise AssertionError("unreachable")
+        lease.release()
+        raise
 
 
 async def submit_all(

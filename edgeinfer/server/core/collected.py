@@ -16,7 +16,7 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
-from edgeinfer.server.core.problems import Dialect, Problem
+from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.wire import WireTimings
 
 
@@ -77,8 +77,6 @@ class Renderer(Protocol):
     """One route's shape of an answer. A streaming answer is `opening`, then `event`s, then `closing`,
     all SSE bytes.
     """
-
-    dialect: Dialect
 
     def opening(self) -> bytes:
         """The first bytes, once the request is accepted."""

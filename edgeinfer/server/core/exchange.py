@@ -11,19 +11,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from edgeinfer.errors import QueueFullError
+from edgeinfer.errors import EngineClosedError, QueueFullError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.interface import Generation
+from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.model_pool import Models
-from edgeinfer.server.core.problems import Dialect, Problem, from_validation
-from edgeinfer.server.guards.security import Gate
+from edgeinfer.server.core.problems import Problem, shutting_down, unavailable
 from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.metrics import Metrics
+from edgeinfer.server.observe.metrics import Metrics, version_of
 from edgeinfer.server.observe.payload_log import PayloadLog
 from edgeinfer.server.observe.tracing import Tracer
 
@@ -36,7 +35,6 @@ class Endpoint:
     def __init__(
         self,
         models: Models,
-        gate: Gate,
         limits: Limits,
         log: Log,
         tracer: Tracer,
@@ -44,7 +42,6 @@ class Endpoint:
         start: Start,
     ) -> None:
         self.models = models
-        self.gate = gate
         self.limits = limits
         self.log = log
         self.tracer = tracer
@@ -66,22 +63,10 @@ class Endpoint:
     def enter(self, key: str) -> None:
         """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""
         if self.draining:
-            raise Problem(
-                503,
-                "The endpoint is shutting down.",
-                kind="server_error",
-                code="shutting_down",
-                retry_after_s=2,
-            )
+            raise shutting_down()
         if self.in_flight >= self.limits.max_requests:
             self.metrics.refused.labels("requests").inc()
-            raise Problem(
-                503,
-                "Too many requests at once.",
-                kind="server_error",
-                code="queue_full",
-                retry_after_s=1,
-            )
+            raise unavailable("Too many requests at once.", "queue_full", 1)
         if key and self._by_key[key] >= self.limits.max_per_key:
             self.metrics.refused.labels("per_key").inc()
             raise Problem(
@@ -136,13 +121,13 @@ class Exchange:
         self,
         endpoint: Endpoint,
         request_id: str,
-        route: str,
+        operation: Operation | None,
         dialect: Dialect,
         headers: Mapping[str, str],
     ) -> None:
         self.endpoint = endpoint
         self.id = request_id
-        self.route = route
+        self.operation = operation
         self.dialect = dialect
         self.headers = headers
         self.key = ""
@@ -156,6 +141,23 @@ class Exchange:
         self.ttft_s: float | None = None
         self.how = ""
         self.body: Any = None
+        #: Headers that go onto the answer, whoever makes it.
+        self.reply_headers: dict[str, str] = {}
+
+    @property
+    def plain_id(self) -> str:
+        """The id without its prefix, for ids in a protocol's own form."""
+        return self.id.removeprefix("req_")
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether the operation counts against the limits."""
+        return self.operation is not None and self.operation.uses_model
+
+    @property
+    def route(self) -> str:
+        """The path as it is written in the operation, `other` where there is none."""
+        return self.operation.path if self.operation else "other"
 
     @property
     def seconds(self) -> float:
@@ -191,71 +193,22 @@ def exchange_of(request: Request) -> Exchange:
     return exchange
 
 
-async def read_body(request: Request) -> bytes:
-    """The body. Raises Problem 413 as soon as it is known to be too long, 400 when the client
-    leaves.
+async def with_engine(
+    exchange: Exchange, model: str | None, keep_alive_s: float | None, work: Callable[[Engine], T]
+) -> T:
+    """Hold the model that a request names while `work(engine)` runs beside the event loop.
+
+    Raises what holding it raises and what `work` raises.
     """
-    limit = exchange_of(request).endpoint.limits.max_body_bytes
-    declared = request.headers.get("content-length", "0")
-    too_long = Problem(
-        413,
-        f"The body is longer than {limit} bytes.",
-        code="request_too_large",
-        headers={"connection": "close"},
-    )
-    if declared.isdigit() and int(declared) > limit:
-        raise too_long
-    parts: list[bytes] = []
-    size = 0
+    models = exchange.endpoint.models
+    exchange.model = models.resolve(model)
+    lease = await models.acquire(exchange.model, keep_alive_s)
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise too_long
-            parts.append(part)
-    except ClientDisconnect:
-        raise Problem(400, "The client left.", code="client_disconnected") from None
-    return b"".join(parts)
-
-
-_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
-
-
-async def decode(request: Request, kind: type[T]) -> T:
-    """The body as `kind`. Raises Problem 400 naming the field, 413, 415."""
-    content_type = (
-        request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    )
-    if content_type != "application/json" and not content_type.endswith("+json"):
-        raise Problem(415, "The body must be application/json.", code="unsupported_media_type")
-    raw = await read_body(request)
-    decoder = _decoders.get(kind)
-    if decoder is None:  # 0.1 ms each, at first use
-        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
-    try:
-        value: T = decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        raise from_validation(error) from None
-    except msgspec.DecodeError as error:
-        raise Problem(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
-    except UnicodeDecodeError:
-        raise Problem(400, "The body is not valid UTF-8.", code="invalid_json") from None
-    except RecursionError:
-        raise Problem(400, "The body is nested too deeply.", code="invalid_json") from None
-    exchange = exchange_of(request)
-    if exchange.endpoint.payloads is not None:
-        exchange.body = msgspec.to_builtins(value)
-    return value
-
-
-def decode_query(request: Request, kind: type[T]) -> T:
-    """The query string as `kind`; numbers are read from their text. Raises Problem 400."""
-    pairs = request.query_params.multi_items()
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
-    try:
-        return msgspec.convert(dict(pairs), kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise from_validation(error) from None
+        exchange.version = version_of(lease.engine.info.sha256)
+        done: T = await exchange.endpoint.in_thread(work, lease.engine)
+        return done
+    except EngineClosedError:
+        lease.failed()
+        raise
+    finally:
+        lease.release()

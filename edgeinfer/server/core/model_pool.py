@@ -12,14 +12,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError, EngineClosedError, OutOfMemoryError, UnknownModelError
+from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.core import eviction
-from edgeinfer.server.native.wire import LoadedModel, LoadingModel
+from edgeinfer.server.core.wire import Reply
 
 Progress = Callable[[str, float | None], None]
 Where = Literal["process", "worker"]
@@ -56,6 +56,27 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
     pulled: Callable[[], Sequence[Pulled]]
     available_bytes: Callable[[], int] = eviction.available_bytes
     loaded_hook: Callable[[str, Loaded, float], None] = lambda name, loaded, seconds: None
+
+
+class LoadingModel(Reply, frozen=True, kw_only=True):
+    """`progress` is 0 to 1, or null while unknown."""
+
+    model: str
+    stage: str
+    progress: float | None
+
+
+class LoadedModel(Reply, frozen=True, kw_only=True):
+    """A model in memory. `expires_in_s` is null while it is kept for ever or in use."""
+
+    id: str
+    state: str
+    where: str
+    in_use: int
+    expires_in_s: float | None
+    size_bytes: int
+    load_ms: float
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class _Slot:
@@ -150,7 +171,9 @@ class Models:
     def state(self, name: str) -> str:
         """cold, loading or loaded."""
         slot = self._slots.get(name)
-        return "cold" if slot is None else "loading" if slot.loaded is None else "loaded"
+        if slot is None:
+            return "cold"
+        return "loading" if slot.loaded is None else "loaded"
 
     def stage(self, name: str) -> tuple[str, float | None]:
         """What loading does now; ("", None) when it is not loading."""
@@ -368,8 +391,3 @@ def _describe(slot: _Slot, now: float) -> LoadedModel:
         load_ms=info.load_ms,
         info=msgspec.to_builtins(info),
     )
-
-
-def dead(error: BaseException) -> bool:
-    """Whether an error means that the engine itself is gone."""
-    return isinstance(error, EngineClosedError)

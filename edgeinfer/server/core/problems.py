@@ -1,38 +1,18 @@
-"""The one place where an error becomes an HTTP answer: its status, and OpenAI's or Anthropic's
-envelope.
+"""The one place where an error becomes a status, a code and a message for an HTTP client.
 
 A `Problem` is raised by the endpoint itself (authentication, limits, bodies); every `EdgeInferError` is
-turned into one. Messages of unexpected exceptions never leave the process: the client gets the request
-id, the log gets the traceback.
+turned into one. The dialect of the route puts it into its envelope. Messages of unexpected exceptions
+never leave the process: the client gets the request id, the log gets the traceback.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 import msgspec
 
 from edgeinfer import errors as e
-from edgeinfer.server.anthropic.wire import AnthropicError, AnthropicErrorBody
-from edgeinfer.server.openai.wire_replies import ErrorBody, ErrorReply
 
-Dialect = Literal["openai", "anthropic"]
-
-#: Status → Anthropic's error type. Source: Anthropic's API reference, "Errors".
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "request_too_large",
-    415: "invalid_request_error",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
 
@@ -71,8 +51,9 @@ _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str, str | None, int | None]] 
 
 
 class Problem(Exception):
-    """An answer that is not a success. `allow` lists the methods of a 405; `retry_after_s` becomes
-    Retry-After.
+    """An answer that is not a success. `kind` and `code` are OpenAI's words for it.
+
+    `retry_after_s` becomes the header Retry-After.
     """
 
     def __init__(
@@ -95,18 +76,6 @@ class Problem(Exception):
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["retry-after"] = str(retry_after_s)
-
-    def body(self, dialect: Dialect, request_id: str) -> bytes:
-        """The JSON envelope that the route's clients understand."""
-        if dialect == "anthropic":
-            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-            error = AnthropicErrorBody(type=kind, message=self.message)
-            return msgspec.json.encode(AnthropicError(error=error, request_id=request_id))
-        return msgspec.json.encode(
-            ErrorReply(
-                error=ErrorBody(message=self.message, type=self.kind, param=self.param, code=self.code)
-            )
-        )
 
 
 def from_error(error: e.EdgeInferError) -> Problem:
@@ -153,3 +122,19 @@ def internal(request_id: str) -> Problem:
         kind="server_error",
         code="internal_error",
     )
+
+
+def unavailable(message: str, code: str, retry_after_s: int) -> Problem:
+    """A 503 that passes."""
+    return Problem(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
+
+
+def shutting_down() -> Problem:
+    """The answer to a request that meets a drain."""
+    return unavailable("The endpoint is shutting down.", "shutting_down", 2)
+
+
+def no_such_model(name: str) -> Problem:
+    """The answer where a model in the path is not one of ours."""
+    said = f"The model '{name[:200]}' does not exist."
+    return Problem(404, said, param="model", code="model_not_found")

@@ -22,9 +22,9 @@ from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Begun, Job, begin, events_of
 from edgeinfer.server.core.collected import Answer
+from edgeinfer.server.core.connection import Connection, ShortCut
 from edgeinfer.server.core.exchange import Exchange
-from edgeinfer.server.core.problems import Problem, from_error, internal
-from edgeinfer.server.guards.connection import Connection, ShortCut
+from edgeinfer.server.core.problems import Problem, from_error, internal, shutting_down
 from edgeinfer.server.observe.metrics import TokenClock
 
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -100,13 +100,7 @@ class _Answering:
     def _check_cancelled(self, event: Event) -> None:
         """A generation that we cancelled ourselves is a failure to its client, not an answer."""
         if isinstance(event, Finished) and event.reason == "cancelled" and not self.gone:
-            raise Problem(
-                503,
-                "The endpoint is shutting down.",
-                kind="server_error",
-                code="shutting_down",
-                retry_after_s=2,
-            )
+            raise shutting_down()
 
     def _problem(self, error: Exception) -> Problem:
         """What to tell the client of a failure."""

@@ -8,55 +8,39 @@ under TLS have keys that only this process knows: they are only cut.
 
 from __future__ import annotations
 
-import contextlib
-import enum
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-import msgspec
-from starlette.types import Message, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgeinfer.server.core.problems import Dialect, Problem
-from edgeinfer.server.guards.connection import Connection
+from edgeinfer.server.core.connection import Connection
+from edgeinfer.server.core.dialect import Dialect
+from edgeinfer.server.core.exchange import Exchange
+from edgeinfer.server.core.problems import Problem, unavailable
 
-
-class State(enum.IntEnum):
-    """What a connection is in the middle of."""
-
-    SILENT = 0  # nothing, or an answer that cannot be ended properly: closed without a word
-    WAITING = enum.auto()
-    WAITING_ANTHROPIC = enum.auto()
-    STREAM = enum.auto()
-    STREAM_RESPONSES = enum.auto()
-    STREAM_ANTHROPIC = enum.auto()
+#: The state of a connection with nothing to answer, or an answer that cannot be ended properly: it is
+#: closed without a word. After it come two states a dialect: waiting for an answer, and in a stream.
+SILENT = 0
 
 
-def replies() -> list[bytes]:
+def waiting_state(place: int) -> int:
+    """The state in which the dialect at `place` owes a whole answer."""
+    return 1 + 2 * place
+
+
+def stream_state(place: int) -> int:
+    """The state in which the dialect at `place` is in the middle of a stream."""
+    return 2 + 2 * place
+
+
+def replies(dialects: Sequence[Dialect]) -> list[bytes]:
     """The bytes for every state, in order."""
-    problem = Problem(
-        503,
-        "The endpoint was stopped while it worked on this request; ask again.",
-        kind="server_error",
-        code="endpoint_stopped",
-        retry_after_s=1,
-    )
-    openai, anthropic = problem.body("openai", ""), problem.body("anthropic", "")
-    of_responses = msgspec.json.encode(
-        {
-            "type": "error",
-            "code": problem.code,
-            "message": problem.message,
-            "param": None,
-            "sequence_number": 0,
-        }
-    )
-    return [
-        b"",
-        _whole(problem, openai),
-        _whole(problem, anthropic),
-        _chunks(b"data: %b\n\ndata: [DONE]\n\n" % openai),
-        _chunks(b"event: error\ndata: %b\n\n" % of_responses),
-        _chunks(b"event: error\ndata: %b\n\n" % anthropic),
-    ]
+    said = "The endpoint was stopped while it worked on this request; ask again."
+    problem = unavailable(said, "endpoint_stopped", 1)
+    found = [b""]
+    for dialect in dialects:
+        found.append(_whole(problem, dialect.error_body(problem, "")))
+        found.append(_chunks(dialect.error_events(problem, "")))
+    return found
 
 
 def _whole(problem: Problem, body: bytes) -> bytes:
@@ -73,25 +57,35 @@ def _chunks(events: bytes) -> bytes:
     return b"%x\r\n%b\r\n0\r\n\r\n" % (len(events), events)
 
 
-@contextlib.contextmanager
-def noting(connection: Connection, route: str, dialect: Dialect, send: Send) -> Iterator[Send]:
-    """Gives the `send` of one request, which notes how far its answer is."""
-    anthropic = dialect == "anthropic"
+class CrashReplyMiddleware:
+    """Note how far the answer is, where a request uses a model and somebody outlives this process."""
 
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            await send(message)
-            connection.mark(_streaming(route, anthropic) if _is_stream(message) else State.SILENT)
+    def __init__(self, app: ASGIApp, dialects: Sequence[Dialect]) -> None:
+        self._app = app
+        self._places = {dialect: place for place, dialect in enumerate(dialects)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["edgeinfer"]
+        connection: Connection | None = scope.get("connection")
+        if connection is None or not exchange.uses_model:
+            await self._app(scope, receive, send)
             return
-        if not message.get("more_body"):
-            connection.mark(State.SILENT)
-        await send(message)
+        place = self._places[exchange.dialect]
 
-    connection.mark(State.WAITING_ANTHROPIC if anthropic else State.WAITING)
-    try:
-        yield sending
-    finally:
-        connection.mark(State.SILENT)
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                connection.mark(stream_state(place) if _is_stream(message) else SILENT)
+                return
+            if not message.get("more_body"):
+                connection.mark(SILENT)
+            await send(message)
+
+        connection.mark(waiting_state(place))
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            connection.mark(SILENT)
 
 
 def _is_stream(start: Message) -> bool:
@@ -99,9 +93,3 @@ def _is_stream(start: Message) -> bool:
         name == b"content-type" and value.startswith(b"text/event-stream")
         for name, value in start["headers"]
     )
-
-
-def _streaming(route: str, anthropic: bool) -> State:
-    if anthropic:
-        return State.STREAM_ANTHROPIC
-    return State.STREAM_RESPONSES if route == "/v1/responses" else State.STREAM

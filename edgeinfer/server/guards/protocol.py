@@ -14,8 +14,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from edgeinfer.host import Copies
+from edgeinfer.server.core.connection import Connection
 from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.guards.connection import Connection
 
 _REFUSALS = {
     408: b"Request Timeout",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -13,16 +13,15 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Job
+from edgeinfer.server.core.bodies import decode, decode_query
 from edgeinfer.server.core.collected import Answer, wire_timings
-from edgeinfer.server.core.exchange import Exchange, decode, decode_query, exchange_of
-from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.core.exchange import exchange_of, with_engine
+from edgeinfer.server.core.problems import no_such_model
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
-from edgeinfer.server.native import wire
-from edgeinfer.server.observe.metrics import version_of
-from edgeinfer.server.openai import translate
+from edgeinfer.server.native import translate, wire
+from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, finish_reason
-from edgeinfer.server.openai.routes import fingerprint
 
 #: prometheus_client's own content type; its import costs nothing more here, but the constant is the
 #: contract.
@@ -42,7 +41,7 @@ async def tokenize(request: Request) -> Response:
             tokens=[wire.TokenPiece(id=t, piece=_piece(engine.detokenize([t]))) for t in tokens]
         )
 
-    return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
+    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
 
 
 async def detokenize(request: Request) -> Response:
@@ -55,17 +54,17 @@ async def detokenize(request: Request) -> Response:
             )
         return wire.DetokenizeReply(content=engine.detokenize(body.tokens).decode("utf-8", "replace"))
 
-    return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
+    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
 
 
 async def apply_template(request: Request) -> Response:
     body = await decode(request, wire.ApplyTemplateRequest)
-    turns, tools = translate.messages(body.messages), translate.tools_of(body.tools)
+    turns, tools = openai.messages(body.messages), openai.tools_of(body.tools)
 
     def work(engine: Engine) -> wire.ApplyTemplateReply:
         return wire.ApplyTemplateReply(prompt=engine.apply_template(turns, tools))
 
-    return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
+    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
 
 
 async def rerank(request: Request) -> Response:
@@ -77,7 +76,7 @@ async def rerank(request: Request) -> Response:
             raise InvalidRequestError(f"{engine.info.model} is no reranker", param="model")
         return _ranked(engine, body, texts)
 
-    return await _with_model(exchange_of(request), body.model, body.keep_alive, work)
+    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
 
 
 def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:
@@ -96,23 +95,6 @@ def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> w
     ]
     usage = wire.RerankUsage(prompt_tokens=tokens, total_tokens=tokens)
     return wire.RerankReply(model=engine.info.model, results=results, usage=usage)
-
-
-async def _with_model(
-    exchange: Exchange,
-    model: str | None,
-    keep_alive_s: float | None,
-    work: Callable[[Engine], msgspec.Struct],
-) -> Response:
-    """Run `work(engine)` beside the event loop and answer with its value."""
-    endpoint = exchange.endpoint
-    exchange.model = endpoint.models.resolve(model)
-    lease = await endpoint.models.acquire(exchange.model, keep_alive_s)
-    try:
-        exchange.version = version_of(lease.engine.info.sha256)
-        return json_reply(await endpoint.in_thread(work, lease.engine))
-    finally:
-        lease.release()
 
 
 def _piece(raw: bytes) -> str | list[int]:
@@ -153,7 +135,7 @@ async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) ->
     exchange = exchange_of(request)
 
     def renderer(model: str, info: EngineInfo) -> ChatRenderer:
-        return _InferRenderer(exchange.id, model, include_usage=False, fingerprint=fingerprint(info))
+        return _InferRenderer(exchange.id, model, include_usage=False, fingerprint="")
 
     job = Job(
         model=body.model,
@@ -169,9 +151,7 @@ async def unload(request: Request) -> Response:
     models = exchange_of(request).endpoint.models
     name = request.path_params["id"]
     if all(name != model.name for model in models.pulled()):
-        raise Problem(
-            404, f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found"
-        )
+        raise no_such_model(name)
     return json_reply(wire.UnloadReply(id=name, state=await models.unload(name)))
 
 

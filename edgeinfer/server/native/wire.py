@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from edgeinfer.server.core.model_pool import LoadedModel, LoadingModel
 from edgeinfer.server.core.wire import (
     KeepAlive,
     ModelName,
@@ -147,14 +148,6 @@ class UnloadReply(Reply, frozen=True, kw_only=True):
     state: Literal["unloaded", "unloading", "not loaded"]
 
 
-class LoadingModel(Reply, frozen=True, kw_only=True):
-    """`progress` is 0 to 1, or null while unknown."""
-
-    model: str
-    stage: str
-    progress: float | None
-
-
 class Health(Reply, frozen=True, kw_only=True):
     """`status`: ok, loading (503), draining (503), error (503)."""
 
@@ -162,19 +155,6 @@ class Health(Reply, frozen=True, kw_only=True):
     model: str
     loading: list[LoadingModel] = msgspec.field(default_factory=list)
     error: str = ""
-
-
-class LoadedModel(Reply, frozen=True, kw_only=True):
-    """A model in memory. `expires_in_s` is null while it is kept for ever or in use."""
-
-    id: str
-    state: str
-    where: str
-    in_use: int
-    expires_in_s: float | None
-    size_bytes: int
-    load_ms: float
-    info: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Props(Reply, frozen=True, kw_only=True):

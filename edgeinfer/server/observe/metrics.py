@@ -8,8 +8,10 @@ them; a test compares the two.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,7 +27,6 @@ from prometheus_client.registry import Collector
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server.core import eviction
 
 #: Seconds. A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)
@@ -252,9 +253,7 @@ class _Engines(Collector):
             accepted.add_metric(labels, now.draft_accepted_total)
         yield from (running, waiting, kv, steps, drafted, accepted)
         yield GaugeMetricFamily(
-            "edgeinfer_process_resident_memory_bytes",
-            "Resident memory of the endpoint.",
-            eviction.rss_bytes(),
+            "edgeinfer_process_resident_memory_bytes", "Resident memory of the endpoint.", _rss_bytes()
         )
         yield self._between_tokens()
 
@@ -276,3 +275,12 @@ class _Engines(Collector):
 def version_of(sha256: str) -> str:
     """A model's version in labels: the first 12 hex digits of its sha256; "" when unknown."""
     return sha256[:12]
+
+
+def _rss_bytes() -> int:
+    """Resident memory of this process; 0 where /proc is absent."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

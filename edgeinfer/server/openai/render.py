@@ -22,10 +22,10 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.server.core.collected import Answer, total, wire_timings
-from edgeinfer.server.core.problems import Dialect, Problem
+from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.openai import wire_replies as wire
+from edgeinfer.server.openai.errors import DONE, error_events
 
-_DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -77,8 +77,6 @@ def _finite(logprob: float) -> float:
 class _OpenAI:
     """What both of OpenAI's shapes share."""
 
-    dialect: Dialect = "openai"
-
     def __init__(self, request_id: str, model: str, *, include_usage: bool, fingerprint: str) -> None:
         self.id = request_id
         self.model = model
@@ -93,7 +91,7 @@ class _OpenAI:
         return [self._ends[index] for index in sorted(self._ends)]
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
-        return b"data: " + problem.body("openai", request_id) + b"\n\n" + _DONE
+        return error_events(problem, request_id)
 
     def comment(self, said: str) -> bytes:
         return f": {said}\n\n".encode()
@@ -173,10 +171,10 @@ class ChatRenderer(_OpenAI):
 
     def closing(self) -> bytes:
         if not self.include_usage:
-            return _DONE
+            return DONE
         usage, _ = total(self.ends)
         chunk = msgspec.structs.replace(self._chunk([]), usage=wire_usage(usage))
-        return b"data: " + _encode(chunk) + b"\n\n" + _DONE
+        return b"data: " + _encode(chunk) + b"\n\n" + DONE
 
     def whole(self, answers: list[Answer]) -> bytes:
         usage, timings = total([answer.finished for answer in answers])
@@ -295,11 +293,11 @@ class CompletionRenderer(_OpenAI):
 
     def closing(self) -> bytes:
         if not self.include_usage:
-            return _DONE
+            return DONE
         chunk = msgspec.structs.replace(
             self._completion([]), usage=wire_usage(total(self.ends, self.n)[0])
         )
-        return b"data: " + _encode(chunk) + b"\n\n" + _DONE
+        return b"data: " + _encode(chunk) + b"\n\n" + DONE
 
     def whole(self, answers: list[Answer]) -> bytes:
         usage, timings = total([answer.finished for answer in answers], self.n)

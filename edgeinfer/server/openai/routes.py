@@ -14,9 +14,10 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Job
-from edgeinfer.server.core.exchange import Exchange, decode, exchange_of
+from edgeinfer.server.core.bodies import decode
+from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
 from edgeinfer.server.core.model_pool import Pulled
-from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.core.problems import no_such_model
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.observe.metrics import version_of
@@ -30,11 +31,6 @@ def fingerprint(info: EngineInfo) -> str:
     return f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-")
 
 
-def plain_id(exchange: Exchange) -> str:
-    """A request's id without its prefix, for ids of the protocol's own."""
-    return exchange.id.removeprefix("req_")
-
-
 async def chat_completions(request: Request) -> Response:
     exchange = exchange_of(request)
     body = await decode(request, wire.ChatRequest)
@@ -42,7 +38,7 @@ async def chat_completions(request: Request) -> Response:
 
     def renderer(model: str, info: EngineInfo) -> ChatRenderer:
         return ChatRenderer(
-            f"chatcmpl-{plain_id(exchange)}",
+            f"chatcmpl-{exchange.plain_id}",
             model,
             include_usage=usage,
             fingerprint=fingerprint(info),
@@ -70,7 +66,7 @@ async def completions(request: Request) -> Response:
 
     def renderer(model: str, info: EngineInfo) -> CompletionRenderer:
         return CompletionRenderer(
-            f"cmpl-{plain_id(exchange)}",
+            f"cmpl-{exchange.plain_id}",
             model,
             include_usage=usage,
             fingerprint=fingerprint(info),
@@ -91,40 +87,46 @@ async def completions(request: Request) -> Response:
 
 async def embeddings(request: Request) -> Response:
     exchange = exchange_of(request)
-    endpoint = exchange.endpoint
     body = await decode(request, wire.EmbeddingRequest)
     texts = translate.prompts(body.input, "input")
-    exchange.model = endpoint.models.resolve(body.model)
-    lease = await endpoint.models.acquire(exchange.model, body.keep_alive)
-    try:
-        exchange.version = version_of(lease.engine.info.sha256)
-        vectors, tokens = await endpoint.in_thread(_embed, lease.engine, texts, body.dimensions)
-    finally:
-        lease.release()
-    exchange.prompt_tokens = tokens
-    as_text = body.encoding_format == "base64"
-    data = [
-        replies.Embedding(index=i, embedding=_base64(v) if as_text else v)
-        for i, v in enumerate(vectors)
-    ]
-    usage = replies.EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-    return json_reply(replies.EmbeddingReply(data=data, model=exchange.model, usage=usage))
+
+    def work(engine: Engine) -> replies.EmbeddingReply:
+        _check_embeds(engine.info, body.dimensions)
+        vectors = engine.embed(texts)
+        return _embedded(vectors, _count(engine, texts), exchange.model, body.encoding_format)
+
+    reply = await with_engine(exchange, body.model, body.keep_alive, work)
+    exchange.prompt_tokens = reply.usage.prompt_tokens
+    return json_reply(reply)
 
 
-def _embed(
-    engine: Engine, texts: Sequence[str | tuple[int, ...]], dimensions: int | None
-) -> tuple[list[list[float]], int]:
-    info = engine.info
+def _check_embeds(info: EngineInfo, dimensions: int | None) -> None:
     if not info.can_embed:
         raise InvalidRequestError(f"{info.model} makes no embeddings", param="model")
     if dimensions is not None and dimensions != info.n_embd:
         raise InvalidRequestError(
             f"this model's embeddings have {info.n_embd} dimensions", param="dimensions"
         )
-    vectors = engine.embed(texts)
-    return vectors, sum(
-        len(engine.tokenize(t, add_special=True)) if isinstance(t, str) else len(t) for t in texts
+
+
+def _count(engine: Engine, texts: Sequence[str | tuple[int, ...]]) -> int:
+    """The tokens of all texts; one given as token ids has as many as it has ids."""
+    return sum(
+        len(engine.tokenize(text, add_special=True)) if isinstance(text, str) else len(text)
+        for text in texts
     )
+
+
+def _embedded(
+    vectors: Sequence[Sequence[float]], tokens: int, model: str, encoding: str | None
+) -> replies.EmbeddingReply:
+    """The answer. `vectors` are float32[n_embd] each."""
+    data = [
+        replies.Embedding(index=i, embedding=_base64(v) if encoding == "base64" else list(v))
+        for i, v in enumerate(vectors)
+    ]
+    usage = replies.EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return replies.EmbeddingReply(data=data, model=model, usage=usage)
 
 
 def _base64(vector: Sequence[float]) -> str:
@@ -145,9 +147,7 @@ async def one_model(request: Request) -> Response:
     pulled = await exchange.endpoint.in_thread(exchange.endpoint.models.pulled)
     found = next((model for model in pulled if model.name == name), None)
     if found is None:
-        raise Problem(
-            404, f"The model '{name[:200]}' does not exist.", param="model", code="model_not_found"
-        )
+        raise no_such_model(name)
     return json_reply(_card(exchange, found))
 
 

@@ -25,8 +25,15 @@ from edgeinfer.runtime.requests import (
     ToolCall,
     ToolChoice,
 )
+from edgeinfer.server.core.request_parts import (
+    named_tool,
+    required_tool,
+    seed_of,
+    stop_strings,
+    template_options,
+    unique_tools,
+)
 from edgeinfer.server.core.wire import LoraChoice, SamplingFields
-from edgeinfer.server.native.wire import InferQuery, InferRequest
 from edgeinfer.server.openai import wire
 
 #: Fields that carry one name on the wire and in `Sampling`.
@@ -98,24 +105,6 @@ def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateR
     return requests
 
 
-def infer(body: InferRequest | InferQuery, info: EngineInfo) -> GenerateRequest:
-    """One prompt as the user's only turn; the model's own system prompt unless another is given."""
-    system = info.system_prompt if body.system is None else body.system
-    turns = [Message(role="system", content=system)] if system else []
-    sampling = msgspec.structs.replace(info.sampling, seed=seed_of(body.seed))
-    if body.temperature is not None:
-        sampling = msgspec.structs.replace(sampling, temperature=body.temperature)
-    user = Message(role="user", content=body.prompt)
-    stop = tuple(body.stop or ()) if isinstance(body, InferRequest) else ()
-    if not info.has_chat_template:
-        return GenerateRequest(
-            prompt=body.prompt, sampling=sampling, max_tokens=body.max_tokens or 256, stop=stop
-        )
-    return GenerateRequest(
-        messages=(*turns, user), sampling=sampling, max_tokens=body.max_tokens, stop=stop
-    )
-
-
 def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
     """`n` of them; a given seed counts up, so that the same request gives the same `n` answers."""
     seed = request.sampling.seed
@@ -177,13 +166,6 @@ def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
     return unique_tools(found)
 
 
-def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-    """Raises InvalidRequestError when two tools have one name."""
-    if len({tool.name for tool in tools}) != len(tools):
-        raise InvalidRequestError("two tools have the same name", param="tools")
-    return tools
-
-
 def tool_choice(
     choice: str | wire.NamedToolChoice | None, parallel: bool | None, tools: tuple[Tool, ...]
 ) -> ToolChoice:
@@ -193,32 +175,9 @@ def tool_choice(
         return ToolChoice(parallel=both)
     if isinstance(choice, wire.NamedToolChoice):
         return named_tool(choice.function.name, both, tools)
-    if choice == "required" and not tools:
-        raise InvalidRequestError(
-            "tool_choice is 'required' but there are no tools", param="tool_choice"
-        )
+    if choice == "required":
+        return required_tool(choice, both, tools)
     return ToolChoice(mode=choice, parallel=both)  # type: ignore[arg-type]  # the wire type allows exactly these words
-
-
-def named_tool(name: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
-    """Raises InvalidRequestError when no tool has this name."""
-    if all(tool.name != name for tool in tools):
-        raise InvalidRequestError(
-            f"tool_choice names '{name}', which is not among the tools", param="tool_choice"
-        )
-    return ToolChoice(mode="named", name=name, parallel=parallel)
-
-
-def template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Variables for the chat template. Effort is spelled both ways that templates in the wild
-    read it.
-    """
-    options: dict[str, Any] = {}
-    if effort is not None:
-        options = {"enable_thinking": effort != "none"} | (
-            {} if effort == "none" else {"reasoning_effort": effort}
-        )
-    return options | (given or {})
 
 
 def constraint(
@@ -291,15 +250,6 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
     return msgspec.structs.replace(base, **given)
 
 
-def seed_of(seed: int | None) -> int | None:
-    """OpenAI's 64-bit seed as llama.cpp's 32-bit one. -1 draws one, as in llama.cpp."""
-    return None if seed is None or seed == -1 else seed & 0xFFFF_FFFF
-
-
-def stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
-
-
 def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...]:
     return tuple((choice.name, choice.scale) for choice in given or ())
 
@@ -318,7 +268,7 @@ def _shared(body: wire.GenerationFields, info: EngineInfo, limit: Constraint | N
     """Fields of GenerateRequest that chat and plain completions fill alike."""
     return {
         "sampling": sampling_of(body, info.sampling),
-        "stop": stops(body.stop),
+        "stop": stop_strings(body.stop),
         "ignore_eos": body.ignore_eos,
         "constraint": limit,
         "overflow": body.overflow,

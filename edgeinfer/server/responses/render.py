@@ -13,7 +13,7 @@ import msgspec
 
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, Usage
 from edgeinfer.server.core.collected import Answer, wire_timings
-from edgeinfer.server.core.problems import Dialect, Problem
+from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.openai.render import wire_logprobs
 from edgeinfer.server.responses import wire
 
@@ -22,8 +22,6 @@ _encode = msgspec.json.Encoder().encode
 
 class ResponseRenderer:
     """`response` and its stream."""
-
-    dialect: Dialect = "openai"
 
     def __init__(self, request_id: str, model: str, body: wire.ResponsesRequest) -> None:
         self.id = request_id

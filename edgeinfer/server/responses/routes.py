@@ -6,9 +6,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.server.core.begin import Job
-from edgeinfer.server.core.exchange import decode, exchange_of
+from edgeinfer.server.core.bodies import decode
+from edgeinfer.server.core.exchange import exchange_of
 from edgeinfer.server.core.stream import answer
-from edgeinfer.server.openai.routes import plain_id
 from edgeinfer.server.responses import translate
 from edgeinfer.server.responses.render import ResponseRenderer
 from edgeinfer.server.responses.wire import ResponsesRequest
@@ -22,6 +22,6 @@ async def responses(request: Request) -> Response:
         keep_alive_s=body.keep_alive,
         stream=bool(body.stream),
         requests=lambda info: [translate.response_request(body, info)],
-        renderer=lambda model, info: ResponseRenderer(f"resp_{plain_id(exchange)}", model, body),
+        renderer=lambda model, info: ResponseRenderer(f"resp_{exchange.plain_id}", model, body),
     )
     return await answer(exchange, job)

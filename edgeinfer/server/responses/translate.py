@@ -19,7 +19,13 @@ from edgeinfer.runtime.requests import (
     ToolChoice,
 )
 from edgeinfer.server.core.problems import from_validation
-from edgeinfer.server.openai.translate import named_tool, template_options, unique_tools
+from edgeinfer.server.core.request_parts import (
+    named_tool,
+    overridden,
+    required_tool,
+    template_options,
+    unique_tools,
+)
 from edgeinfer.server.responses import wire
 
 _Item = wire.MessageItem | wire.FunctionCallItem | wire.FunctionOutputItem | wire.ReasoningItem
@@ -39,16 +45,13 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
             for t in body.tools or ()
         )
     )
-    given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p}
     wants_logprobs = bool(body.include) or body.top_logprobs is not None
     return GenerateRequest(
         messages=conversation(body),
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         template_options=template_options(None, body.reasoning.effort if body.reasoning else None),
-        sampling=msgspec.structs.replace(
-            info.sampling, **{k: v for k, v in given.items() if v is not None}
-        ),
+        sampling=overridden(info.sampling, temperature=body.temperature, top_p=body.top_p),
         max_tokens=body.max_output_tokens,
         constraint=_constraint(body),
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
@@ -128,10 +131,8 @@ def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolCh
     parallel = body.parallel_tool_calls is not False
     if isinstance(body.tool_choice, wire.ChosenFunction):
         return named_tool(body.tool_choice.name, parallel, tools)
-    if body.tool_choice == "required" and not tools:
-        raise InvalidRequestError(
-            "tool_choice is 'required' but there are no tools", param="tool_choice"
-        )
+    if body.tool_choice == "required":
+        return required_tool("required", parallel, tools)
     return ToolChoice(mode=body.tool_choice or "auto", parallel=parallel)
 
 

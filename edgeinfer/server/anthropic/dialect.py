@@ -1,0 +1,31 @@
+"""Anthropic's messages."""
+
+from __future__ import annotations
+
+from edgeinfer.server.anthropic import routes, wire
+from edgeinfer.server.anthropic.errors import error_body, error_events
+from edgeinfer.server.core.dialect import Dialect, Operation
+
+ANTHROPIC = Dialect(
+    name="anthropic",
+    error_type=wire.AnthropicError,
+    error_body=error_body,
+    error_events=error_events,
+    operations=(
+        Operation(
+            path="/v1/messages",
+            handler=routes.messages,
+            summary="Answer a conversation.",
+            body=wire.MessagesRequest,
+            reply=wire.MessageReply,
+            streams=True,
+        ),
+        Operation(
+            path="/v1/messages/count_tokens",
+            handler=routes.count_tokens,
+            summary="Count a conversation's tokens.",
+            body=wire.CountRequest,
+            reply=wire.TokenCountReply,
+        ),
+    ),
+)

@@ -1,0 +1,82 @@
+"""A request's body or query as its wire type."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from edgeinfer.server.core.exchange import exchange_of
+from edgeinfer.server.core.problems import Problem, from_validation
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request) -> bytes:
+    """The body. Raises Problem 413 as soon as it is known to be too long, 400 when the client
+    leaves.
+    """
+    limit = exchange_of(request).endpoint.limits.max_body_bytes
+    declared = request.headers.get("content-length", "0")
+    too_long = Problem(
+        413,
+        f"The body is longer than {limit} bytes.",
+        code="request_too_large",
+        headers={"connection": "close"},
+    )
+    if declared.isdigit() and int(declared) > limit:
+        raise too_long
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise too_long
+            parts.append(part)
+    except ClientDisconnect:
+        raise Problem(400, "The client left.", code="client_disconnected") from None
+    return b"".join(parts)
+
+
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+
+
+async def decode(request: Request, kind: type[T]) -> T:
+    """The body as `kind`. Raises Problem 400 naming the field, 413, 415."""
+    declared = request.headers.get("content-type", "application/json")
+    content_type = declared.partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise Problem(415, "The body must be application/json.", code="unsupported_media_type")
+    raw = await read_body(request)
+    decoder = _decoders.get(kind)
+    if decoder is None:  # 0.1 ms each, at first use
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        value: T = decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise from_validation(error) from None
+    except msgspec.DecodeError as error:
+        raise Problem(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise Problem(400, "The body is not valid UTF-8.", code="invalid_json") from None
+    except RecursionError:
+        raise Problem(400, "The body is nested too deeply.", code="invalid_json") from None
+    exchange = exchange_of(request)
+    if exchange.endpoint.payloads is not None:
+        exchange.body = msgspec.to_builtins(value)
+    return value
+
+
+def decode_query(request: Request, kind: type[T]) -> T:
+    """The query string as `kind`; numbers are read from their text. Raises Problem 400."""
+    pairs = request.query_params.multi_items()
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
+    try:
+        return msgspec.convert(dict(pairs), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise from_validation(error) from None

@@ -1,0 +1,54 @@
+"""What a dialect is: a list of operations and an error envelope. Each dialect is a folder beside this one.
+
+A folder holds the wire types (`wire.py`), the way in (`translate.py`), the way out (`render.py`), the
+handlers (`routes.py`) and, in `dialect.py`, the `Dialect` that `server/operations.py` collects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgeinfer.server.core.problems import Problem
+
+Handler = Callable[[Request], Awaitable[Response]]
+#: (problem, request id) → bytes
+Envelope = Callable[[Problem, str], bytes]
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
+
+    `also` are further JSON answers by status, for the OpenAPI document.
+    """
+
+    path: str
+    handler: Handler
+    summary: str
+    method: Literal["GET", "POST"] = "POST"
+    reply: type[msgspec.Struct] | None = None
+    body: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
+    streams: bool = False
+    uses_model: bool = True
+    reply_type: str = "application/json"
+    also: Mapping[str, type[msgspec.Struct]] = {}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Dialect:
+    """One API that clients speak."""
+
+    name: str
+    operations: tuple[Operation, ...]
+    #: The envelope's type, for the OpenAPI document.
+    error_type: type[msgspec.Struct]
+    #: The envelope as a JSON body.
+    error_body: Envelope
+    #: Server-sent events that tell the error and end a stream that had begun.
+    error_events: Envelope

@@ -1,0 +1,65 @@
+"""Parts of a request that several dialects spell alike. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.requests import Sampling, Tool, ToolChoice
+
+
+def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """Raises InvalidRequestError when two tools have one name."""
+    if len({tool.name for tool in tools}) != len(tools):
+        raise InvalidRequestError("two tools have the same name", param="tools")
+    return tools
+
+
+def named_tool(name: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
+    """Demand a call of one tool. Raises InvalidRequestError when no tool has this name."""
+    if all(tool.name != name for tool in tools):
+        raise InvalidRequestError(
+            f"tool_choice names '{name}', which is not among the tools", param="tool_choice"
+        )
+    return ToolChoice(mode="named", name=name, parallel=parallel)
+
+
+def required_tool(word: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
+    """Demand a call of any tool; `word` is how the client asked. Raises InvalidRequestError without
+    tools.
+    """
+    if not tools:
+        raise InvalidRequestError(
+            f"tool_choice is '{word}' but there are no tools", param="tool_choice"
+        )
+    return ToolChoice(mode="required", parallel=parallel)
+
+
+def template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Variables for the chat template. Effort is spelled both ways that templates in the wild read it."""
+    options: dict[str, Any] = {}
+    if effort is not None:
+        options["enable_thinking"] = effort != "none"
+    if effort not in (None, "none"):
+        options["reasoning_effort"] = effort
+    return options | (given or {})
+
+
+def stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The stop strings, of which a client may send none, one or several."""
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def overridden(base: Sampling, **given: Any) -> Sampling:
+    """The model's defaults with what the request gives; None means not given."""
+    return msgspec.structs.replace(base, **{k: v for k, v in given.items() if v is not None})
+
+
+def seed_of(seed: int | None) -> int | None:
+    """OpenAI's 64-bit seed as llama.cpp's 32-bit one. -1 draws one, as in llama.cpp."""
+    return None if seed is None or seed == -1 else seed & 0xFFFF_FFFF

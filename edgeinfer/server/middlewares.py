@@ -1,0 +1,182 @@
+"""What every request passes on its way to a route, one concern a class; `asgi.build_app` lists them in order.
+
+Each is an ASGI application around the next. The request's `Exchange` lies in its scope.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.server.core.exchange import Endpoint, Exchange
+from edgeinfer.server.core.problems import Problem, from_error, internal
+from edgeinfer.server.guards.security import Gate, cors_headers
+from edgeinfer.server.operations import find
+
+_REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
+
+
+class ExchangeMiddleware:
+    """Give a request its id, its operation and its dialect, and put the id onto the answer."""
+
+    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        place = find(scope["path"])
+        scope["path_params"] = place.params
+        operation = place.methods.get(scope["method"])
+        exchange = Exchange(self._endpoint, request_id, operation, place.dialect, headers)
+        exchange.reply_headers = {
+            "x-request-id": request_id,
+            "request-id": request_id,
+            "x-content-type-options": "nosniff",
+        }
+        scope["edgeinfer"] = exchange
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                added = ((k.encode(), v.encode()) for k, v in exchange.reply_headers.items())
+                message["headers"] = [*message["headers"], *added]
+            await send(message)
+
+        await self._app(scope, receive, sending)
+
+
+class RecordMiddleware:
+    """Count a request and write its line to the log, whatever became of it."""
+
+    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._record(scope["edgeinfer"], scope["method"])
+
+    def _record(self, exchange: Exchange, method: str) -> None:
+        metrics = self._endpoint.metrics
+        model = (exchange.model, exchange.version)
+        metrics.requests.labels(exchange.route, str(exchange.status), *model).inc()
+        if exchange.completion_tokens:
+            metrics.e2e.labels(*model).observe(exchange.seconds)
+        if exchange.route in ("/health", "/metrics"):
+            return
+        ttft_ms = None if exchange.ttft_s is None else round(exchange.ttft_s * 1000, 1)
+        self._endpoint.log.info(
+            "request",
+            request_id=exchange.id,
+            method=method,
+            route=exchange.route,
+            status=exchange.status,
+            model=exchange.model,
+            key=exchange.key,
+            ms=round(exchange.seconds * 1000, 1),
+            ttft_ms=ttft_ms,
+            prompt_tokens=exchange.prompt_tokens,
+            completion_tokens=exchange.completion_tokens,
+            finish=exchange.how,
+        )
+
+
+class ErrorMiddleware:
+    """Turn whatever is raised into the error envelope of the request's dialect."""
+
+    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["edgeinfer"]
+        try:
+            await self._app(scope, receive, send)
+            return
+        except Problem as error:
+            problem = error
+        except EdgeInferError as error:
+            problem = from_error(error)
+        except Exception as error:  # noqa: BLE001  the front door of the process: a defect is a 500 with a request id
+            self._endpoint.log.error("internal", error, request_id=exchange.id)
+            problem = internal(exchange.id)
+        exchange.how = problem.code or ""
+        if exchange.status:
+            return  # the answer had begun: the connection is closed instead
+        body = exchange.dialect.error_body(problem, exchange.id)
+        answer = Response(body, problem.status, problem.headers, "application/json")
+        await answer(scope, receive, send)
+
+
+class HostMiddleware:
+    """Refuse a request for a name that is not this endpoint's."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._gate.check_host(scope["edgeinfer"].headers)
+        await self._app(scope, receive, send)
+
+
+class OriginMiddleware:
+    """Refuse other web pages' requests; answer preflights and add CORS headers for those named."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["edgeinfer"]
+        origin = self._gate.check_origin(exchange.headers, scope["scheme"])
+        app = self._app
+        if origin is not None:
+            preflight = scope["method"] == "OPTIONS"
+            exchange.reply_headers |= cors_headers(origin, preflight=preflight)
+            if preflight:
+                app = Response(status_code=204)
+        await app(scope, receive, send)
+
+
+class KeyMiddleware:
+    """Refuse a request without one of the endpoint's keys, where it has any."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["edgeinfer"]
+        exchange.key = self._gate.check_key(exchange.headers, scope["path"])
+        await self._app(scope, receive, send)
+
+
+class LimitMiddleware:
+    """Count requests that use a model while they run, and refuse those beyond the limits."""
+
+    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["edgeinfer"]
+        if not exchange.uses_model:
+            await self._app(scope, receive, send)
+            return
+        self._endpoint.enter(exchange.key)
+        try:
+            with self._endpoint.metrics.in_flight.track_inprogress():
+                await self._app(scope, receive, send)
+        finally:
+            self._endpoint.leave(exchange.key)

@@ -1,0 +1,92 @@
+"""Routes of our own, with OpenAI's error envelope."""
+
+from __future__ import annotations
+
+from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.native import routes, wire
+from edgeinfer.server.openai.errors import error_body, error_events
+from edgeinfer.server.openai.wire_replies import ErrorReply
+
+NATIVE = Dialect(
+    name="native",
+    error_type=ErrorReply,
+    error_body=error_body,
+    error_events=error_events,
+    operations=(
+        Operation(
+            path="/v1/models/{id}/unload",
+            handler=routes.unload,
+            summary="Give a model's memory back.",
+            reply=wire.UnloadReply,
+            uses_model=False,
+        ),
+        Operation(
+            path="/v1/rerank",
+            handler=routes.rerank,
+            summary="Order documents by relevance.",
+            body=wire.RerankRequest,
+            reply=wire.RerankReply,
+        ),
+        Operation(
+            path="/tokenize",
+            handler=routes.tokenize,
+            summary="Text to tokens.",
+            body=wire.TokenizeRequest,
+            reply=wire.TokenizeReply,
+        ),
+        Operation(
+            path="/detokenize",
+            handler=routes.detokenize,
+            summary="Tokens to text.",
+            body=wire.DetokenizeRequest,
+            reply=wire.DetokenizeReply,
+        ),
+        Operation(
+            path="/apply-template",
+            handler=routes.apply_template,
+            summary="The prompt that a conversation becomes.",
+            body=wire.ApplyTemplateRequest,
+            reply=wire.ApplyTemplateReply,
+        ),
+        Operation(
+            method="GET",
+            path="/infer",
+            handler=routes.infer_get,
+            summary="One prompt, one answer.",
+            query=wire.InferQuery,
+            reply=wire.InferReply,
+        ),
+        Operation(
+            path="/infer",
+            handler=routes.infer_post,
+            summary="One prompt, one answer; the prompt is in the query or in the body.",
+            body=wire.InferRequest,
+            reply=wire.InferReply,
+        ),
+        Operation(
+            method="GET",
+            path="/health",
+            handler=routes.health,
+            summary="Whether the default model is ready; 503 with progress while it loads.",
+            reply=wire.Health,
+            also={"503": wire.Health},
+            uses_model=False,
+        ),
+        Operation(
+            method="GET",
+            path="/props",
+            handler=routes.props,
+            summary="What this endpoint is and holds.",
+            reply=wire.Props,
+            uses_model=False,
+        ),
+        Operation(
+            method="GET",
+            path="/metrics",
+            handler=routes.metrics,
+            summary="Prometheus metrics.",
+            reply_type="text/plain",
+            uses_model=False,
+        ),
+    ),
+)

@@ -1,0 +1,24 @@
+"""Our own wire types → the engine's requests. Pure functions."""
+
+from __future__ import annotations
+
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.requests import GenerateRequest, Message
+from edgeinfer.server.core.request_parts import overridden, seed_of, stop_strings
+from edgeinfer.server.native.wire import InferQuery, InferRequest
+
+
+def infer(body: InferRequest | InferQuery, info: EngineInfo) -> GenerateRequest:
+    """One prompt as the user's only turn; the model's own system prompt unless another is given."""
+    system = info.system_prompt if body.system is None else body.system
+    turns = [Message(role="system", content=system)] if system else []
+    sampling = overridden(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
+    user = Message(role="user", content=body.prompt)
+    stop = stop_strings(body.stop) if isinstance(body, InferRequest) else ()
+    if not info.has_chat_template:
+        return GenerateRequest(
+            prompt=body.prompt, sampling=sampling, max_tokens=body.max_tokens or 256, stop=stop
+        )
+    return GenerateRequest(
+        messages=(*turns, user), sampling=sampling, max_tokens=body.max_tokens, stop=stop
+    )

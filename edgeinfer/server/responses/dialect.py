@@ -1,0 +1,41 @@
+"""OpenAI's Responses. Refusals have OpenAI's envelope; a stream tells its failure in an event of its own."""
+
+from __future__ import annotations
+
+import msgspec
+
+from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.openai.errors import error_body
+from edgeinfer.server.openai.wire_replies import ErrorReply
+from edgeinfer.server.responses import routes, wire
+
+
+def error_events(problem: Problem, request_id: str) -> bytes:
+    """The `error` event, as its API sends it when it cannot send `response.failed`."""
+    event = {
+        "type": "error",
+        "code": problem.code,
+        "message": problem.message,
+        "param": problem.param,
+        "sequence_number": 0,
+    }
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(event)
+
+
+RESPONSES = Dialect(
+    name="responses",
+    error_type=ErrorReply,
+    error_body=error_body,
+    error_events=error_events,
+    operations=(
+        Operation(
+            path="/v1/responses",
+            handler=routes.responses,
+            summary="Answer a conversation; nothing is stored.",
+            body=wire.ResponsesRequest,
+            reply=wire.ResponseReply,
+            streams=True,
+        ),
+    ),
+)

@@ -1,0 +1,71 @@
+"""Dialects: what a folder gives is all that the endpoint needs, and every refusal speaks the right one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.guards import crash_replies
+from edgeinfer.server.openapi import document
+from edgeinfer.server.operations import DIALECTS, OPERATIONS, find
+
+
+class Sorry(msgspec.Struct):
+    """An error envelope."""
+
+    sorry: str
+
+
+async def _hello(request: Request) -> Response:
+    return Response(b"hello")
+
+
+ANOTHER = Dialect(
+    name="another",
+    operations=(Operation(path="/hello", handler=_hello, summary="Greet.", reply=Sorry),),
+    error_type=Sorry,
+    error_body=lambda problem, request_id: msgspec.json.encode(Sorry(problem.message)),
+    error_events=lambda problem, request_id: b"data: sorry\n\n",
+)
+
+
+def test_another_dialect_is_described_and_answered_after_a_crash():
+    described = document((*DIALECTS, ANOTHER))
+    refusal = described["paths"]["/hello"]["post"]["responses"]["503"]
+    assert refusal["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Sorry"}
+    whole, stream = crash_replies.replies((*DIALECTS, ANOTHER))[-2:]
+    assert b'{"sorry":"The endpoint was stopped' in whole
+    assert b"data: sorry" in stream
+
+
+def test_every_operation_is_found_under_its_path_and_method():
+    for operation in OPERATIONS:
+        place = find(operation.path.replace("{id}", "some-model"))
+        assert place.methods[operation.method] is operation
+        assert ("id" in place.params) == ("{id}" in operation.path)
+        assert operation in place.dialect.operations
+
+
+@pytest.mark.parametrize(
+    ("path", "dialect"),
+    [
+        ("/v1/messages", "anthropic"),
+        ("/v1/messages/batches", "anthropic"),
+        ("/v1/messagesx", "openai"),
+        ("/v1/responses/resp_1", "responses"),
+        ("/nowhere", "openai"),
+    ],
+)
+def test_a_path_that_is_nobodys_is_refused_in_its_neighbours_dialect(path, dialect):
+    assert find(path).dialect.name == dialect
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/batches"])
+def test_refusals_have_the_envelope_of_the_path(serve, path):
+    refused = serve(FakeEngine()).client.delete(path).json()
+    assert refused["type"] == "error"
+    assert refused["request_id"]
