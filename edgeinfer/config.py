@@ -1,5 +1,4 @@
-"""config.toml: every key typed, every key with a default and a sentence; unknown keys are refused by
-name.
+"""config.toml: every key has a type, a default and a sentence; unknown keys are refused by name.
 
 `EDGEINFER_CONFIG` names another file. A section belongs to the room that reads it.
 """
@@ -15,6 +14,7 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.errors import ConfigError
+from edgeinfer.load_options import LOAD_OPTIONS, LoadOption
 
 
 def _about(sentence: str, **limits: Any) -> msgspec.Meta:
@@ -25,23 +25,35 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A table of config.toml."""
 
 
-class LoadConfig(_Section, frozen=True, kw_only=True):
-    """How a model is loaded when the command line does not say."""
+def _key(option: LoadOption) -> tuple[str, Any, Any]:
+    """A key of `[load]` for `msgspec.defstruct`: field, type, default. The range is checked by value."""
+    kind: Any = Literal[option.words] if option.words else int
+    if option.words and option.high:
+        kind = int | str
+    sentence = f"{option.help[0].upper()}{option.help[1:]}."
+    return option.key.replace("-", "_"), Annotated[kind, _about(sentence)], option.default
 
-    ctx: Annotated[int, _about("Context in tokens; 0 fits it to memory.", ge=0, le=1 << 24)] = 0
-    threads: Annotated[
-        int, _about("Decode threads; 0 takes the physical cores we may use.", ge=0, le=1024)
-    ] = 0
-    parallel: Annotated[
-        int, _about("Sequences decoded at once; 0 decides from cores and memory.", ge=0, le=256)
-    ] = 0
-    gpu_layers: Annotated[str, _about('Layers offloaded to the GPU: "auto", "none" or a number.')] = (
-        "auto"
-    )
-    repack: Annotated[
-        Literal["auto", "on", "off"], _about("Repack weights for this CPU's fast paths.")
-    ] = "auto"
-    kv_type: Annotated[Literal["f16", "q8_0", "q4_0"], _about("Type of the KV cache.")] = "f16"
+
+_LoadKeys = msgspec.defstruct(
+    "_LoadKeys",
+    [_key(option) for option in LOAD_OPTIONS if option.key],
+    bases=(_Section,),
+    frozen=True,
+    kw_only=True,
+)
+
+
+class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
+    """How a model is loaded when the command line does not say; the rows of `load_options` with a key."""
+
+    def __post_init__(self) -> None:
+        for option in LOAD_OPTIONS:
+            if option.key:
+                self.value(option)
+
+    def value(self, option: LoadOption) -> int | str:
+        """What is configured. Raises ValueError for what the option cannot be."""
+        return option.parse(str(getattr(self, option.key.replace("-", "_"))))
 
 
 class SnapshotsConfig(_Section, frozen=True, kw_only=True):

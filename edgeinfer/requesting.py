@@ -1,5 +1,4 @@
-"""From command-line options to engine values: load options and sampling, with the configuration filling
-what was not typed.
+"""From options typed to values of the engine; the configuration fills what was not typed.
 
 The options of the three times meet here and nowhere else: load (another snapshot), launch (rides in the
 launch request), request (one generation).
@@ -8,12 +7,11 @@ launch request), request (one generation).
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import msgspec
 
 from edgeinfer.config import LoadConfig
-from edgeinfer.errors import UsageError
+from edgeinfer.load_options import LOAD_OPTIONS
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import Sampling
 
@@ -33,31 +31,16 @@ SAMPLING_OPTIONS = (
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
-    """What was typed, else what the configuration says. Raises UsageError for a malformed
-    `--gpu-layers`.
-    """
-
-    def pick(name: str, default: Any) -> Any:
-        typed = getattr(options, name, None)
-        return default if typed is None else typed
-
-    return LoadOptions(
-        n_ctx=pick("ctx", config.ctx),
-        n_parallel=pick("parallel", config.parallel),
-        n_threads=pick("threads", config.threads),
-        repack=pick("repack", config.repack),
-        kv_type=pick("kv_type", config.kv_type),
-        gpu_layers=gpu_layers(pick("gpu_layers", config.gpu_layers)),
-    )
-
-
-def gpu_layers(text: str) -> Any:
-    """`auto`, `none` or a count. Raises UsageError."""
-    if text in ("auto", "none"):
-        return text
-    if text.isdecimal():
-        return int(text)
-    raise UsageError(f'--gpu-layers takes "auto", "none" or a number, not "{text}"')
+    """What was ordered whole, else what was typed, else what the configuration says."""
+    ordered = getattr(options, "load_options", None)
+    if ordered:
+        return msgspec.json.decode(ordered, type=LoadOptions)
+    typed = {
+        option.field: getattr(options, option.field, None) for option in LOAD_OPTIONS if option.flag
+    }
+    configured = {option.field: config.value(option) for option in LOAD_OPTIONS if option.key}
+    given = {field: value for field, value in typed.items() if value is not None}
+    return msgspec.convert(configured | given, LoadOptions)
 
 
 def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from edgeinfer.host import Host
+from edgeinfer.load_options import KV_TYPE
 from edgeinfer.result import Result
 
 Verbs = argparse._SubParsersAction  # the name argparse has for what add_subparsers returns
@@ -75,7 +76,7 @@ def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model"
     )
     parser.add_argument("--ctx", type=int, metavar="TOKENS", help="estimate memory for this context")
-    parser.add_argument("--kv-type", choices=("f16", "q8_0", "q4_0"), help="type of the KV cache")
+    parser.add_argument("--kv-type", choices=KV_TYPE.words, help=KV_TYPE.help)
     parser.add_argument("--template", action="store_true", help="print the chat template alone")
     _add_common(parser)
     parser.set_defaults(command=_cmd_show)

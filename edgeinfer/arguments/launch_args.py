@@ -1,6 +1,4 @@
-"""`chat`, `run`, `serve`, `batch`: the verbs that need a model in memory, and the options they
-share.
-"""
+"""`chat`, `run`, `serve`, `batch`: the verbs that need a model in memory, and what they share."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import argparse
 import sys
 
 from edgeinfer.host import Host
+from edgeinfer.load_options import LOAD_OPTIONS, N_THREADS, LoadOption
 from edgeinfer.result import Result
 
 
@@ -20,26 +19,38 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Options of load time: another value needs another snapshot. None means: the configuration
-    decides.
-    """
-    load = parser.add_argument_group("load options (another value needs another snapshot)")
-    load.add_argument(
-        "--ctx", type=int, metavar="TOKENS", help="context in tokens; 0 fits it to memory"
+    """Options of load time: another value needs another snapshot. None means: the configuration decides."""
+    group = parser.add_argument_group("load options (another value needs another snapshot)")
+    for option in LOAD_OPTIONS:
+        if option.flag and option.of_snapshot:
+            add_load_option(group, option)
+
+
+def add_load_option(parser: argparse._ActionsContainer, option: LoadOption) -> None:
+    """A row of the table as an argument; its value stands under the field's name."""
+
+    def parse(text: str) -> int | str:
+        try:
+            return option.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {option.allowed()}") from None
+
+    choices = option.words if option.metavar is None else None
+    parser.add_argument(
+        option.flag,
+        dest=option.field,
+        type=parse,
+        choices=choices,
+        metavar=option.metavar,
+        help=option.help,
     )
-    load.add_argument("--parallel", type=int, metavar="N", help="sequences decoded at once")
-    load.add_argument(
-        "--repack", choices=("auto", "on", "off"), help="repack weights for this CPU's fast paths"
-    )
-    load.add_argument("--kv-type", choices=("f16", "q8_0", "q4_0"), help="type of the KV cache")
-    load.add_argument("--gpu-layers", metavar="auto|none|N", help="layers offloaded to the GPU")
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Options of launch time: they ride in the launch request, so any snapshot serves them."""
-    launch = parser.add_argument_group("launch options")
-    launch.add_argument("--threads", type=int, metavar="N", help="decode threads")
-    launch.add_argument("--resume", choices=("auto", "always", "never"), help="resume from a snapshot")
+    group = parser.add_argument_group("launch options")
+    add_load_option(group, N_THREADS)
+    group.add_argument("--resume", choices=("auto", "always", "never"), help="resume from a snapshot")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

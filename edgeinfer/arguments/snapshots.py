@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from edgeinfer.arguments.launch_args import add_load_options
+from edgeinfer.arguments.launch_args import add_load_option, add_load_options
 from edgeinfer.errors import SnapshotsUnavailableError
 from edgeinfer.host import Host
+from edgeinfer.load_options import N_THREADS
 from edgeinfer.result import Result
 
 
@@ -42,9 +43,8 @@ def _add_warm(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--system", metavar="TEXT|@FILE", default="", help="system prompt to compute in advance"
     )
     parser.add_argument("--name", default="", help="name of this snapshot, beside others of the model")
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads to load with; each launch sets its own"
-    )
+    add_load_option(parser, N_THREADS)
+    parser.add_argument("--load-options", help=argparse.SUPPRESS)  # all of them in JSON (`watch_build`)
     parser.add_argument(
         "--lora",
         action="append",

@@ -1,19 +1,17 @@
-"""Load-time options: what needs another snapshot when it changes. And what an engine says of itself
-once loaded.
-"""
+"""How a model is loaded, and what an engine says of itself once it is."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from edgeinfer import load_options as table
 from edgeinfer.runtime.requests import Sampling
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled model as the engine needs it: absolute paths and the catalogue's word on how to talk to
-    it.
+    """A pulled model as the engine needs it: absolute paths, and how the catalogue says to talk to it.
 
     `paths` are the GGUF files in order (one, or all of a split). `chat_template` overrides the file's
     own.
@@ -31,20 +29,20 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to load. 0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps.
+    """How to load; `edgeinfer.load_options` says what each field is and may be.
 
-    `max_queue` only keeps the engine finite, in a snapshot too: what a launch allows to wait is the
+    0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps. `max_queue` only keeps the engine finite, in a snapshot too: what a launch allows to wait is the
     front's to say.
     """
 
-    n_ctx: int = 0
-    n_parallel: int = 0
-    n_threads: int = 0
-    n_batch: int = 512
-    repack: Literal["auto", "on", "off"] = "auto"
-    kv_type: Literal["f16", "q8_0", "q4_0"] = "f16"
-    flash_attention: Literal["auto", "on", "off"] = "auto"
-    gpu_layers: int | Literal["auto", "none"] = "auto"
+    n_ctx: int = table.N_CTX.default
+    n_parallel: int = table.N_PARALLEL.default
+    n_threads: int = table.N_THREADS.default
+    n_batch: int = table.N_BATCH.default
+    repack: str = table.REPACK.default
+    kv_type: str = table.KV_TYPE.default
+    flash_attention: str = table.FLASH_ATTENTION.default
+    gpu_layers: int | str = table.GPU_LAYERS.default
     max_queue: int = 4096
 
 

@@ -1,4 +1,4 @@
-"""The background warm, workers for other models, and `serve` across crashes: with the real model, as an
+"""Snapshots nobody typed, workers for other models, and `serve` across crashes: the real model, an
 ordinary user.
 """
 
@@ -15,6 +15,9 @@ import threading
 from pathlib import Path
 
 import pytest
+
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.snapshots.building import watch_build
 
 pytestmark = pytest.mark.criu
 
@@ -48,6 +51,14 @@ def test_a_stale_snapshot_is_built_again_by_itself(user):
     logged(user, "built in")
     assert user.snapshot() != stale
     assert user.ask().start["how"] == "resumed"
+
+
+def test_the_snapshot_that_the_chat_orders_serves_its_own_launch(user):
+    order = watch_build.warm_argv(MODEL, LoadOptions(n_parallel=3, gpu_layers="none"))
+    user.run("warm", *order).check()
+    assert user.snapshot(f"{MODEL},gpu_layersnone,parallel3")
+    typed = ("--parallel", "3", "--gpu-layers", "none", "--resume=always")
+    assert user.ask(*typed).start["how"] == "resumed"
 
 
 def test_nothing_is_built_when_it_is_switched_off(user):

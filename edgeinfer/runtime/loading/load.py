@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgeinfer import load_options
 from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.loading.choices import (
@@ -94,18 +95,10 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
 
 def check_options(options: LoadOptions) -> None:
     """Raises UsageError naming the option that is out of range."""
-    ranges = {
-        "n_ctx": (0, 1 << 24),
-        "n_parallel": (0, 240),
-        "n_threads": (0, 1024),
-        "n_batch": (32, 1 << 16),
-    }
-    for name, (least, most) in ranges.items():
-        value = getattr(options, name)
-        if not least <= value <= most:
-            raise UsageError(f"{name}: {value} is not between {least} and {most}")
-    if isinstance(options.gpu_layers, int) and not 0 <= options.gpu_layers <= 1 << 16:
-        raise UsageError(f"gpu_layers: {options.gpu_layers} is not between 0 and {1 << 16}")
+    try:
+        load_options.check(options)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def open_model(paths: tuple[str, ...], options: LoadOptions, progress: Progress | None = None) -> Any:
@@ -131,7 +124,7 @@ def open_model(paths: tuple[str, ...], options: LoadOptions, progress: Progress 
 def _gpu_layers(options: LoadOptions) -> int:
     if options.gpu_layers == "none":
         return 0
-    return -1 if options.gpu_layers == "auto" else options.gpu_layers
+    return -1 if options.gpu_layers == "auto" else int(options.gpu_layers)
 
 
 def _progress_hook(progress: Progress | None) -> Any:

@@ -17,14 +17,13 @@ import time
 
 import msgspec
 
-from edgeinfer import paths
+from edgeinfer import load_options, paths
 from edgeinfer.config import Config
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.building import build_order
-from edgeinfer.snapshots.resumed import loaded_model
 from edgeinfer.snapshots.shelf import choose
 from edgeinfer.units import format_bytes
 
@@ -52,7 +51,7 @@ def reason_not_to(config: Config, order: build_order.Order) -> str:
     if build_order.is_building(order.name):
         return "somebody builds it already"
     try:
-        choose.find(order.model, loaded_model.asked(order.options))
+        choose.find(order.model, load_options.snapshot_options(order.options))
     except EdgeInferError:
         return ""
     return "there is one"

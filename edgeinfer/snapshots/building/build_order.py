@@ -17,10 +17,10 @@ import msgspec
 from edgeinfer import paths, process
 from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import DiskFullError, SnapshotError, from_fields
+from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.launching import frames
-from edgeinfer.snapshots.resumed.loaded_model import asked
 from edgeinfer.snapshots.shelf import fingerprint, format, prune
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.units import format_bytes
@@ -45,7 +45,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return format.snapshot_name(self.model, asked(self.options), self.given_name)
+        return format.snapshot_name(self.model, snapshot_options(self.options), self.given_name)
 
 
 def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
@@ -68,7 +68,7 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
             "name": order.name,
             "files": msgspec.json.encode(order.files),
             "options": msgspec.json.encode(order.options),
-            "requested": msgspec.json.encode(asked(order.options)),
+            "requested": msgspec.json.encode(snapshot_options(order.options)),
             "system": order.system,
             "criu": found.criu,
             "version": found.version,

@@ -1,6 +1,4 @@
-"""A warming that the launcher runs for a chat: its stages as lines, its end as an envelope, and
-stopping it.
-"""
+"""A build that the launcher runs for a chat: ordering, following and stopping it."""
 
 from __future__ import annotations
 
@@ -23,16 +21,7 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 def warm_argv(model: str, options: LoadOptions) -> list[str]:
     """The arguments after `edgeinfer warm`."""
-    return [
-        model,
-        "--json",
-        "--ctx",
-        str(options.n_ctx),
-        "--repack",
-        options.repack,
-        "--kv-type",
-        options.kv_type,
-    ]
+    return [model, "--json", "--load-options", msgspec.json.encode(options).decode()]
 
 
 def listen(

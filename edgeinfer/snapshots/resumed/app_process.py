@@ -24,13 +24,14 @@ import msgspec
 
 from edgeinfer.errors import EngineClosedError, from_fields
 from edgeinfer.host import Host, LoadProgress, Start
+from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.launching import frames, kept_connections
 from edgeinfer.snapshots.resumed import freshness
 from edgeinfer.snapshots.resumed.idle import IdleWatch
-from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, asked
+from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
 
 #: Roles of a launch request.
 VERB, WORKER, CANARY, FACTS = b"verb", b"worker", b"canary", b"facts"
@@ -95,7 +96,7 @@ class AppHost(Host):
         from edgeinfer.workers.client import RemoteEngine  # 5 ms in a cold process
 
         with self._asking:
-            requested = frames.join(word for item in asked(options).items() for word in item)
+            requested = frames.join(word for item in snapshot_options(options).items() for word in item)
             raw = msgspec.json.encode(options)
             frames.send(
                 self._link, {"op": "worker", "model": model, "options": raw, "requested": requested}

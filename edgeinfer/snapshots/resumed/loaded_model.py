@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from edgeinfer.errors import EngineClosedError
+from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.loading.mappings import Area
@@ -128,27 +129,13 @@ def actual(engine: Engine) -> dict[str, str]:
     return chosen | {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
 
 
-#: Options of load time; a thread count, for one, is not: it is set on resume.
-LOAD_TIME = ("n_ctx", "n_parallel", "repack", "kv_type", "flash_attention", "gpu_layers")
-_DEFAULT = LoadOptions()
-
-
-def asked(options: LoadOptions) -> dict[str, str]:
-    """The options of load time that differ from their defaults, as words."""
-    return {
-        name: str(getattr(options, name))
-        for name in LOAD_TIME
-        if getattr(options, name) != getattr(_DEFAULT, name)
-    }
-
-
 def unmet(wanted: LoadOptions, have: LoadOptions, became: dict[str, str]) -> str:
     """The first option that is wanted and not had, or ""."""
-    had = asked(have)
+    had = snapshot_options(have)
     return next(
         (
             name
-            for name, value in asked(wanted).items()
+            for name, value in snapshot_options(wanted).items()
             if value not in (had.get(name), became.get(name))
         ),
         "",

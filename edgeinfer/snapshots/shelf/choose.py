@@ -12,6 +12,7 @@ import os
 
 from edgeinfer import places
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
+from edgeinfer.load_options import ENGINE_CHOOSES, LOAD_OPTIONS
 from edgeinfer.snapshots.launching import frames
 from edgeinfer.snapshots.shelf import fingerprint, format
 
@@ -22,16 +23,6 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m-instruct"
 #: The model a shipped file carries is its default (`edgeinfer.shipping.shipped.MODEL_VARIABLE`).
 _BUNDLED = "EDGEINFER_BUNDLED_MODEL"
-#: Options of load time as typed and as configured, by the name of the load option.
-_OPTIONS = {
-    "--ctx": ("ctx", "n_ctx"),
-    "--parallel": ("parallel", "n_parallel"),
-    "--repack": ("repack", "repack"),
-    "--kv-type": ("kv-type", "kv_type"),
-    "--gpu-layers": ("gpu-layers", "gpu_layers"),
-}
-#: Values that leave the choice to the engine, so any snapshot will do.
-_ANY = ("0", "auto")
 
 
 class LaunchChoice:
@@ -48,10 +39,15 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     config = read_config()
     load, snapshots = config.get("load", {}), config.get("snapshots", {})
     options = {}
-    for typed, (configured, name) in _OPTIONS.items():
-        value = option(argv, typed) or str(load.get(configured, ""))
-        if value and value not in _ANY:
-            options[name] = value
+    for one in filter(lambda row: row.flag, LOAD_OPTIONS):
+        text = option(argv, one.flag) or str(load.get(one.key, ""))
+        if text and one.of_snapshot:
+            try:
+                value = one.parse(text)
+            except ValueError:
+                continue  # the app refuses it, and says why
+            if value not in ENGINE_CHOOSES:
+                options[one.field] = str(value)
     model = str(config.get("default-model") or os.environ.get(_BUNDLED) or DEFAULT_MODEL)
     known = {format.model_part(name) for name in format.generations()}
     for word in argv[1:]:

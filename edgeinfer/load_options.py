@@ -1,0 +1,157 @@
+"""The options of load time, a row each: flag, key of config.toml, field, default, values, help.
+
+Whoever names them reads this table: the parser (`arguments.launch_args`), the configuration
+(`config.LoadConfig`), the engine (`runtime.options.LoadOptions`, `runtime.loading.load`), and the
+launcher, which compares them with a snapshot's (`snapshots.shelf.choose`).
+
+Standard library only, and of that only what is cheap: the launcher imports it.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Value = int | str
+
+
+class LoadOption:
+    """One option. Its values are `words`, and integers from `low` to `high` unless both are 0.
+
+    `flag` and `key` are "" where the option cannot be typed or configured. `of_snapshot` says whether
+    another value needs another snapshot.
+    """
+
+    __slots__ = (
+        "default",
+        "field",
+        "flag",
+        "help",
+        "high",
+        "key",
+        "low",
+        "metavar",
+        "of_snapshot",
+        "words",
+    )
+
+    def __init__(
+        self,
+        field: str,
+        default: Any,
+        help: str,
+        *,
+        flag: str = "",
+        key: str = "",
+        words: tuple[str, ...] = (),
+        low: int = 0,
+        high: int = 0,
+        metavar: str | None = None,
+        of_snapshot: bool = True,
+    ) -> None:
+        self.field, self.default, self.help = field, default, help
+        self.flag, self.key = flag, key
+        self.words, self.low, self.high, self.metavar = words, low, high, metavar
+        self.of_snapshot = of_snapshot
+
+    def parse(self, text: str) -> Value:
+        """The value of a text that was typed or configured. Raises ValueError saying what is allowed."""
+        if text in self.words:
+            return text
+        if text.lstrip("-").isdecimal() and self.high and self.low <= int(text) <= self.high:
+            return int(text)
+        raise ValueError(f"{self.field}: {text} is not {self.allowed()}")
+
+    def allowed(self) -> str:
+        """The values in words: `"auto", "none" or between 0 and 99`."""
+        parts = [f'"{word}"' for word in self.words]
+        if self.high:
+            parts.append(f"between {self.low} and {self.high}")
+        return " or ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
+
+
+#: Values that let the engine choose: any snapshot has one.
+ENGINE_CHOOSES = (0, "auto")
+_SWITCH = ("auto", "on", "off")
+
+N_CTX = LoadOption(
+    "n_ctx",
+    0,
+    "context in tokens; 0 fits it to memory",
+    flag="--ctx",
+    key="ctx",
+    high=1 << 24,
+    metavar="TOKENS",
+)
+N_PARALLEL = LoadOption(
+    "n_parallel",
+    0,
+    "sequences decoded at once; 0 decides from cores and memory",
+    flag="--parallel",
+    key="parallel",
+    high=240,  # llama.cpp has 256 sequence ids, of which finished conversations keep some
+    metavar="N",
+)
+N_THREADS = LoadOption(
+    "n_threads",
+    0,
+    "decode threads; 0 takes the physical cores we may use",
+    flag="--threads",
+    key="threads",
+    high=1024,
+    metavar="N",
+    of_snapshot=False,  # set on resume
+)
+N_BATCH = LoadOption("n_batch", 512, "tokens in one batch", low=32, high=1 << 16)
+REPACK = LoadOption(
+    "repack",
+    "auto",
+    "repack weights for this CPU's fast paths",
+    flag="--repack",
+    key="repack",
+    words=_SWITCH,
+)
+KV_TYPE = LoadOption(
+    "kv_type",
+    "f16",
+    "type of the KV cache",
+    flag="--kv-type",
+    key="kv-type",
+    words=("f16", "q8_0", "q4_0"),
+)
+FLASH_ATTENTION = LoadOption(
+    "flash_attention",
+    "auto",
+    "llama.cpp's flash attention; a quantized KV cache needs it",
+    flag="--flash-attention",
+    key="flash-attention",
+    words=_SWITCH,
+)
+GPU_LAYERS = LoadOption(
+    "gpu_layers",
+    "auto",
+    'layers offloaded to the GPU: "auto", "none" or a number',
+    flag="--gpu-layers",
+    key="gpu-layers",
+    words=("auto", "none"),
+    high=1 << 16,
+    metavar="auto|none|N",
+)
+
+LOAD_OPTIONS = (N_CTX, N_PARALLEL, N_THREADS, N_BATCH, REPACK, KV_TYPE, FLASH_ATTENTION, GPU_LAYERS)
+
+
+def snapshot_options(options: object) -> dict[str, str]:
+    """What of `options`, an object with every field, needs a snapshot of its own: the values not default."""
+    return {
+        option.field: str(getattr(options, option.field))
+        for option in LOAD_OPTIONS
+        if option.of_snapshot and getattr(options, option.field) != option.default
+    }
+
+
+def check(options: object) -> None:
+    """Check every field of `options`. Raises ValueError naming the first that is not allowed."""
+    for option in LOAD_OPTIONS:
+        option.parse(str(getattr(options, option.field)))
