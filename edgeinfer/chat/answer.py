@@ -1,7 +1,6 @@
-"""An answer while it is being written: takes the engine's events, stores before anything is shown, and
-ends once.
+"""An answer while it is being written: stored before anything is shown, and ended once.
 
-The front drives it: `for event in answer.generation: answer.take(event)`, and shows what `flush()`
+The front drives it: `for event in answer.generation: answer.add(event)`, and shows what `flush()`
 returns, as often as it likes. Nothing leaves `flush` that is not in the store.
 """
 
@@ -60,8 +59,8 @@ class Answer:
         """The reasoning so far."""
         return "".join(self._reasoning)
 
-    def take(self, event: Event) -> None:
-        """Take one event of the generation; `Finished` ends the answer."""
+    def add(self, event: Event) -> None:
+        """Add one event of the generation; `Finished` ends the answer."""
         match event:
             case TextDelta(text=text):
                 self._text.append(text)

@@ -9,8 +9,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 from edgeinfer.chat.values import Attachment
 from edgeinfer.errors import UsageError
+from edgeinfer.runtime.interface import Engine
 
 #: Larger than any context we run; a file beyond it is a mistake.
 MAX_BYTES = 4 << 20
@@ -56,6 +59,13 @@ def from_bytes(name: str, data: bytes) -> Attachment:
     if "\0" in text:
         raise UsageError(f"{name} is a binary file", hint="only text can be attached")
     return Attachment(name=name, text=text)
+
+
+def counted(attachment: Attachment, engine: Engine | None) -> Attachment:
+    """Return the attachment with its tokens, once there is an engine to count them."""
+    if attachment.tokens or engine is None:
+        return attachment
+    return msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text)))
 
 
 def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:

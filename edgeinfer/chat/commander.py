@@ -20,16 +20,16 @@ from edgeinfer.errors import UsageError
 class Front(Protocol):
     """What a screen, or a line on a terminal, can do for a command."""
 
-    def say(self, text: str) -> None:
+    def show_text(self, text: str) -> None:
         """Show some lines of words."""
 
-    def changed(self) -> None:
+    def show_changed(self) -> None:
         """Another conversation, or another branch, is on show."""
 
-    def answering(self, answer: Answer) -> None:
+    def show_answer(self, answer: Answer) -> None:
         """Show this answer as it comes, to its end."""
 
-    def ask_edited(self, turn: Turn) -> None:
+    def answer_edited(self, turn: Turn) -> None:
         """A user's turn was stored: answer it."""
 
     def put_back(self, text: str, editing: int | None = None) -> None:
@@ -94,7 +94,7 @@ class Commander:
             self.session.set(system_prompt=text)
         shown = self.session.conversation.system_prompt
         saved = f"\nSaved: {', '.join(self.prompts)}" if self.prompts else ""
-        self.front.say(
+        self.front.show_text(
             (
                 f"System prompt: {shown}"
                 if shown
@@ -109,7 +109,7 @@ class Commander:
             raise UsageError("there is no system prompt to keep", hint="set one: `/system TEXT`")
         settings.save(("chat", "system-prompts", argument), text)
         self.prompts[argument] = text
-        self.front.say(f"Kept. `/system {argument}` uses it.")
+        self.front.show_text(f"Kept. `/system {argument}` uses it.")
 
     def _temp(self, argument: str) -> None:
         self._set(f"temperature {argument}".strip())
@@ -118,7 +118,7 @@ class Commander:
         name, _, text = argument.replace("=", " ").partition(" ")
         if not name:
             lines = [f"{k.replace('_', '-'):<18} {o.summary}" for k, o in presets.OPTIONS.items()]
-            self.front.say(
+            self.front.show_text(
                 f"Sampling: {presets.describe(self.session.conversation.sampling)}\n\n"
                 + "\n".join(lines)
             )
@@ -127,7 +127,7 @@ class Commander:
         if text.strip():
             new = presets.value(key, text.strip())
             self.session.set(sampling=presets.changed(self.session.conversation.sampling, key, new))
-        self.front.say(f"Sampling: {presets.describe(self.session.conversation.sampling)}")
+        self.front.show_text(f"Sampling: {presets.describe(self.session.conversation.sampling)}")
 
     def _preset(self, argument: str) -> None:
         if argument and argument not in self.presets:
@@ -141,12 +141,12 @@ class Commander:
             f"{'●' if n == chosen else ' '} {n:<12} {presets.describe(v)}"
             for n, v in self.presets.items()
         ]
-        self.front.say("\n".join(lines))
+        self.front.show_text("\n".join(lines))
 
     def _ctx(self, argument: str) -> None:
         engine = self.session.engine
         if not argument:
-            self.front.say(
+            self.front.show_text(
                 f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet."
             )
             return
@@ -198,7 +198,7 @@ class Commander:
 
     def _new(self, _: str) -> None:
         self.session.new()
-        self.front.changed()
+        self.front.show_changed()
 
     def _sessions(self, argument: str) -> None:
         self.front.pick_session(argument)
@@ -207,16 +207,16 @@ class Commander:
         if not argument.isdecimal():
             raise UsageError("a conversation's number", hint="/sessions lists them")
         self.session.open(int(argument))
-        self.front.changed()
+        self.front.show_changed()
 
     def _save(self, argument: str) -> None:
         if argument:
             self.session.set(title=" ".join(argument.split()))
-        self.front.say(f"Stored as “{self.session.conversation.title or 'untitled'}”.")
+        self.front.show_text(f"Stored as “{self.session.conversation.title or 'untitled'}”.")
 
     def _delete(self, _: str) -> None:
         self.delete(self.session.conversation.id)
-        self.front.say("Deleted. `/undo` brings it back.")
+        self.front.show_text("Deleted. `/undo` brings it back.")
 
     def delete(self, conversation_id: int) -> None:
         """Delete a conversation; the open one makes room for a new one."""
@@ -226,11 +226,11 @@ class Commander:
         self._deleted = conversation_id
         if conversation_id == self.session.conversation.id:
             self.session.new()
-            self.front.changed()
+            self.front.show_changed()
 
     def _undo(self, _: str) -> None:
         self.session.open(self.undelete())
-        self.front.changed()
+        self.front.show_changed()
 
     def undelete(self) -> int:
         """Bring back what was deleted last; its number."""
@@ -248,15 +248,15 @@ class Commander:
         as_json = path.suffix.lower() == ".json"
         text = export.to_json(conversation, self.session.all_turns()) if as_json else ""
         written = export.write(path, text or export.to_markdown(conversation, self.session.path))
-        self.front.say(f"Written to {written}")
+        self.front.show_text(f"Written to {written}")
 
     # answers and branches
 
     def _regen(self, _: str) -> None:
-        self.front.answering(self.session.regenerate())
+        self.front.show_answer(self.session.regenerate())
 
     def _continue(self, _: str) -> None:
-        self.front.answering(self.session.continue_cut())
+        self.front.show_answer(self.session.continue_cut())
 
     def _next(self, _: str) -> None:
         self._page(1)
@@ -268,9 +268,9 @@ class Commander:
         for turn in reversed(self.session.path):
             if self.session.alternatives(turn.id)[1] > 1:
                 if self.session.page(turn.id, step):
-                    self.front.changed()
+                    self.front.show_changed()
                 else:
-                    self.front.say(
+                    self.front.show_text(
                         "That is the last alternative."
                         if step > 0
                         else "That is the first alternative."
@@ -283,21 +283,21 @@ class Commander:
         if not questions:
             raise UsageError("there is no question to edit", hint="ask something first")
         if argument:
-            self.front.ask_edited(self.session.edit(questions[-1].id, argument))
+            self.front.answer_edited(self.session.edit(questions[-1].id, argument))
         else:
             self.front.put_back(questions[-1].content, editing=questions[-1].id)
 
     def _fork(self, _: str) -> None:
         self.session.fork()
-        self.front.changed()
-        self.front.say("A copy of its own; the first conversation stays as it was.")
+        self.front.show_changed()
+        self.front.show_text("A copy of its own; the first conversation stays as it was.")
 
     def _drop(self, _: str) -> None:
         if self.session.engine is None:
             raise UsageError("the model is not loaded yet", hint="wait a moment")
         kept = context.first_kept(self.session, self.session.engine)
         self.session.cut(kept.id, "")
-        self.front.changed()
+        self.front.show_changed()
 
     def _summarise(self, _: str) -> None:
         if self.session.engine is None:

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-import msgspec
-
 from edgeinfer.chat import attachments, context, slash
 from edgeinfer.chat.answer import Answer, Piece
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
@@ -43,7 +41,7 @@ class Repl:
 
     def run(self) -> None:
         """Read and answer until the end."""
-        self.say(
+        self.show_text(
             f"edgeinfer, plain chat. {started(self.launch.host.start).capitalize()}. /help lists the "
             f"commands, /quit leaves."
         )
@@ -61,9 +59,9 @@ class Repl:
 
     def _begin(self) -> None:
         if self.launch.continue_last and self.session.open_last():
-            self.changed()
+            self.show_changed()
         for attachment in self._attachments:
-            self.say(f"Attached: {attachment.name}")
+            self.show_text(f"Attached: {attachment.name}")
         try:
             self.use_model(self.session.conversation.model or self.launch.model)
         except EdgeInferError as error:
@@ -104,7 +102,9 @@ class Repl:
                 self._ask(line)
         except ContextLengthError as error:
             self._trouble(error)
-            self.say("/drop leaves the oldest turns out, /summarise sends a summary in their place.")
+            self.show_text(
+                "/drop leaves the oldest turns out, /summarise sends a summary in their place."
+            )
         except EdgeInferError as error:
             self._trouble(error)
 
@@ -120,26 +120,22 @@ class Repl:
             self.session.edit(editing, text)
         self._attachments = []
         for attachment in found:
-            self.say(f"With {attachment.name}, {attachment.tokens} tokens.")
+            self.show_text(f"With {attachment.name}, {attachment.tokens} tokens.")
         self._answer()
 
     def _answer(self) -> None:
         if self.session.engine is None:
             self.use_model(self.session.conversation.model or self.launch.model)
-        self.answering(self.session.begin_answer())
+        self.show_answer(self.session.begin_answer())
 
     def _counted(self, attachment: Attachment) -> Attachment:
         engine = self.session.engine
-        return (
-            msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text)))
-            if engine
-            else attachment
-        )
+        return attachments.counted(attachment, engine)
 
     def _trouble(self, error: EdgeInferError) -> None:
-        self.say(f"Error: {error.message}")
+        self.show_text(f"Error: {error.message}")
         if hint(error):
-            self.say(f"Next: {hint(error)}")
+            self.show_text(f"Next: {hint(error)}")
 
     def _write(self, text: str) -> None:
         self._out.write(_plain(text))
@@ -147,33 +143,26 @@ class Repl:
 
     # Front
 
-    def say(self, text: str) -> None:
+    def show_text(self, text: str) -> None:
         self._write(f"{text}\n")
 
-    def changed(self) -> None:
+    def show_changed(self) -> None:
         self._editing = None
         title = self.session.conversation.title
-        self.say(f"Conversation: {title}" if title else "A new conversation.")
+        self.show_text(f"Conversation: {title}" if title else "A new conversation.")
         for turn in self.session.path:
-            self.say(f"{'You' if turn.role == 'user' else 'Answer'}: {turn.content}")
-        head = self.session.head
-        if (
-            head is not None
-            and head.role == "assistant"
-            and head.status == "failed"
-            and not head.content
-            and _was_cut(self)
-        ):
-            self.answering(self.session.regenerate())
+            self.show_text(f"{'You' if turn.role == 'user' else 'Answer'}: {turn.content}")
+        if self.session.retries_after_cut:
+            self.show_answer(self.session.regenerate())
 
-    def answering(self, answer: Answer) -> None:
+    def show_answer(self, answer: Answer) -> None:
         """Write the answer as it comes; Ctrl-C stops it and keeps what is there."""
         self._write("Answer: ")
         thinking = False
         with _ctrl_c_stops(answer):
             try:
                 for event in answer.generation:
-                    answer.take(event)
+                    answer.add(event)
                     if isinstance(event, Progress):
                         continue
                     piece = answer.flush()
@@ -186,7 +175,7 @@ class Repl:
         self._write("\n")
         done = answer.done or answer.abandon()
         if done.status in ("stopped", "length"):
-            self.say(
+            self.show_text(
                 "(stopped; /continue goes on)"
                 if done.status == "stopped"
                 else "(cut: no room left; /continue goes on)"
@@ -208,20 +197,20 @@ class Repl:
             thinking = False
         return thinking
 
-    def ask_edited(self, turn: Turn) -> None:
+    def answer_edited(self, turn: Turn) -> None:
         self._answer()
 
     def put_back(self, text: str, editing: int | None = None) -> None:
         self._editing = editing
-        self.say(f"It was: {text}\nType it anew.")
+        self.show_text(f"It was: {text}\nType it anew.")
 
     def attach(self, attachment: Attachment) -> None:
         counted = self._counted(attachment)
         self._attachments.append(counted)
-        self.say(f"Attached {counted.name}, {counted.tokens} tokens.")
+        self.show_text(f"Attached {counted.name}, {counted.tokens} tokens.")
 
     def copy(self, text: str, what: str) -> None:
-        self.say(text)
+        self.show_text(text)
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
         said: list[str] = []
@@ -229,7 +218,7 @@ class Repl:
         def progress(stage: str, fraction: float | None) -> None:
             if stage not in said:
                 said.append(stage)
-                self.say(f"{stage}…")
+                self.show_text(f"{stage}…")
 
         try:
             engine = self._engines.get(name, n_ctx, progress)
@@ -241,7 +230,7 @@ class Repl:
         self.session.engine = engine
         if self.session.conversation.model != name:
             self.session.set(model=name)
-        self.say(f"Model: {name}, context {engine.info.n_ctx} tokens.")
+        self.show_text(f"Model: {name}, context {engine.info.n_ctx} tokens.")
 
     def _yes(self, question: str) -> bool:
         self._write(f"{question} (y/n) ")
@@ -257,7 +246,7 @@ class Repl:
             tenth = 10 * done // total if total else -1
             if tenth >= 0 and tenth not in said:
                 said.append(tenth)
-                self.say(f"{getattr(progress, 'stage', '')} {10 * tenth} percent")
+                self.show_text(f"{getattr(progress, 'stage', '')} {10 * tenth} percent")
 
         pull(name, report)
 
@@ -266,31 +255,33 @@ class Repl:
             state = ", warm" if row.warm else ", here" if row.pulled else ""
             size = f", {size_words(row.size_bytes)}" if row.size_bytes else ""
             fits = ", too big for the free memory" if row.fits is False else ""
-            self.say(f"{row.name}: {row.parameters}{size}, {row.licence}{fits}{state}")
-        self.say("Take one: /model NAME")
+            self.show_text(f"{row.name}: {row.parameters}{size}, {row.licence}{fits}{state}")
+        self.show_text("Take one: /model NAME")
 
     def pick_session(self, words: str) -> None:
-        self.say(sessions_text(self.session, words))
+        self.show_text(sessions_text(self.session, words))
 
     def show_help(self, command: str) -> None:
         found = slash.BY_NAME.get(command)
-        self.say(f"/{found.name} {found.argument}: {found.summary}" if found else slash.help_text())
+        self.show_text(
+            f"/{found.name} {found.argument}: {found.summary}" if found else slash.help_text()
+        )
 
     def show_settings(self) -> None:
-        self.say("Settings are in config.toml: edgeinfer config. Keys belong to the full app.")
+        self.show_text("Settings are in config.toml: edgeinfer config. Keys belong to the full app.")
 
     def show_stats(self) -> None:
-        self.say(stats_text(self.session, started(self.launch.host.start)))
+        self.show_text(stats_text(self.session, started(self.launch.host.start)))
 
     def fold_reasoning(self) -> None:
         self._unfolded = not self._unfolded
-        self.say("Reasoning is shown." if self._unfolded else "Reasoning is hidden.")
+        self.show_text("Reasoning is shown." if self._unfolded else "Reasoning is hidden.")
 
     def use_theme(self, name: str) -> None:
         if not name:
             raise UsageError("the plain chat has no colours", hint="/theme NAME sets the full app's")
         save(("chat", "theme"), name)
-        self.say("Set, for the full app.")
+        self.show_text("Set, for the full app.")
 
     def edit_outside(self) -> None:
         raise UsageError(
@@ -300,21 +291,17 @@ class Repl:
     def summarise(self, kept: Turn) -> None:
         if self.session.engine is None:
             return
-        self.say("Summarising…")
+        self.show_text("Summarising…")
         generation = self.session.engine.submit(
             context.summary_request(self.session, self.session.engine, kept)
         )
         text = "".join(event.text for event in generation if isinstance(event, TextDelta)).strip()
         self.session.cut(kept.id, text or "")
-        self.say(f"Summary: {text}")
-        self.changed()
+        self.show_text(f"Summary: {text}")
+        self.show_changed()
 
     def leave(self) -> None:
         self._leaving = True
-
-
-def _was_cut(repl: Repl) -> bool:
-    return any(t.cut_summary is not None for t in repl.session.path)
 
 
 def _plain(text: str) -> str:

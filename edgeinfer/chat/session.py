@@ -57,6 +57,18 @@ class ChatSession:
         return self._turns.get(self.conversation.head_id or 0)
 
     @property
+    def question(self) -> Turn | None:
+        """The last question on show: the last turn, or what it answers."""
+        head = self.head
+        return head if head is None or head.role == "user" else self._turns.get(head.parent_id or 0)
+
+    @property
+    def retries_after_cut(self) -> bool:
+        """Whether the last question failed, and turns before it are no longer sent."""
+        failed = self.head is not None and self.head.failed_empty
+        return failed and any(t.cut_summary is not None for t in self.path)
+
+    @property
     def busy(self) -> bool:
         """Whether an answer is being written."""
         return self.answer is not None and self.answer.done is None
@@ -115,13 +127,8 @@ class ChatSession:
         has changed).
         """
         head = self.head
-        if (
-            head is not None
-            and head.role == "assistant"
-            and head.status == "failed"
-            and not head.content
-        ):
-            head = self._turns.get(head.parent_id or 0)
+        if head is not None and head.failed_empty:
+            head = self.question
         if head is not None and head.role == "user":
             return self._add_user(text, attachments, head.parent_id)
         return self._add_user(text, attachments, head.id if head else None)
@@ -150,8 +157,7 @@ class ChatSession:
 
     def regenerate(self) -> Answer:
         """Answer the last question once more; the answers so far are kept as alternatives."""
-        head = self.head
-        question = head if head is None or head.role == "user" else self._turns.get(head.parent_id or 0)
+        question = self.question
         if question is None:
             raise UsageError("there is no answer to regenerate", hint="ask something first")
         return self._begin(question.id)
@@ -182,12 +188,12 @@ class ChatSession:
         try:
             generation = engine.submit(self._request(tree.path(self._turns, question_id)))
         except EdgeInferError as error:
-            self._take(
+            self._append(
                 self.store.add(msgspec.structs.replace(blank, status="failed", error=error.message))
             )
             raise
         try:
-            stored = self._take(self.store.add(blank))
+            stored = self._append(self.store.add(blank))
         except EdgeInferError:
             generation.cancel()
             raise
@@ -227,9 +233,9 @@ class ChatSession:
             content=text,
             attachments=tuple(attachments),
         )
-        return self._take(self.store.add(turn))
+        return self._append(self.store.add(turn))
 
-    def _take(self, turn: Turn) -> Turn:
+    def _append(self, turn: Turn) -> Turn:
         self._turns[turn.id] = turn
         self.conversation = msgspec.structs.replace(self.conversation, head_id=turn.id)
         return turn
@@ -275,7 +281,7 @@ class ChatSession:
         parent: int | None = None
         for turn in turns:
             copy = msgspec.structs.replace(turn, conversation_id=self.conversation.id, parent_id=parent)
-            parent = self._take(self.store.add(copy)).id
+            parent = self._append(self.store.add(copy)).id
 
     def cut(self, turn_id: int, summary: str | None) -> None:
         """No longer send what precedes this turn; `summary` stands for it. None takes it back."""

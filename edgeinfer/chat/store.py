@@ -273,9 +273,10 @@ class Store:
         """
         self._write("UPDATE turn SET cut_summary = ? WHERE id = ?", (summary, turn_id))
 
-    def settle(self) -> int:
-        """Fold answers that dead processes left behind, purge what was deleted a day ago; return how
-        many were folded.
+    def clean_up(self) -> int:
+        """Fold answers that dead processes left behind, and purge what was deleted a day ago.
+
+        Return how many were folded.
         """
         now = self.clock()
         with self._transaction():

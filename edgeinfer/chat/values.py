@@ -47,8 +47,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. `cut_summary` is None unless the turns before this one are no longer sent; then it
-    stands for them.
+    """One turn.
+
+    `cut_summary` is None unless the turns before this one are no longer sent; then it stands for them.
     """
 
     id: int = 0
@@ -65,10 +66,22 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     cut_summary: str | None = None
     created_ms: int = 0
 
+    @property
+    def failed_empty(self) -> bool:
+        """Whether this is an answer that failed before its first word."""
+        return self.role == "assistant" and self.status == "failed" and not self.content
+
+    @property
+    def context_full(self) -> bool:
+        """Whether this answer was cut because the context was full."""
+        n_ctx = self.stats.n_ctx
+        return self.status == "length" and 0 < n_ctx <= self.stats.context_tokens + 1
+
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation. `sampling` holds only what the user set; the model's own defaults fill the
-    rest.
+    """One conversation.
+
+    `sampling` holds only what the user set; the model's own defaults fill the rest.
     """
 
     id: int = 0

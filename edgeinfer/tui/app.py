@@ -7,18 +7,18 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from textual import on
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
-from textual.cache import LRUCache
-from textual.css.model import RuleSet
 from textual.screen import Screen
 
 from edgeinfer.chat import slash
-from edgeinfer.chat.opening import Launch, started
+from edgeinfer.chat.opening import Launch
 from edgeinfer.tui.bindings import BY_ID
-from edgeinfer.tui.screens.chat import ChatScreen
+from edgeinfer.tui.conversation.chat_screen import ChatScreen
+from edgeinfer.tui.textual_internals import ParsedStyles, use_parsed
 from edgeinfer.tui.themes import DARK, LIGHT
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Parsed style sheets by theme, left by `edgeinfer.tui.preload` in a process that will be parked: 10 ms
 #: of the first paint.
-PARSED: dict[str, LRUCache[tuple[Any, ...], list[RuleSet]]] = {}
+PARSED: dict[str, ParsedStyles] = {}
 
 
 class ChatApp(App[None]):
@@ -41,8 +41,6 @@ class ChatApp(App[None]):
 
     def __init__(self, launch: Launch, driver_class: type[Driver] | None = None) -> None:
         super().__init__(driver_class=driver_class)
-        self.launch = launch
-        self.started = started(launch.host.start)
         self.crash: Exception | None = None
         self.register_theme(DARK)
         self.register_theme(LIGHT)
@@ -51,14 +49,12 @@ class ChatApp(App[None]):
         self.chat = ChatScreen(launch)
 
     def _begin_with(self, theme: str) -> str:
-        """Take the theme before anything is styled: set later, it would parse and apply every style a
-        second time.
-        """
+        """Take the theme before anything is styled, so that every style is parsed and applied once."""
         name = theme if theme in self.available_themes else DARK.name
         self.set_reactive(App.theme, name)
         self.stylesheet.set_variables(self.get_css_variables())
         if name in PARSED:
-            self.stylesheet._parse_cache = PARSED[name]
+            use_parsed(self, PARSED[name])
         return name
 
     def refresh_css(self, animate: bool = True) -> None:
@@ -86,6 +82,7 @@ class ChatApp(App[None]):
                     title, command.summary, lambda name=command.name: self.chat.run_command(f"/{name}")
                 )
 
+    @on(ChatScreen.Left)
     def leave(self) -> None:
         """End the app; what is on screen is in the store."""
         self.chat.leave()
@@ -103,9 +100,7 @@ class ChatApp(App[None]):
         self.chat.loader.close()
 
     def _handle_exception(self, error: Exception) -> None:
-        """Remember what broke the app; the command says so in words, after the terminal is as it
-        was.
-        """
+        """Remember what broke the app; the command tells it once the terminal is as it was."""
         self.crash = self.crash or error
         super()._handle_exception(error)
 

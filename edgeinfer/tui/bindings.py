@@ -39,7 +39,15 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("complete", "tab", "complete", "Complete", "Take the chosen completion", "composer"),
     Key("undo", "ctrl+underscore", "undo", "Undo", "Undo the last change of the text", "composer"),
-    Key("editor", "ctrl+o", "editor", "Editor", "Write in your $VISUAL or $EDITOR", "chat", True),
+    Key(
+        "editor",
+        "ctrl+o",
+        "slash('editor')",
+        "Editor",
+        "Write in your $VISUAL or $EDITOR",
+        "chat",
+        True,
+    ),
     Key(
         "stop",
         "escape",

@@ -17,8 +17,9 @@ import threading
 from codecs import getincrementaldecoder
 from typing import Any, ClassVar, TextIO
 
-from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
+
+from edgeinfer.tui.textual_internals import XTermParser
 
 
 class TerminalDriver(LinuxDriver):

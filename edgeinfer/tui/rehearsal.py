@@ -27,6 +27,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.tui import app as app_module
 from edgeinfer.tui.app import ChatApp
+from edgeinfer.tui.textual_internals import use_parsed
 from edgeinfer.tui.themes import DARK, LIGHT
 
 _ANSWER = (
@@ -78,7 +79,7 @@ def rehearse() -> None:
         for theme in (LIGHT.name, DARK.name):
             parsed = app_module.PARSED[theme] = LRUCache(1024)
             app = ChatApp(_launch(theme), driver_class=None)
-            app.stylesheet._parse_cache = parsed
+            use_parsed(app, parsed)
             asyncio.run(app.run_async(headless=True, size=(80, 24), auto_pilot=_pilot(app)))
     finally:
         os.environ.update(kept)
@@ -102,9 +103,8 @@ def _store() -> Store:
 
 def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
     async def play(pilot: Pilot[Any]) -> None:
-        with contextlib.suppress(
-            TimeoutError
-        ):  # what was not rehearsed costs a launch some milliseconds, not the snapshot
+        # what was not rehearsed costs a launch some milliseconds, not the snapshot
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_S):
                 await _perform(app, pilot)
         app.leave()
@@ -120,12 +120,14 @@ async def _perform(app: ChatApp, pilot: Pilot[Any]) -> None:
         await pilot.pause(0.01)
     for key in _KEYS:
         app.post_message(events.Key(key, _CHARACTERS.get(key)))
-        await _settle(app)
+        await _wait_painted(app)
 
 
-async def _settle(app: ChatApp) -> None:
-    """Until a key has had its effect and that is painted. `Pilot.press` waits for the process to be
-    idle, by its processor time: a second for every key while another thread loads a model.
+async def _wait_painted(app: ChatApp) -> None:
+    """Wait until a key has had its effect and that is painted.
+
+    `Pilot.press` waits for the process to be idle, by its processor time: a second for every key while
+    another thread loads a model.
     """
     for _ in range(_REFRESHES):
         painted = asyncio.Event()

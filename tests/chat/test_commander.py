@@ -24,17 +24,17 @@ class Remembering:
     def __getattr__(self, name):
         return lambda *arguments, **named: self.asked.append((name, *arguments, *named.values()))
 
-    def answering(self, answer):
+    def show_answer(self, answer):
         for event in answer.generation:
-            answer.take(event)
-        self.asked.append(("answering", answer.done.content))
+            answer.add(event)
+        self.asked.append(("show_answer", answer.done.content))
 
-    def ask_edited(self, turn):
-        self.answering(self.session.begin_answer())
+    def answer_edited(self, turn):
+        self.show_answer(self.session.begin_answer())
 
     @property
     def said(self):
-        return next(a[1] for a in reversed(self.asked) if a[0] == "say")
+        return next(a[1] for a in reversed(self.asked) if a[0] == "show_text")
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def commander(store, front):
 
 def ask(commander, text="q"):
     commander.session.ask(text)
-    commander.front.answering(commander.session.begin_answer())
+    commander.front.show_answer(commander.session.begin_answer())
 
 
 def test_system_prompts(commander, front):
@@ -109,7 +109,7 @@ def test_models_and_context(commander, front):
         ("use_model", "other"),
         ("pick_model",),
         ("use_model", "fake", 2048),
-        ("say", "Context: 600 tokens"),
+        ("show_text", "Context: 600 tokens"),
     ]
 
 
@@ -184,7 +184,7 @@ def test_room(commander, front):
     for _ in range(3):
         ask(commander, "x" * 150)
     commander.run("/drop")
-    assert front.asked[-1] == ("changed",)
+    assert front.asked[-1] == ("show_changed",)
     assert commander.session.path[-2].cut_summary == ""
     ask(commander, "y")
     commander.run("/summarise")

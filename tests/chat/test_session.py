@@ -35,7 +35,7 @@ def session_with(store, *scripts, **info):
 
 def consume(answer):
     for event in answer.generation:
-        answer.take(event)
+        answer.add(event)
         answer.flush()
     return answer.done
 
@@ -79,7 +79,7 @@ def test_flush_gives_only_what_is_stored(store):
     answer = session.begin_answer()
     shown = ""
     for event in answer.generation:
-        answer.take(event)
+        answer.add(event)
         before = reread(session).path[-1].content
         assert before == shown
         piece = answer.flush()
@@ -94,7 +94,7 @@ def test_stop_keeps_the_partial_answer_and_it_can_be_continued(store):
     session.ask("count")
     answer = session.begin_answer()
     for event in answer.generation:
-        answer.take(event)
+        answer.add(event)
         if answer.text == "one two ":
             answer.stop()
     assert answer.done.status in ("stopped", "complete")

@@ -151,7 +151,7 @@ def test_settle_folds_what_dead_processes_left_and_leaves_the_living(store, cloc
     clock.now += STALE_MS + 10
     alive = store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
     store.append(alive.id, "still at it")
-    assert store.settle() == 1
+    assert store.clean_up() == 1
     rows = dict(store.db.execute("SELECT id, status FROM turn WHERE role = 'assistant'").fetchall())
     assert rows == {dead.id: "interrupted", alive.id: "streaming"}
     assert len(library.search(store, "died")) == 1
@@ -170,7 +170,7 @@ def test_delete_hides_undelete_brings_back_and_a_day_later_it_is_gone(store, clo
     assert [s.id for s in library.listing(store)] == [conversation]
     store.delete(conversation)
     clock.now += UNDO_MS + 10
-    store.settle()
+    store.clean_up()
     with pytest.raises(StoreError):
         store.undelete(conversation)
     store.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

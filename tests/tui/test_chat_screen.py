@@ -489,7 +489,7 @@ async def test_leaving_does_not_wait_for_a_load(drive):
             return super().engine(model, options, progress)
 
     async with drive(host=Stuck()) as d:
-        await d.until(lambda: d.chat.loader.words)
+        await d.until(lambda: d.chat.loader.progress)
         await d.press("ctrl+q")
     assert not loaded.is_set()
     gate.set()
@@ -506,3 +506,11 @@ async def test_typing_after_a_click_goes_to_the_composer(drive):
         await d.press("!")
         assert d.chat.composer.text == "hi!"
         assert d.chat.composer.has_focus
+
+
+async def test_an_editor_that_cannot_be_run_is_said_and_the_text_stays(drive):
+    async with drive() as d:
+        await d.ready()
+        await d.type("half a thought", "ctrl+o")
+        await d.until(lambda: "cannot leave this terminal" in d.shown())
+        assert d.chat.composer.text == "half a thought"

@@ -177,7 +177,7 @@ def test_an_answer_grows_then_settles_to_the_same():
         entry.grow(DOCUMENT[at : at + 7], "")
         entry.lines(60)
     grown = list(entry.lines(60))
-    entry.settle(Turn(id=3, role="assistant", content=DOCUMENT), (1, 1))
+    entry.finish(Turn(id=3, role="assistant", content=DOCUMENT), (1, 1))
     assert entry.lines(60) == grown
 
 

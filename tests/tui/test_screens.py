@@ -17,6 +17,7 @@ from edgeinfer.tui.screens.help import HelpScreen, help_content
 from edgeinfer.tui.screens.model_picker import ModelScreen, pull_words
 from edgeinfer.tui.screens.sessions import SessionScreen, ago
 from edgeinfer.tui.screens.settings import KeyScreen, SettingsScreen
+from edgeinfer.tui.textual_internals import keymap
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +254,7 @@ class TestSettings:
             screen = await self.open(d)
             screen._bind("regenerate", "ctrl+n")
             assert load_config().chat.keys == {}
-            assert "regenerate" not in d.app._keymap
+            assert "regenerate" not in keymap(d.app)
 
 
 class TestHelp:

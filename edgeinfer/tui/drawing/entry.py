@@ -107,9 +107,7 @@ def _cut_mark(summary: str, width: int) -> list[Line]:
 
 
 class AnswerEntry(Entry):
-    """A model's turn. While it is `streaming` it grows by `grow`; `settle` draws it once more,
-    whole.
-    """
+    """A model's turn. While it is `streaming` it grows by `grow`; `finish` draws it once more, whole."""
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1), *, streaming: bool = False) -> None:
         super().__init__()
@@ -133,7 +131,7 @@ class AnswerEntry(Entry):
             self._thought.append(reasoning)
         self.invalidate()
 
-    def settle(self, turn: Turn, page: tuple[int, int]) -> None:
+    def finish(self, turn: Turn, page: tuple[int, int]) -> None:
         """The answer has ended as `turn`: one full drawing."""
         self.turn, self.page, self.streaming, self.waiting = turn, page, False, ""
         self._body = self._thought = None

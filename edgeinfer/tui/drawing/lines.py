@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from rich._wrap import divide_line
 from rich.cells import cell_len
+
+from edgeinfer.tui.textual_internals import divide_line
 
 #: Control characters that a terminal would obey. Models and files may hold them; nothing of ours draws
 #: one.

@@ -14,6 +14,7 @@ from textual.widgets import Static
 from edgeinfer.chat import slash
 from edgeinfer.tui.bindings import HEADINGS, KEYS, shown
 from edgeinfer.tui.drawing.lines import Line, wrap
+from edgeinfer.tui.textual_internals import keymap
 
 
 class HelpScreen(ModalScreen[None]):
@@ -38,14 +39,13 @@ class HelpScreen(ModalScreen[None]):
 
     def on_resize(self) -> None:
         width = self.query_one(VerticalScroll).scrollable_content_region.width
-        self.query_one("#help", Static).update(
-            help_content(self._command, dict(self.app._keymap), width)
-        )
+        self.query_one("#help", Static).update(help_content(self._command, keymap(self.app), width))
 
 
-def help_content(command: str, keymap: dict[str, str], width: int) -> Content:
-    """Commands and keys; `keymap` holds the keys the user has bound otherwise. One command alone when
-    it is named.
+def help_content(command: str, rebound: dict[str, str], width: int) -> Content:
+    """Return commands and keys, or one command where it is named.
+
+    `rebound` holds the keys that the user has bound otherwise.
     """
     commands = [c for c in slash.COMMANDS if not command or command in (c.name, *c.aliases)] or list(
         slash.COMMANDS
@@ -57,7 +57,7 @@ def help_content(command: str, keymap: dict[str, str], width: int) -> Content:
         for where, heading in HEADINGS.items():
             rows.append([(f"\n{heading}", "bold $primary")])
             rows += [
-                _row(shown(keymap.get(k.id, k.keys)), k.tooltip, k.id, width)
+                _row(shown(rebound.get(k.id, k.keys)), k.tooltip, k.id, width)
                 for k in KEYS
                 if k.where == where
             ]

@@ -4,7 +4,7 @@ config.toml.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -16,14 +16,14 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgeinfer.chat import presets
+from edgeinfer.chat.commander import Commander
+from edgeinfer.chat.session import ChatSession
 from edgeinfer.chat.settings import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import BY_ID, HEADINGS, KEYS, shown
 from edgeinfer.tui.screens.choice import ChoiceScreen
-
-if TYPE_CHECKING:
-    from edgeinfer.tui.screens.chat import ChatScreen
+from edgeinfer.tui.textual_internals import keymap
 
 
 class KeyScreen(ModalScreen[str | None]):
@@ -50,9 +50,10 @@ class SettingsScreen(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f4", "dismiss", "Leave", show=False)]
 
-    def __init__(self, chat: ChatScreen) -> None:
+    def __init__(self, session: ChatSession, commander: Commander) -> None:
         super().__init__()
-        self.chat = chat
+        self._session = session
+        self._commander = commander
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="sheet") as sheet:
@@ -73,7 +74,7 @@ class SettingsScreen(ModalScreen[None]):
         listed.highlighted = at if at is not None else 0
 
     def _options(self) -> list[Option | None]:
-        conversation = self.chat.session.conversation
+        conversation = self._session.conversation
         prompt = " ".join(conversation.system_prompt.split())
         options: list[Option | None] = [
             _option("theme", "Theme", self.app.theme),
@@ -84,11 +85,11 @@ class SettingsScreen(ModalScreen[None]):
                 (prompt[:50] + "…" if len(prompt) > 50 else prompt) or "the model's own",
             ),
         ]
-        keymap = self.app._keymap
+        rebound = keymap(self.app)
         for where, heading in HEADINGS.items():
             options += [None, Option(Content.styled(heading, "bold $primary"), disabled=True)]
             options += [
-                _option(f"key:{k.id}", k.label, shown(keymap.get(k.id, k.keys)))
+                _option(f"key:{k.id}", k.label, shown(rebound.get(k.id, k.keys)))
                 for k in KEYS
                 if k.where == where
             ]
@@ -119,14 +120,14 @@ class SettingsScreen(ModalScreen[None]):
             choices.sort(key=lambda c: not c[0].startswith("edgeinfer"))
             self.app.push_screen(ChoiceScreen("Theme", "", choices), self._theme)
         elif kind == "preset":
-            found = self.chat.commander.presets
+            found = self._commander.presets
             self.app.push_screen(
                 ChoiceScreen("Sampling", "", [(n, n, presets.describe(v)) for n, v in found.items()]),
                 self._preset,
             )
         elif kind == "prompt":
             found_prompts = [
-                (n, n, " ".join(t.split())[:50]) for n, t in self.chat.commander.prompts.items()
+                (n, n, " ".join(t.split())[:50]) for n, t in self._commander.prompts.items()
             ]
             none = ("none", "none", "the model's own")
             self.app.push_screen(
@@ -140,14 +141,12 @@ class SettingsScreen(ModalScreen[None]):
 
     def _preset(self, name: str | None) -> None:
         if name:
-            self.chat.session.set(sampling=dict(self.chat.commander.presets[name]))
+            self._session.set(sampling=dict(self._commander.presets[name]))
             self._show()
 
     def _prompt(self, name: str | None) -> None:
         if name:
-            self.chat.session.set(
-                system_prompt="" if name == "none" else self.chat.commander.prompts[name]
-            )
+            self._session.set(system_prompt="" if name == "none" else self._commander.prompts[name])
             self._show()
 
     def _bind(self, name: str, key: str | None) -> None:
@@ -168,7 +167,7 @@ class SettingsScreen(ModalScreen[None]):
         self._save(("chat", "keys", name), key)
 
     def _keys_of(self, name: str) -> list[str]:
-        return self.app._keymap.get(name, BY_ID[name].keys).split(",")
+        return keymap(self.app).get(name, BY_ID[name].keys).split(",")
 
     def _save(self, keys: tuple[str, ...], value: str) -> None:
         try:

@@ -54,6 +54,17 @@ class Composer(TextArea):
         self._at = 0
         self._unsent = ""
 
+    def watch_editing(self, editing: int | None) -> None:
+        """Show whether what is typed will replace an earlier question."""
+        self.set_class(editing is not None, "-editing")
+        hint = "editing an earlier question · Esc leaves it"
+        self.border_title = hint if editing is not None else ""
+
+    @property
+    def before_cursor(self) -> str:
+        """The text up to the cursor."""
+        return self.get_text_range((0, 0), self.cursor_location)
+
     # what was typed before
 
     def set_past(self, typed: list[str]) -> None:

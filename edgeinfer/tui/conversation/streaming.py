@@ -1,5 +1,4 @@
-"""Streams an answer into the transcript: stored first, then shown, as often as the terminal is worth
-it.
+"""Streams an answer into the transcript: stored first, then shown.
 
 Drawing shares the processor with the engine's threads, so it is rationed: a pause follows each drawing,
 so long that drawing takes at most `SHARE` of one core, and at least a thirtieth of a second.
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.values import Turn
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime.events import Progress
 from edgeinfer.tui.drawing.entry import AnswerEntry
 from edgeinfer.tui.widgets.transcript import Transcript
 
@@ -30,9 +30,7 @@ _SLOWEST_S = 0.25
 
 
 class Pace:
-    """How long to wait after a drawing, from what drawing has cost: this thread's processor time since
-    the last one.
-    """
+    """Says how long to wait after a drawing, from the processor time of this thread since the last."""
 
     def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
         self._cpu = cpu
@@ -40,7 +38,7 @@ class Pace:
         self.pause_s = _FASTEST_S
 
     def drawn(self) -> float:
-        """Call once a drawing; the pause to make before the next, smoothed."""
+        """Call once a drawing. Return the pause before the next in seconds, smoothed."""
         now = self._cpu()
         wanted = min(max((now - self._last) / SHARE, _FASTEST_S), _SLOWEST_S)
         self._last = now
@@ -49,7 +47,7 @@ class Pace:
 
 
 class Streaming:
-    """One answer on its way into its entry. `on_progress` hears how far the prompt is."""
+    """One answer on its way into its entry in the transcript."""
 
     def __init__(
         self, answer: Answer, entry: AnswerEntry, transcript: Transcript, pace: Pace | None = None
@@ -63,14 +61,14 @@ class Streaming:
         self._due = asyncio.Event()
 
     async def run(self) -> tuple[Turn, EdgeInferError | None]:
-        """To the end of the generation; the ended turn, and what broke it off if anything did."""
+        """Follow the generation to its end. Return the ended turn, and the error that broke it off."""
         drawing = asyncio.create_task(self._draw_as_due())
         switch_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         error: EdgeInferError | None = None
         try:
             async for event in self.answer.generation:
-                self.answer.take(event)
+                self.answer.add(event)
                 self.tokens += 1
                 self._due.set()
         except EdgeInferError as failure:
@@ -94,25 +92,21 @@ class Streaming:
         if piece.text or piece.reasoning:
             self.entry.grow(piece.text, piece.reasoning)
         elif not self.answer.text and self.answer.progress is not None:
-            self.entry.wait(
-                _waiting(
-                    self.answer.progress.done_tokens,
-                    self.answer.progress.total_tokens,
-                    self.answer.progress.queued,
-                )
-            )
+            self.entry.wait(_waiting_for(self.answer.progress))
         else:
             return
         self.transcript.redrawn(self.entry)
 
     @property
     def tokens_per_s(self) -> float:
-        """Since it began, roughly; the exact rate comes with the end."""
+        """The rate since it began, roughly; the exact one comes with the end."""
         elapsed = time.monotonic() - self.began
         return self.tokens / elapsed if elapsed > 0.2 else 0.0
 
 
-def _waiting(done: int, total: int, queued: bool) -> str:
-    if queued:
+def _waiting_for(prefill: Progress) -> str:
+    if prefill.queued:
         return "waiting for its turn…"
-    return f"reading {done:,} of {total:,} tokens…" if total > 512 else "…"
+    if prefill.total_tokens <= 512:
+        return "…"
+    return f"reading {prefill.done_tokens:,} of {prefill.total_tokens:,} tokens…"

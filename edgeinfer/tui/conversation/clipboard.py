@@ -11,8 +11,9 @@ from textual.app import App
 
 
 def copy(app: App[Any], text: str) -> None:
-    """By the terminal's own sequence (OSC 52), which works over SSH; inside tmux by tmux, which
-    swallows that sequence.
+    """Copy `text` by the terminal's own sequence (OSC 52), which works over SSH.
+
+    Inside tmux, which swallows that sequence, by tmux as well.
     """
     app.copy_to_clipboard(text)
     if os.environ.get("TMUX") and (tmux := shutil.which("tmux")):

@@ -9,14 +9,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from textual.app import App
+from textual.app import App, SuspendNotSupported
 
 from edgeinfer.errors import UsageError
 
 
 def edit(app: App[Any], text: str) -> str:
-    """What the user made of `text` in $VISUAL, $EDITOR or vi. Raises UsageError when the editor cannot
-    be run or fails.
+    """Return what the user made of `text` in $VISUAL, $EDITOR or vi.
+
+    Raises UsageError when the editor cannot be run or fails, or the app cannot leave the terminal.
     """
     command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     fd, name = tempfile.mkstemp(prefix="edgeinfer-", suffix=".md")
@@ -32,6 +33,8 @@ def edit(app: App[Any], text: str) -> str:
                 hint="set EDITOR to an editor",
             )
         return path.read_text("utf-8").rstrip("\n")
+    except SuspendNotSupported as error:
+        raise UsageError("the app cannot leave this terminal", hint="type here") from error
     except FileNotFoundError as error:
         raise UsageError(f"there is no editor {command[0]}", hint="set EDITOR to an editor") from error
     finally:

@@ -1,0 +1,313 @@
+"""The chat itself: header, conversation, completions, composer, status.
+
+Keys and messages arrive here and go to the helper they concern.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import ClassVar
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Static, TextArea
+
+from edgeinfer.chat import library
+from edgeinfer.chat.complete import complete
+from edgeinfer.chat.opening import Launch
+from edgeinfer.chat.slash import is_command
+from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
+from edgeinfer.tui.bindings import bindings
+from edgeinfer.tui.conversation.answering import Answering
+from edgeinfer.tui.conversation.attaching import Attaching
+from edgeinfer.tui.conversation.front import AppFront
+from edgeinfer.tui.conversation.loading import Loader
+from edgeinfer.tui.conversation.streaming import Streaming
+from edgeinfer.tui.conversation.turn_actions import TurnActions
+from edgeinfer.tui.conversation.view import View
+from edgeinfer.tui.widgets.completions import Completions
+from edgeinfer.tui.widgets.composer import Composer
+from edgeinfer.tui.widgets.transcript import Transcript
+
+#: Ways out when the context is full: command, label, what it means.
+_ROOM_CHOICES = (
+    ("drop", "Leave the oldest turns out", "they stay in the conversation, but are no longer sent"),
+    ("summarise", "Summarise the oldest turns", "a short summary is sent in their place"),
+    ("cancel", "Leave it", "shorten the question, or load with /ctx"),
+)
+
+
+class ChatScreen(Screen[None]):
+    """One conversation on show."""
+
+    BINDINGS: ClassVar[list[Binding]] = [*bindings("chat"), *bindings("turn")]  # type: ignore[assignment]
+
+    class Left(Message):
+        """The user wants to leave the chat."""
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__()
+        self.launch = launch
+        self.session = launch.session()
+        self.loader = Loader(launch.engines(), self.post_message)
+        self._interrupted = 0.0
+
+    def compose(self) -> ComposeResult:
+        self.view = View(self.launch, self.session, self.loader)
+        self.transcript = self.view.transcript
+        self.composer = self.view.composer
+        self.status = self.view.status
+        self.completions = Completions(id="completions")
+        attachments = Static("", id="attachments", markup=False)
+        self.attaching = Attaching(self.session, attachments, self.launch.attachments)
+        self.answering = Answering(self.view)
+        self.front = AppFront(
+            self.app, self.launch, self.view, self.answering, self.attaching, self._leave_app
+        )
+        self.turns = TurnActions(self.view, self.front)
+        yield self.view.header
+        yield self.transcript
+        yield self.completions
+        yield attachments
+        yield self.composer
+        yield self.status
+
+    def on_mount(self) -> None:
+        self.composer.focus()
+        self.view.show_welcome()
+        self.call_after_refresh(self._begin)
+
+    def _begin(self) -> None:
+        """After the first paint, show what was said before, and load the model."""
+        try:
+            if self.launch.continue_last and not self.session.open_last():
+                self.front.show_text("There is no conversation yet to continue.")
+            self.composer.set_past(library.typed(self.session.store))
+            if self.session.path:
+                self.view.show_session()
+            self.composer.fill(self.session.conversation.draft or self.composer.text)
+        except StoreError as error:
+            self.view.show_error(error)
+        self.attaching.show()
+        self.loader.start(self.view.model)
+        self.refresh_status()
+        self.set_interval(0.25, self._tick)
+        self.set_timer(2.0, self._clean_up)
+
+    def _clean_up(self) -> None:
+        with contextlib.suppress(StoreError):
+            self.session.store.clean_up()
+
+    def _tick(self) -> None:
+        if self.streaming is not None or self.loader.progress:
+            self.refresh_status()
+        self._save_draft()
+
+    def _save_draft(self) -> None:
+        draft = "" if self.composer.editing else self.composer.text
+        if self.session.conversation.id and draft != self.session.conversation.draft:
+            with contextlib.suppress(StoreError):
+                self.session.set(draft=draft)
+
+    @property
+    def streaming(self) -> Streaming | None:
+        """The answer that is being written, if any."""
+        return self.view.streaming
+
+    def refresh_status(self) -> None:
+        """Show header and status line from what is now."""
+        self.view.refresh_status()
+
+    # the model
+
+    @on(Loader.Loaded)
+    def _loaded(self, message: Loader.Loaded) -> None:
+        if not self.loader.finish(message):
+            return
+        self.session.engine = message.engine
+        if self.session.conversation.model != message.model:
+            self.session.set(model=message.model)
+        self.attaching.show()
+        self.refresh_status()
+        if self.answering.unanswered:
+            self.answering.answer_question()
+
+    @on(Loader.Failed)
+    def _not_loaded(self, message: Loader.Failed) -> None:
+        if not self.loader.finish(message):
+            return
+        self.refresh_status()
+        unsent = self.session.head if self.answering.unanswered else None
+        self.answering.unanswered = False
+        if isinstance(message.error, ModelNotPulledError):
+            self.front.offer_pull(message.model)
+        else:
+            self.view.show_error(message.error, unsent.content if unsent else "")
+
+    # sending
+
+    @on(Composer.Sent)
+    def _sent(self, message: Composer.Sent) -> None:
+        self.completions.offer([])
+        line = message.text.strip()
+        if is_command(line):
+            self.composer.remember(line)
+            self.composer.clear()
+            self.run_command(line)
+        else:
+            self.send(message.text, message.editing)
+
+    def run_command(self, line: str) -> None:
+        """Run one `/` command; what goes wrong is shown."""
+        try:
+            self.front.commander.run(line)
+        except ContextLengthError as error:
+            self.offer_room(error)
+        except EdgeInferError as error:
+            self.view.show_error(error)
+        self.refresh_status()
+
+    def send(self, text: str, editing: int | None) -> None:
+        """Store the question, show it, have it answered."""
+        try:
+            attachments = self.attaching.collect(text)
+            if editing is None:
+                self.session.ask(text, attachments)
+            else:
+                self.session.edit(editing, text)
+        except EdgeInferError as error:
+            self.view.show_error(error)
+            return
+        self.composer.remember(text)
+        self.composer.clear()
+        self.composer.editing = None
+        self.attaching.clear()
+        self.view.show_session()
+        self.answering.answer_question()
+
+    @on(Answering.RoomWanted)
+    def _room_wanted(self, message: Answering.RoomWanted) -> None:
+        self.offer_room(message.error)
+
+    def offer_room(self, error: EdgeInferError) -> None:
+        """Say that the context is full, and offer the ways out."""
+        from edgeinfer.tui.screens.choice import ChoiceScreen
+
+        screen = ChoiceScreen("The context is full", error.message, _ROOM_CHOICES)
+        self.app.push_screen(screen, self._make_room)
+
+    def _make_room(self, choice: str | None) -> None:
+        if choice in ("drop", "summarise"):
+            self.run_command(f"/{choice}")
+
+    # completion
+
+    @on(TextArea.Changed, "#composer")
+    def _typed(self) -> None:
+        before = self.composer.before_cursor
+        found = complete(before, self.front.names())
+        self.completions.offer(found)
+        self.composer.completing = bool(found)
+        choice = self.completions.choice
+        self.composer.can_take = (
+            choice is not None and not choice.whole and before[-choice.length :] != choice.text.rstrip()
+        )
+        self.attaching.typed(self.composer.text)
+
+    @on(Composer.Choosing)
+    def _choose(self, message: Composer.Choosing) -> None:
+        if message.step:
+            self.completions.step(message.step)
+            self.composer.can_take = True
+            return
+        choice = self.completions.choice
+        if choice is not None:
+            row, column = self.composer.cursor_location
+            self.composer.replace(choice.text, (row, column - choice.length), (row, column))
+
+    @on(Completions.OptionSelected)
+    def _clicked_completion(self) -> None:
+        self._choose(Composer.Choosing(0))
+        self.composer.focus()
+
+    # keys
+
+    def on_key(self, event: events.Key) -> None:
+        """Send typing to the composer, wherever the focus went."""
+        reading = self.focused is self.transcript and self.transcript.chosen is None
+        if reading and event.is_printable and event.character:
+            event.stop()
+            self.composer.focus()
+            self.composer.insert(event.character)
+
+    def action_slash(self, line: str) -> None:
+        self.run_command(f"/{line}")
+
+    def action_stop(self) -> None:
+        if self.completions.found:
+            self.completions.offer([])
+            self.composer.completing = False
+        elif self.transcript.chosen is not None:
+            self.turns.leave()
+        elif self.composer.editing is not None:
+            self.composer.clear()
+            self.composer.editing = None
+        else:
+            self.answering.stop()
+
+    def action_interrupt(self) -> None:
+        selected = self.get_selected_text() or self.composer.selected_text
+        if selected:
+            self.front.copy(selected, "what was marked")
+            self.clear_selection()
+        elif self.streaming is not None:
+            self.answering.stop()
+        elif time.monotonic() - self._interrupted < 2:
+            self._leave_app()
+        else:
+            self._interrupted = time.monotonic()
+            self.notify("Press Ctrl+C again to leave. Everything is stored.", timeout=2)
+
+    def action_suspend(self) -> None:
+        self._save_draft()
+        self.app.action_suspend_process()
+
+    def action_scroll(self, pages: int) -> None:
+        transcript = self.transcript
+        if abs(pages) > 1:
+            y = float(transcript.max_scroll_y if pages > 0 else 0)
+        else:
+            y = transcript.scroll_y + pages * max(1, transcript.size.height - 2)
+        transcript.scroll_to(y=y, animate=False)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "turn":
+            return self.focused is self.transcript and self.transcript.chosen is not None
+        return True
+
+    def action_walk(self, step: int) -> None:
+        self.turns.walk(step)
+
+    def action_turn(self, what: str) -> None:
+        self.turns.act(what)
+
+    @on(Transcript.Clicked)
+    def _mark_clicked(self, message: Transcript.Clicked) -> None:
+        self.turns.click(message)
+
+    # leaving
+
+    @on(Composer.Left)
+    def _leave_app(self) -> None:
+        self.post_message(self.Left())
+
+    def leave(self) -> None:
+        """Keep what is there, in the store, before the app ends."""
+        if self.session.answer is not None and self.session.busy:
+            self.session.answer.flush()
+            self.session.answer.abandon()
+        self._save_draft()

@@ -1,0 +1,201 @@
+"""What the commands ask of the app: the Textual side of `chat.commander.Front`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from textual.app import App
+
+from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.commander import Commander, stats_text
+from edgeinfer.chat.complete import Names
+from edgeinfer.chat.opening import Launch
+from edgeinfer.chat.presets import describe
+from edgeinfer.chat.settings import save
+from edgeinfer.chat.values import Attachment, Turn
+from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.tui.conversation import clipboard, editing
+from edgeinfer.tui.conversation.answering import Answering
+from edgeinfer.tui.conversation.attaching import Attaching
+from edgeinfer.tui.conversation.view import View
+from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark
+
+
+class AppFront:
+    """Does what commands ask; `leave` ends the app.
+
+    Screens are imported when first shown: `tui.preload` has them in a parked process.
+    """
+
+    def __init__(
+        self,
+        app: App[Any],
+        launch: Launch,
+        view: View,
+        answering: Answering,
+        attaching: Attaching,
+        leave: Callable[[], object],
+    ) -> None:
+        self._app = app
+        self._launch = launch
+        self._view = view
+        self._session = view.session
+        self._answering = answering
+        self._attaching = attaching
+        self._leave = leave
+        self.commander = Commander(view.session, self, launch.config)
+
+    # words and turns
+
+    def show_text(self, text: str) -> None:
+        self._view.add_remark(Remark(text))
+
+    def show_changed(self) -> None:
+        self._view.composer.editing = None
+        if self._session.retries_after_cut:
+            self._answering.answer_after_cut()
+        else:
+            self._view.show_session()
+
+    def show_answer(self, answer: Answer) -> None:
+        self._answering.stream(answer)
+
+    def answer_edited(self, turn: Turn) -> None:
+        self._view.show_session()
+        self._answering.answer_question()
+
+    def put_back(self, text: str, editing: int | None = None) -> None:
+        self._view.composer.fill(text)
+        self._view.composer.editing = editing
+        self._view.composer.focus()
+
+    def attach(self, attachment: Attachment) -> None:
+        self._attaching.add(attachment)
+
+    def copy(self, text: str, what: str) -> None:
+        clipboard.copy(self._app, text)
+        self._app.notify(f"Copied {what}.", timeout=2)
+
+    def fold_reasoning(self) -> None:
+        entries = self._view.transcript.entries
+        answers = [e for e in entries if isinstance(e, AnswerEntry) and e.has_reasoning]
+        questions = [e for e in entries if isinstance(e, Question)]
+        found = (answers or questions)[-1:]
+        if not found or not self._view.transcript.toggle_fold(found[0]):
+            raise UsageError("there is no reasoning to unfold", hint="")
+
+    # models
+
+    def use_model(self, name: str, n_ctx: int | None = None) -> None:
+        if self._session.busy:
+            raise UsageError("an answer is being written", hint="stop it first: Esc")
+        self._load(name, n_ctx)
+
+    def pick_model(self) -> None:
+        self._pick_model(self._session.conversation.model)
+
+    def offer_pull(self, model: str) -> None:
+        """Show the first screen: no model is here yet, and `model` is wanted."""
+        self._pick_model(model, first=True)
+
+    def _pick_model(self, wanted: str, *, first: bool = False) -> None:
+        from edgeinfer.tui.screens.model_picker import ModelScreen
+
+        screen = ModelScreen(self._launch, wanted, first=first)
+        self._app.push_screen(screen, self._model_picked)
+
+    def _model_picked(self, name: str | None) -> None:
+        if name:
+            self._load(name)
+        self._view.composer.focus()
+
+    def _load(self, name: str, n_ctx: int | None = None) -> None:
+        self._view.loader.start(name, n_ctx)
+        self._view.refresh_status()
+
+    # conversations
+
+    def pick_session(self, words: str) -> None:
+        from edgeinfer.tui.screens.sessions import SessionScreen
+
+        screen = SessionScreen(self._session, self.commander, words)
+        self._app.push_screen(screen, self._session_picked)
+
+    def _session_picked(self, conversation_id: int | None) -> None:
+        if conversation_id is not None:
+            try:
+                self._session.open(conversation_id)
+            except EdgeInferError as error:
+                self._view.show_error(error)
+                return
+            if self._session.conversation.draft:
+                self._view.composer.fill(self._session.conversation.draft)
+        self._view.show_session()
+
+    def summarise(self, kept: Turn) -> None:
+        self._answering.summarise(kept)
+
+    # the program
+
+    def show_help(self, command: str) -> None:
+        """Show all commands and keys, or one command where it is named."""
+        from edgeinfer.tui.screens.help import HelpScreen
+
+        self._app.push_screen(HelpScreen(command))
+
+    def show_settings(self) -> None:
+        from edgeinfer.tui.screens.settings import SettingsScreen
+
+        self._app.push_screen(SettingsScreen(self._session, self.commander))
+
+    def show_stats(self) -> None:
+        self.show_text(stats_text(self._session, self._view.started))
+
+    def use_theme(self, name: str) -> None:
+        if not name:
+            self._app.search_themes()
+            return
+        if name not in self._app.available_themes:
+            raise UsageError(
+                f"there is no theme {name!r}",
+                hint=f"there are: {', '.join(sorted(self._app.available_themes))}",
+            )
+        self._app.theme = name
+        save(("chat", "theme"), name)
+
+    def edit_outside(self) -> None:
+        composer = self._view.composer
+        composer.fill(editing.edit(self._app, composer.text))
+
+    def leave(self) -> None:
+        self._leave()
+
+    # names for completion
+
+    def names(self) -> Names:
+        """Return, by kind of argument, what lists its names."""
+        return {
+            "model": self._models,
+            "prompt": self._prompts,
+            "preset": self._presets,
+            "theme": self._themes,
+        }
+
+    def _models(self) -> Sequence[tuple[str, str]]:
+        from edgeinfer.catalog.models import load_catalog  # 10 ms, once `/model ` is typed
+
+        try:
+            return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().models.values()]
+        except EdgeInferError:
+            return []
+
+    def _prompts(self) -> Sequence[tuple[str, str]]:
+        prompts = self.commander.prompts
+        return [(name, text.replace("\n", " ")[:60]) for name, text in prompts.items()]
+
+    def _presets(self) -> Sequence[tuple[str, str]]:
+        return [(name, describe(values)) for name, values in self.commander.presets.items()]
+
+    def _themes(self) -> Sequence[tuple[str, str]]:
+        return [(name, "") for name in sorted(self._app.available_themes)]

@@ -1,0 +1,111 @@
+"""What the chat screen shows of a session: its turns, its title, its state in the status line."""
+
+from __future__ import annotations
+
+from textual.widgets import Static
+
+from edgeinfer.chat.opening import Launch, started
+from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.values import Turn
+from edgeinfer.error_text import hint
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime.interface import Generation
+from edgeinfer.tui.conversation.loading import Loader
+from edgeinfer.tui.conversation.statusline import numbers
+from edgeinfer.tui.conversation.streaming import Streaming
+from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
+from edgeinfer.tui.widgets.composer import Composer
+from edgeinfer.tui.widgets.status import Part, Status
+from edgeinfer.tui.widgets.transcript import Transcript
+
+
+class View:
+    """Shows `session` in the widgets of the chat screen.
+
+    `streaming` is the answer being written and `summarising` the summary, None where there is none;
+    `Answering` sets them.
+    """
+
+    def __init__(self, launch: Launch, session: ChatSession, loader: Loader) -> None:
+        self.session = session
+        self.loader = loader
+        self.header = Static("", id="header", markup=False)
+        self.transcript = Transcript(id="transcript")
+        self.composer = Composer("Ask something", id="composer")
+        self.status = Status(id="status")
+        self.streaming: Streaming | None = None
+        self.summarising: Generation | None = None
+        self._launch = launch
+        self.started = started(launch.host.start)
+
+    @property
+    def model(self) -> str:
+        """The conversation's model, or the one the chat was started with."""
+        return self.session.conversation.model or self._launch.model
+
+    def show_welcome(self) -> None:
+        """Show what an empty conversation shows."""
+        self.transcript.show([Welcome(self.model, self.started)])
+        self.refresh_status()
+
+    def show_session(self) -> None:
+        """Show the branch the session is on."""
+        entries = [self._entry(turn) for turn in self.session.path]
+        if not entries:
+            self.show_welcome()
+            return
+        self.transcript.show(entries)
+        self.refresh_status()
+
+    def _entry(self, turn: Turn) -> Entry:
+        page = self.session.alternatives(turn.id)
+        if turn.role == "user":
+            return Question(turn, page)
+        if self.streaming is not None and self.streaming.answer.turn.id == turn.id:
+            return self.streaming.entry
+        return AnswerEntry(turn, page)
+
+    def add_remark(self, entry: Entry) -> None:
+        """Show words of ours, at the tail."""
+        if any(isinstance(e, Welcome) for e in self.transcript.entries):
+            self.transcript.show([])
+        self.transcript.following = True
+        self.transcript.add(entry)
+
+    def show_error(self, error: EdgeInferError, put_back: str = "") -> None:
+        """Show an error with the next thing to do, and put the input back."""
+        self.add_remark(Remark(error.message, "error", hint(error)))
+        self._put_back(put_back)
+
+    def show_next_step(self, error: EdgeInferError, put_back: str) -> None:
+        """Show what to do after a failed turn, which says itself what went wrong; put the input back."""
+        if hint(error):
+            self.add_remark(Remark("", hint=hint(error)))
+        self._put_back(put_back)
+
+    def _put_back(self, text: str) -> None:
+        if text and not self.composer.text:
+            self.composer.fill(text)
+
+    def refresh_status(self) -> None:
+        """Show header and status line from what is now."""
+        state, at_right = self._state()
+        writing = self.streaming is not None
+        parts = (Part(self.model, 9, "bold"), *state, *numbers(self.session, writing=writing))
+        self.status.show(parts, at_right)
+        self.header.update(self.session.conversation.title)
+
+    def _state(self) -> tuple[list[Part], str]:
+        """Return what goes on now, and the hint at the right edge."""
+        if self.streaming is not None:
+            rate = self.streaming.tokens_per_s
+            return [
+                Part(f"writing {rate:.0f} tok/s" if rate else "writing", 10, "$accent")
+            ], "Esc stops"
+        if self.summarising is not None:
+            return [Part("summarising…", 10, "$accent")], "Esc stops"
+        if self.loader.progress:
+            return [Part(self.loader.progress, 10, "$accent")], "F1 help"
+        if self.transcript.chosen is not None:
+            return [], "e edit · c copy · y code · f fork · Esc"
+        return [Part(self.started, 6, shortens=True)], "F1 help"

@@ -1,0 +1,39 @@
+"""The private names of Textual and Rich that we use or replace are those of the versions installed."""
+
+from importlib import import_module
+from importlib.metadata import version
+
+import pytest
+from fixed_chat import make_app
+from textual.cache import LRUCache
+
+from edgeinfer.tui import textual_internals
+from edgeinfer.tui.textual_internals import METHODS, READ_IN, XTermParser, divide_line, keymap
+
+
+@pytest.mark.parametrize("package", READ_IN)
+def test_the_version_installed_is_the_one_read(package):
+    assert version(package).startswith(f"{READ_IN[package]}.")
+
+
+@pytest.mark.parametrize(("where", "names"), METHODS.items())
+def test_what_we_replace_or_call_is_there(where, names):
+    module, _, name = where.partition(":")
+    defined_by = getattr(import_module(module), name)
+    assert [n for n in names if not hasattr(defined_by, n)] == []
+
+
+async def test_rebound_keys_and_parsed_styles_reach_the_app(tmp_path):
+    app = make_app(tmp_path)
+    parsed: textual_internals.ParsedStyles = LRUCache(64)
+    textual_internals.use_parsed(app, parsed)
+    app.set_keymap({"regenerate": "ctrl+x"})
+    async with app.run_test():
+        assert keymap(app) == {"regenerate": "ctrl+x"}
+    assert len(parsed) > 0
+
+
+def test_keys_are_parsed_and_lines_divided():
+    parser = XTermParser()
+    assert [event.key for event in parser.feed("a\x1b[A")] == ["a", "up"]
+    assert divide_line("one two", 4) == [4]
