@@ -156,6 +156,13 @@ def _snapshots() -> Check:
     found = probe()
     if found.tier is None:
         return Check("snapshots", "warn", f"launches are cold: {found.reason}", found.fix)
+    from edgeinfer.snapshots.shelf import failures
+
+    failed = failures.listed()
+    if failed:
+        named = "; ".join(f"{one.name} could not be built: {one.message}" for one in failed)
+        fix = f"edgeinfer warm {failed[0].model}"
+        return Check("snapshots", "warn", f"{found.tier}: {found.reason}; {named}", fix)
     return Check("snapshots", "ok", f"{found.tier}: {found.reason}")
 
 

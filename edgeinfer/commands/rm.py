@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from edgeinfer.catalog.remove import Removed, remove
 from edgeinfer.result import Result
+from edgeinfer.snapshots.shelf import failures
 from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
 from edgeinfer.snapshots.shelf.prune import remove as remove_snapshot
 from edgeinfer.units import format_bytes
@@ -49,6 +50,7 @@ def rm(options: argparse.Namespace) -> RmResult:
 
 def _without_model(name: str) -> list[str]:
     """Remove the snapshots of a model that is gone: they could not be resumed. Returns their names."""
+    failures.forget_model(name)
     gone = []
     for snapshot, folders in generations().items():
         if model_part(snapshot) == safe_name(name):

@@ -14,7 +14,8 @@ from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.building import verify
-from edgeinfer.snapshots.shelf import format, prune, records
+from edgeinfer.snapshots.shelf import failures, format, prune, records
+from edgeinfer.snapshots.shelf.failures import Failure
 from edgeinfer.snapshots.shelf.records import Details, Listed
 from edgeinfer.units import format_bytes, format_duration
 
@@ -27,10 +28,14 @@ class SnapshotsResult(Result, frozen=True, kw_only=True):
     snapshots: tuple[Listed, ...]
     disk_bytes: int
     limit_bytes: int
+    failures: tuple[Failure, ...] = ()
 
     def human(self) -> str:
+        return "\n".join([*self._table(), *map(_failure_line, self.failures)])
+
+    def _table(self) -> list[str]:
         if not self.snapshots:
-            return "no snapshots; `edgeinfer warm MODEL` builds one"
+            return ["no snapshots; `edgeinfer warm MODEL` builds one"]
         rows = [("NAME", "ON DISK", "APPARENT", "CONTEXT", "LAST USED", "STATE")]
         for s in self.snapshots:
             used = format_duration(max(0.0, time.time() - s.last_used_s)) + " ago"
@@ -50,9 +55,15 @@ class SnapshotsResult(Result, frozen=True, kw_only=True):
             "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]])
             for row in rows
         ]
-        return "\n".join(
-            [*lines, f"{format_bytes(self.disk_bytes)} of at most {format_bytes(self.limit_bytes)}"]
-        )
+        return [*lines, f"{format_bytes(self.disk_bytes)} of at most {format_bytes(self.limit_bytes)}"]
+
+
+def _failure_line(failure: Failure) -> str:
+    ago = format_duration(max(0.0, time.time() - failure.at_s))
+    return (
+        f"{failure.name} could not be built {ago} ago: {failure.message} "
+        f"(tried again when something changes; now: `edgeinfer warm {failure.model}`)"
+    )
 
 
 class SnapshotResult(Result, frozen=True, kw_only=True):
@@ -124,6 +135,7 @@ def _list(host: Host) -> SnapshotsResult:
         snapshots=tuple(found),
         disk_bytes=sum(s.disk_bytes for s in found),
         limit_bytes=int(host.config.snapshots.max_total_gib * (1 << 30)),
+        failures=tuple(failures.listed()),
     )
 
 

@@ -281,6 +281,7 @@ def _info(
         kv_bytes=loaded.kv_bytes,
         compute_bytes=loaded.compute_bytes,
         has_chat_template=bool(files.chat_template or _own_template(loaded)),
+        can_generate=loaded.can_generate,
         can_embed=embedder.can_embed,
         can_rerank=embedder.can_rerank,
         tool_format=conversations.tool_format,

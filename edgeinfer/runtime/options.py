@@ -70,6 +70,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     compute_bytes: int = 0
     has_chat_template: bool = False
+    can_generate: bool = True
     can_embed: bool = False
     can_rerank: bool = False
     tool_format: str = ""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
+from made_models import make_adapter
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -16,25 +15,6 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 OPTIONS = LoadOptions(n_ctx=1024, n_parallel=4, kv_type="q8_0")
-N_EMBD, N_LAYER, RANK = 576, 30, 4
-
-
-def make_adapter(path: Path, seed: int) -> str:
-    """A LoRA adapter for SmolLM2's query projections that visibly changes what it says."""
-    rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_string("general.type", "adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", float(RANK))
-    for layer in range(N_LAYER):
-        name = f"blk.{layer}.attn_output.weight"
-        writer.add_tensor(f"{name}.lora_a", rng.normal(0, 0.05, (RANK, N_EMBD)).astype(np.float32))
-        writer.add_tensor(f"{name}.lora_b", rng.normal(0, 0.5, (N_EMBD, RANK)).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
 
 
 @pytest.fixture(scope="module")

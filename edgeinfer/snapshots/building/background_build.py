@@ -24,7 +24,7 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.building import build_order
-from edgeinfer.snapshots.shelf import choose
+from edgeinfer.snapshots.shelf import choose, failures
 from edgeinfer.units import format_bytes
 
 LOG, LOCK = "auto-warm.log", ".auto-warm.lock"
@@ -41,8 +41,8 @@ def step_back() -> None:
         os.nice(19)
 
 
-def reason_not_to(config: Config, order: build_order.Order) -> str:
-    """Why no snapshot should be built now, or ""."""
+def reason_not_to(config: Config, order: build_order.Order, asked: LoadOptions) -> str:
+    """Why no snapshot should be built now for a launch that `asked` for these options, or ""."""
     if not config.snapshots.auto_warm:
         return "switched off (snapshots.auto-warm)"
     found = criu.probe()
@@ -50,8 +50,11 @@ def reason_not_to(config: Config, order: build_order.Order) -> str:
         return found.reason
     if build_order.is_building(order.name):
         return "somebody builds it already"
+    failed = failures.find(order.name)
+    if failed is not None and failed.depends_on == order.depends_on:
+        return f"it failed before, and nothing has changed since: {failed.message}"
     try:
-        choose.find(order.model, load_options.snapshot_options(order.options))
+        choose.find(order.model, load_options.snapshot_options(asked))
     except EdgeInferError:
         return ""
     return "there is one"
@@ -66,11 +69,11 @@ def build(model: str, options: LoadOptions) -> str:
         name = canonical(model, host)
         files = host.files(name)
         order = build_order.Order(model=name, files=files, options=options, system=files.system_prompt)
-        why_not = reason_not_to(host.config, order)
-        if why_not:
-            return f"{name}: nothing built: {why_not}"
         chosen, _ = build_order.repack_choice(options, files, host.config.snapshots)
         order = msgspec.structs.replace(order, options=chosen)
+        why_not = reason_not_to(host.config, order, options)
+        if why_not:
+            return f"{name}: nothing built: {why_not}"
         began = time.monotonic()
         details = build_order.build(order, host.config.snapshots, lambda _stage, _fraction: None)
     except EdgeInferError as error:

@@ -16,12 +16,12 @@ import msgspec
 
 from edgeinfer import paths, process
 from edgeinfer.config import SnapshotsConfig
-from edgeinfer.errors import DiskFullError, SnapshotError, from_fields
+from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, from_fields
 from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.launching import frames
-from edgeinfer.snapshots.shelf import fingerprint, format, prune
+from edgeinfer.snapshots.shelf import failures, fingerprint, format, prune
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.units import format_bytes
 
@@ -46,6 +46,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return format.snapshot_name(self.model, snapshot_options(self.options), self.given_name)
+
+    @property
+    def depends_on(self) -> str:
+        """What a build depends on, as a digest. Raises OSError when a file of the model is gone."""
+        what = (self.files, snapshot_options(self.options), self.system)
+        return failures.digest_of(self.files.paths, msgspec.json.encode(what))
 
 
 def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
@@ -74,7 +80,19 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
             "version": found.version,
             "tier": found.tier or "",
         }
-        details = _run_builder(folder, request, progress)
+        failure = failures.Failure(
+            name=order.name,
+            model=order.model,
+            message="",
+            at_s=time.time(),
+            depends_on=order.depends_on,
+        )
+        try:
+            details = _run_builder(folder, request, progress)
+        except EdgeInferError as error:
+            failures.remember(msgspec.structs.replace(failure, message=error.message), error)
+            raise
+        failures.forget(order.name)
         prune.drop_older(root, order.name)
     prune.to_limit(root, config, keep=order.name)
     return details

@@ -7,7 +7,7 @@ into namespaces), started by `edgeinfer.snapshots.building.build_order` and ende
 then "built" or "failed".
 
 The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
-has computed the canary's four tokens bit for bit as they were before the dump.
+has computed the canary (`LoadedModel.canary`) bit for bit as it was before the dump.
 """
 
 from __future__ import annotations

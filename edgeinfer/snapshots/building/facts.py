@@ -62,7 +62,7 @@ def gather(loaded: LoadedModel | None) -> Facts:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         drawn["numpy"] = repr(numpy.random())
-    if loaded is not None and loaded.generates:
+    if loaded is not None and loaded.engine.info.can_generate:
         drawn["sampler"] = _sampled(loaded)
     umask = os.umask(0o077)
     os.umask(umask)

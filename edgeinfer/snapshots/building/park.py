@@ -180,7 +180,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
     stages.begin("warm up")
     engine.warm_up()
     # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
-    canary = loaded.canary_tokens()
+    canary = loaded.canary()
     engine.park()
     stages.begin("write")
     loaded.shared, loaded.buffers = residency.touched_shared(), residency.buffers()

@@ -277,7 +277,7 @@ def _play(
         )
         return 0
     if role == CANARY and loaded is not None:
-        frames.send(link, {"op": "canary", "value": loaded.canary_tokens()})
+        frames.send(link, {"op": "canary", "value": loaded.canary()})
         return 0
     if role == FACTS:
         from edgeinfer.snapshots.building import facts  # 1 ms; a test's or a verification's process

@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.load_options import snapshot_options
-from edgeinfer.runtime.events import TextDelta
+from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.loading.mappings import Area
 from edgeinfer.runtime.options import LoadOptions
@@ -18,7 +18,7 @@ from edgeinfer.snapshots.resumed import prefetch
 from edgeinfer.snapshots.resumed.idle import IdleWatch, give_back
 
 CANARY_TOKENS = 4
-_CANARY_PROMPT = "The quick brown fox"
+_CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy dog"
 
 
 class Parkable(Engine, Protocol):
@@ -53,11 +53,6 @@ class LoadedModel:
     @property
     def is_open(self) -> bool:
         return not getattr(self._engine, "_closed", False)
-
-    @property
-    def generates(self) -> bool:
-        """Whether it is more than an embedding model."""
-        return not self._engine.info.can_embed or self._engine.info.has_chat_template
 
     @property
     def engine(self) -> Parkable:
@@ -102,24 +97,28 @@ class LoadedModel:
             )
             self._watch.start()
 
-    def canary_tokens(self) -> bytes:
-        """Four greedy tokens with their logprobs, or an embedding: bit-equal before the dump and after
-        a restore.
+    def canary(self) -> bytes:
+        """Compute what must be bit-equal before the dump and after a restore: a reranker's score, four
+        greedy tokens with their logprobs, or an encoder's embedding.
         """
-        if self.generates:
-            request = GenerateRequest(
-                prompt=_CANARY_PROMPT,
-                max_tokens=CANARY_TOKENS,
-                ignore_eos=True,
-                logprobs=1,
-                cache_prompt=False,
-                sampling=Sampling(temperature=0.0, seed=1),
-            )
-            heard = [
-                event.logprobs for event in self._engine.submit(request) if isinstance(event, TextDelta)
-            ]
-            return msgspec.msgpack.encode([token for part in heard for token in part])
+        info = self._engine.info
+        if info.can_rerank:
+            return msgspec.msgpack.encode(self._engine.rerank(_CANARY_PROMPT, [_CANARY_DOCUMENT]))
+        if info.can_generate:
+            return msgspec.msgpack.encode(self._canary_tokens())
         return msgspec.msgpack.encode(self._engine.embed([_CANARY_PROMPT]))
+
+    def _canary_tokens(self) -> list[TokenLogprobs]:
+        request = GenerateRequest(
+            prompt=_CANARY_PROMPT,
+            max_tokens=CANARY_TOKENS,
+            ignore_eos=True,
+            logprobs=1,
+            cache_prompt=False,
+            sampling=Sampling(temperature=0.0, seed=1),
+        )
+        deltas = [event for event in self._engine.submit(request) if isinstance(event, TextDelta)]
+        return [token for delta in deltas for token in delta.logprobs]
 
 
 def actual(engine: Engine) -> dict[str, str]:

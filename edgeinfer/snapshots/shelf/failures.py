@@ -1,0 +1,90 @@
+"""Builds that failed for a reason that will come again: the background does not try them a second time
+until something they depend on has changed.
+
+    SNAPSHOTS/.NAME-PROGRAM.failed    a `Failure` in JSON, removed by the next build of NAME that succeeds
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.errors import (
+    DiskFullError,
+    EdgeInferError,
+    InterruptedByUser,
+    OutOfMemoryError,
+    SnapshotsUnavailableError,
+)
+from edgeinfer.snapshots.shelf import fingerprint, format
+
+_SUFFIX = ".failed"
+#: What may be otherwise the next time although nothing that is stamped has changed.
+_PASSING = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnavailableError)
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A build that failed. `at_s` is Unix time, `depends_on` the digest of what it depended on."""
+
+    name: str
+    model: str
+    message: str
+    at_s: float
+    depends_on: str
+
+
+def digest_of(files: Sequence[str], options: bytes) -> str:
+    """What a build depends on, in 64 hexadecimal digits: program, machine, these files and options.
+
+    Raises OSError when a file is gone.
+    """
+    stamps = [*fingerprint.own_files(), *map(fingerprint.stamp, files)]
+    parts: list[object] = [*fingerprint.machine_keys().items(), options]
+    parts += [(stamp.path, stamp.size, stamp.mtime_ns, stamp.inode) for stamp in stamps]
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def remember(failure: Failure, error: EdgeInferError) -> None:
+    """Write the failure down, unless `error` may pass by itself."""
+    if not isinstance(error, _PASSING):
+        path = _path(failure.name)
+        path.write_bytes(msgspec.json.encode(failure))
+        path.chmod(0o600)
+
+
+def forget(name: str) -> None:
+    """Forget the failure of a snapshot's name, if there is one."""
+    _path(name).unlink(missing_ok=True)
+
+
+def find(name: str) -> Failure | None:
+    """The failure of a snapshot's name."""
+    return _read(_path(name))
+
+
+def listed() -> list[Failure]:
+    """This program's failures, by name."""
+    found = paths.snapshots_dir().glob(f".*-{fingerprint.program_tag()}{_SUFFIX}")
+    return [failure for path in sorted(found) if (failure := _read(path)) is not None]
+
+
+def forget_model(model: str) -> None:
+    """Forget the failures of every snapshot of a model."""
+    for failure in listed():
+        if format.model_part(failure.name) == format.safe_name(model):
+            forget(failure.name)
+
+
+def _path(name: str) -> Path:
+    return paths.snapshots_dir() / f".{name}-{fingerprint.program_tag()}{_SUFFIX}"
+
+
+def _read(path: Path) -> Failure | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Failure)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,95 @@
+"""Small GGUF files of random numbers: encoders, rerankers and LoRA adapters, made by tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+N_EMBD, N_FF, N_LAYER, N_CTX = 64, 128, 2, 128
+WORDS = ["red", "blue", "cat", "dog", "runs", "sleeps", "on", "mat", "the", "a"]
+MEAN, CLS, RANK = 1, 2, 4
+#: SmolLM2 135M's, and the rank of adapters for it.
+LORA_EMBD, LORA_LAYERS, LORA_RANK = 576, 30, 4
+
+
+def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
+    """A BERT of random numbers, with a reranking head or without."""
+    rng = np.random.default_rng(7)
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"\u2581{word}" for word in WORDS)]
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_context_length(N_CTX)
+    writer.add_embedding_length(N_EMBD)
+    writer.add_feed_forward_length(N_FF)
+    writer.add_block_count(N_LAYER)
+    writer.add_head_count(4)
+    writer.add_layer_norm_eps(1e-12)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType(pooling))
+    writer.add_token_type_count(2)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 5 + [1] * len(WORDS))
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(3)
+    writer.add_sep_token_id(3)
+    writer.add_unk_token_id(1)
+    writer.add_pad_token_id(0)
+    if head:
+        writer.add_classifier_output_labels(["relevance"])
+
+    def add(name: str, *shape: int, scale: float = 0.3, offset: float = 0.0) -> None:
+        writer.add_tensor(name, (offset + rng.normal(0, scale, shape)).astype(np.float32))
+
+    def norm(name: str) -> None:
+        add(f"{name}.weight", N_EMBD, scale=0.01, offset=1.0)
+        add(f"{name}.bias", N_EMBD, scale=0.01)
+
+    add("token_embd.weight", len(tokens), N_EMBD)
+    add("token_types.weight", 2, N_EMBD)
+    add("position_embd.weight", N_CTX, N_EMBD)
+    norm("token_embd_norm")
+    for layer in range(N_LAYER):
+        block = f"blk.{layer}"
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"{block}.{name}.weight", N_EMBD, N_EMBD)
+            add(f"{block}.{name}.bias", N_EMBD, scale=0.01)
+        norm(f"{block}.attn_output_norm")
+        add(f"{block}.ffn_up.weight", N_FF, N_EMBD)
+        add(f"{block}.ffn_up.bias", N_FF, scale=0.01)
+        add(f"{block}.ffn_down.weight", N_EMBD, N_FF)
+        add(f"{block}.ffn_down.bias", N_EMBD, scale=0.01)
+        norm(f"{block}.layer_output_norm")
+    if head:
+        add("cls.weight", N_EMBD, N_EMBD)
+        add("cls.bias", N_EMBD, scale=0.01)
+        add("cls.output.weight", 1, N_EMBD)
+        add("cls.output.bias", 1, scale=0.01)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def make_adapter(path: Path, seed: int) -> str:
+    """A LoRA adapter for SmolLM2's attention's output projections that visibly changes what it says."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(LORA_RANK))
+    for layer in range(LORA_LAYERS):
+        name = f"blk.{layer}.attn_output.weight"
+        writer.add_tensor(
+            f"{name}.lora_a", rng.normal(0, 0.05, (LORA_RANK, LORA_EMBD)).astype(np.float32)
+        )
+        writer.add_tensor(
+            f"{name}.lora_b", rng.normal(0, 0.5, (LORA_EMBD, LORA_RANK)).astype(np.float32)
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)

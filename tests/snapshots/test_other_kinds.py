@@ -1,0 +1,81 @@
+"""Snapshots of models that do not generate, and builds that fail: tried once, not after every launch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+
+import msgspec
+import pytest
+from made_models import MEAN, N_EMBD, RANK, make_bert
+
+pytestmark = pytest.mark.criu
+
+MODEL = "small"
+ASK = """
+import json, sys
+from edgeinfer.snapshots.building import facts
+from edgeinfer.snapshots.shelf import choose
+folder, manifest = choose.find(sys.argv[1], {})
+sys.stdout.write(facts.ask(manifest, folder, "canary").hex())
+"""
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [("encoder", MEAN), ("ranker", RANK)])
+def test_encoders_and_rerankers_are_warmed_with_a_canary_of_their_kind(user, place, kind, pooling):
+    model = make_bert(place.folder / f"{kind}.gguf", pooling, head=pooling == RANK)
+    user.run("pull", str(model), "--name", kind, "--in-place", "--quiet").check()
+    user.run("warm", kind, "--quiet").check()
+    once, again = (user.run(kind, program=ASK).check().out for _ in range(2))
+    assert once == again != ""
+    (answer,) = msgspec.msgpack.decode(bytes.fromhex(once))
+    assert isinstance(answer, float) if kind == "ranker" else len(answer) == N_EMBD
+
+
+SABOTAGE = """
+
+def main():  # the last definition counts
+    link = socket.socket(fileno=LINK_FD)
+    frames.receive(link)
+    frames.send(link, {"op": "failed", "code": "dump", "message": "planted"})
+    os._exit(1)
+"""
+
+
+def lines_of(user, count: int) -> list[str]:
+    """Wait for so many lines in the background's log."""
+    log = user.data / "state/auto-warm.log"
+    waiting = threading.Event()
+    for _ in range(1200):
+        lines = log.read_text().splitlines() if log.exists() else []
+        if len(lines) >= count:
+            return lines
+        waiting.wait(0.1)
+    raise AssertionError(lines)
+
+
+def test_a_build_that_failed_is_not_tried_again_until_something_changes(user, place):
+    copy = place.folder / "failing"
+    shutil.copytree(place.sources, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    park = copy / "edgeinfer/snapshots/building/park.py"
+    whole = park.read_text()
+    before, main, after = whole.partition('\nif __name__ == "__main__":')
+    park.write_text(before + SABOTAGE + main + after)
+    program = {"env": {"PYTHONPATH": str(copy)}}
+
+    for count in (1, 2):
+        assert user.ask(**program).start["how"] == "cold"
+        lines = lines_of(user, count)
+    assert "not built: planted" in lines[0]
+    assert "failed before, and nothing has changed since: planted" in lines[1]
+    assert "could not be built" in user.run("snapshots", **program).check().out
+    checks = json.loads(user.run("doctor", "--json", **program).out)["result"]["checks"]
+    assert any("small could not be built: planted" in check["found"] for check in checks)
+    assert "could not be built" not in user.run("snapshots").check().out
+
+    park.write_text(whole)
+    assert user.ask(**program).start["how"] == "cold"
+    assert "built in" in lines_of(user, 3)[2]
+    assert user.ask(**program).start["how"] == "resumed"
+    assert "could not be built" not in user.run("snapshots", **program).check().out
