@@ -33,6 +33,7 @@
     │   ├── SnapshotCorruptError      a file of it is truncated or altered
     │   ├── DumpError                 CRIU could not dump
     │   └── RestoreError              CRIU could not restore
+    ├── BlockDamagedError             a file of the block store is truncated or altered: it is not used
     ├── ServeError                    the endpoint cannot bind, or may not
     ├── StoreError                    the conversation store
     ├── ShippingError                 the shipped file, or what was unpacked of it
@@ -226,6 +227,10 @@ class DumpError(SnapshotError):
 
 class RestoreError(SnapshotError):
     """CRIU could not restore the snapshot."""
+
+
+class BlockDamagedError(EdgeInferError):
+    """A file of the block store is truncated or altered: it is not used."""
 
 
 class ServeError(EdgeInferError):

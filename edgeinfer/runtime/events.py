@@ -31,12 +31,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request. `cached_tokens` of `prompt_tokens` came from the KV cache and were not
-    prefilled.
+    """Tokens of one request. `cached_tokens` of `prompt_tokens` were not prefilled; `cached_disk_tokens`
+    of those came from the store of computed blocks, the others from memory.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_disk_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
 

@@ -109,6 +109,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens behind the system prompt). `logprobs`: None for none, else how many alternatives per token (0
     to 20). `lora`: (adapter name, scale) pairs. `speculative`: "auto" lets the engine decide by what it
     measures. `deadline_s` counts from submission.
+
+    `max_tokens` 0 computes the prompt, keeps it for whoever begins like it, and finishes with no token: at
+    the lowest priority, and cancelling it loses nothing. `cache_prompt` False neither takes nor leaves
+    anything, in memory or on disk. Requests share what was computed only under one `cache_salt`.
+    `conversation` names whose blocks these are, so that they can be forgotten with it.
     """
 
     messages: tuple[Message, ...] = ()
@@ -126,5 +131,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     overflow: Literal["refuse", "shift"] = "refuse"
     deadline_s: float | None = None
     cache_prompt: bool = True
+    cache_salt: str = ""
+    conversation: str = ""
     lora: tuple[tuple[str, float], ...] = ()
     speculative: Literal["auto", "off", "ngram", "draft"] = "auto"

@@ -1,0 +1,56 @@
+"""Deleting what was kept: everything, one model's, or one conversation's where no other has read it too.
+
+A process that has something of it in its own memory keeps that until it ends.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from edgeinfer import paths
+from edgeinfer.blocks import limits
+from edgeinfer.blocks.names import owner_name, read_secret
+from edgeinfer.blocks.store import model_folder
+
+
+def forget_all(root: Path) -> int:
+    """Delete every block and the secret; the bytes that were freed."""
+    freed = sum(block.n_bytes for block in limits.list_blocks(root))
+    shutil.rmtree(root, ignore_errors=True)
+    return freed
+
+
+def forget_model(root: Path, model: str) -> int:
+    """Delete the blocks of a model, named by its sha256; the bytes that were freed."""
+    folder = root / model_folder(model)
+    freed = sum(block.n_bytes for block in limits.list_blocks(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+    return freed
+
+
+def forget_conversation(root: Path, conversation: str) -> int:
+    """Delete what a conversation has read and no other has; the bytes that were freed."""
+    owners = root / "owners"
+    if not owners.is_dir():
+        return 0
+    paths.private_dir(root)
+    own = owners / owner_name(read_secret(root / "secret"), conversation)
+    written = _names(own)
+    for other in owners.iterdir():
+        if other != own:
+            written -= _names(other)
+    freed = 0
+    for block in limits.list_blocks(root):
+        if block.path.name.removesuffix(limits.SUFFIX) in written:
+            block.path.unlink(missing_ok=True)
+            freed += block.n_bytes
+    own.unlink(missing_ok=True)
+    return freed
+
+
+def _names(path: Path) -> set[str]:
+    try:
+        return set(path.read_text("ascii").split())
+    except FileNotFoundError:
+        return set()

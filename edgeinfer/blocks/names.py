@@ -1,0 +1,92 @@
+"""What blocks are called: keyed hashes, which tell nobody without the user's secret what was read.
+
+A name stands for everything that decides the bytes behind it: the model and how it computes (`identity`),
+who may share it (`salt`), the adapters, every token before, and its own. It is the hash of its parent's
+name and its tokens, so a prefix has one chain of names and no index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from edgeinfer.blocks.format import pack_tokens
+
+NAME_BYTES = 20
+SECRET_BYTES = 32
+#: A tail is found by so many of its first tokens; a shorter one is not kept.
+TAIL_KEY_TOKENS = 32
+
+
+def read_secret(path: Path) -> bytes:
+    """The user's secret in `path`, made when it is not there (0600). Raises OSError."""
+    for _ in range(2):
+        try:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(path, flags), "rb") as file:
+                secret = file.read()
+        except FileNotFoundError:
+            _make_secret(path)
+            continue
+        if len(secret) == SECRET_BYTES:
+            return secret
+        path.unlink(missing_ok=True)  # the disk was full when it was made
+    raise OSError(f"no secret can be kept in {path}")
+
+
+def _make_secret(path: Path) -> None:
+    """Put 32 random bytes there, whole or not at all; whoever is first wins."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(os.urandom(SECRET_BYTES))
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Names:
+    """The names of one model's blocks. `identity` is a digest of what decides their bits."""
+
+    def __init__(self, secret: bytes, identity: bytes) -> None:
+        self._secret = secret
+        self.identity = identity
+
+    def root(self, salt: str = "", adapters: str = "") -> bytes:
+        """The parent of a first block. Who gives another salt finds nothing of others."""
+        return self._hash(b"root", self.identity, salt.encode(), adapters.encode())
+
+    def full(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The name of a whole block behind `parent`."""
+        return self._hash(b"full", parent, pack_tokens(tokens))
+
+    def chain(self, root: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+        """The names of all whole blocks of `tokens`, in order."""
+        names, parent = [], root
+        for at in range(0, len(tokens) - block_tokens + 1, block_tokens):
+            parent = self.full(parent, tokens[at : at + block_tokens])
+            names.append(parent)
+        return names
+
+    def tail(self, parent: bytes, tokens: Sequence[int], kind: str = "tail") -> bytes:
+        """The name under which what begins with `tokens` behind `parent` is kept, however long it is now:
+        the next write supersedes it.
+        """
+        return self._hash(kind.encode(), parent, pack_tokens(tokens[:TAIL_KEY_TOKENS]))
+
+    def _hash(self, kind: bytes, *parts: bytes) -> bytes:
+        state = hashlib.blake2b(key=self._secret, digest_size=NAME_BYTES, person=kind.ljust(16, b"\0"))
+        for part in parts:
+            state.update(len(part).to_bytes(8, "little") + part)
+        return state.digest()
+
+
+def owner_name(secret: bytes, conversation: str) -> str:
+    """The name of the list of blocks that hold a conversation."""
+    text = conversation.encode()
+    return hashlib.blake2b(text, key=secret, digest_size=NAME_BYTES, person=b"owner").hexdigest()

@@ -1,0 +1,287 @@
+"""The store of one user: a folder of immutable files, shared by every process without a lock.
+
+    ROOT/secret                      what names are keyed with (0600)
+    ROOT/owners/HASH                 names of the blocks that hold one conversation
+    ROOT/MODEL/IDENTITY/checked      what the check of this identity found: "exact", or why it is refused
+    ROOT/MODEL/IDENTITY/NAME.block   a block (format.py)
+
+A file appears by one rename and never changes; whoever writes the same block writes the same bytes. Files
+and folders are this user's alone, and what is not is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.blocks import format, limits
+from edgeinfer.blocks.format import Block, Header
+from edgeinfer.blocks.limits import Limits
+from edgeinfer.blocks.names import Names, owner_name, read_secret
+from edgeinfer.blocks.writer import Writer
+from edgeinfer.errors import BlockDamagedError
+
+#: Files are read, and their checksums computed, by so many threads: one gives some 4 GB/s.
+_READERS = 2
+#: After the disk was full, writing is tried again after so long (seconds).
+_FULL_S = 60.0
+#: The folder is counted again after so many written bytes, as a share of what is allowed.
+_RECOUNT_SHARE = 32
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Sums since the store was opened. Bytes are of files."""
+
+    blocks_written: int = 0
+    bytes_written: int = 0
+    blocks_read: int = 0
+    bytes_read: int = 0
+    pruned: int = 0
+    damaged: int = 0
+
+
+class BlockStore:
+    """All blocks of one user, below `root`. `warn` is told once what keeps it from working.
+
+    Raises SnapshotUnsafeError when the folder is another user's or open to others, OSError.
+    """
+
+    def __init__(
+        self, root: Path, allowed: Limits | None = None, warn: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.root = paths.private_dir(root)
+        self._limits = allowed or Limits()
+        self._warn = warn
+        self.secret = read_secret(root / "secret")
+        self._room_bytes = 0
+        self._full_until = 0.0
+        self._is_warned = False
+        self._lock = threading.Lock()
+        self.traffic = Traffic()
+
+    def model(self, model: str, identity: dict[str, str]) -> ModelBlocks:
+        """The blocks of one model, computed in one way. `model`: its sha256, or another name of the very
+        bytes. `identity`: everything else that decides a bit of a state.
+        """
+        raw = msgspec.json.encode(sorted({**identity, "model": model}.items()))
+        digest = hashlib.blake2b(raw, digest_size=16)
+        folder = paths.private_dir(self.root / model_folder(model)) / digest.hexdigest()
+        return ModelBlocks(self, paths.private_dir(folder), Names(self.secret, digest.digest()))
+
+    def has_room_for(self, n_bytes: int) -> bool:
+        """Whether a file of `n_bytes` may be written now, after pruning if need be. Raises OSError."""
+        if time.monotonic() < self._full_until:
+            return False
+        with self._lock:
+            if self._room_bytes < n_bytes:
+                removed, used = limits.prune(self.root, self._limits, n_bytes)
+                self.traffic.pruned += removed
+                room = self._limits.allowed(self.root, used) - used
+                self._room_bytes = min(room, max(n_bytes, (used + room) // _RECOUNT_SHARE))
+                if room < n_bytes:
+                    self.stop_writing("the disk has no room for computed blocks")
+                    return False
+            self._room_bytes -= n_bytes
+            return True
+
+    def stop_writing(self, reason: str) -> None:
+        """Write nothing for a while; say why, once."""
+        self._full_until = time.monotonic() + _FULL_S
+        self._room_bytes = 0
+        if not self._is_warned:
+            self._is_warned = True
+            self._warn(f"{reason}: what models read now will be computed again after a restart")
+
+    def note_owner(self, conversation: str, names: Sequence[bytes]) -> None:
+        """Add blocks to the list of what a conversation has read. Raises OSError."""
+        folder = paths.private_dir(self.root / "owners")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(folder / owner_name(self.secret, conversation), flags, 0o600), "wb") as file:
+            file.write(b"".join(name.hex().encode() + b"\n" for name in names))
+
+
+def model_folder(model: str) -> str:
+    """The folder of a model's blocks below the root."""
+    return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
+
+
+class ModelBlocks:
+    """The blocks of one identity. Reading and writing are done by threads; any thread may ask."""
+
+    def __init__(self, store: BlockStore, folder: Path, names: Names) -> None:
+        self._store, self._folder, self.names = store, folder, names
+        self.writer = Writer()
+        self._readers: ThreadPoolExecutor | None = None
+        self._owned: set[tuple[str, bytes]] = set()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters, of the whole store."""
+        return self._store.traffic
+
+    # what is there
+
+    def path(self, name: bytes) -> Path:
+        """The file of a block, there or not."""
+        return self._folder / f"{name.hex()}{limits.SUFFIX}"
+
+    def has(self, name: bytes) -> bool:
+        """Whether a block of this name is there; whether it is whole shows when it is read."""
+        return self.path(name).exists()
+
+    def header(self, name: bytes) -> Header | None:
+        """What the block says of itself, its checksum not looked at; None without a readable one."""
+        try:
+            with open(_open_own(self.path(name)), "rb") as file:
+                start = file.read(1 << 16)
+            return format.read_header(start)
+        except (OSError, BlockDamagedError):
+            return None
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Note that a chain was used: the first of `names`, the parent of the rest, counts as used last."""
+        now_ns = time.time_ns()
+        for i, name in enumerate(names):
+            try:
+                os.utime(self.path(name), ns=(now_ns, now_ns - i))
+            except OSError:
+                continue
+
+    # reading
+
+    def read_ahead(self, names: Sequence[bytes]) -> list[Future[Block | None]]:
+        """Begin to read and check blocks, in order. A result is None where a block is not usable."""
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS, "edgeinfer-read")
+        return [self._readers.submit(self.read, name) for name in names]
+
+    def read(self, name: bytes) -> Block | None:
+        """A block, mapped and its checksum right; None when there is none that can be used."""
+        path = self.path(name)
+        try:
+            block = self._map(path)
+            if block.header.name != name or block.header.identity != self.names.identity:
+                raise BlockDamagedError("it is another block, renamed")
+        except OSError:
+            return None
+        except BlockDamagedError:
+            self.traffic.damaged += 1
+            path.unlink(missing_ok=True)
+            return None
+        self.traffic.blocks_read += 1
+        self.traffic.bytes_read += block.n_bytes
+        return block
+
+    def _map(self, path: Path) -> Block:
+        descriptor = _open_own(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if not size:
+                raise BlockDamagedError("it is empty")
+            mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        mapped.madvise(mmap.MADV_WILLNEED)
+        return format.decode(memoryview(mapped))
+
+    # writing
+
+    def write(self, block: Block) -> bool:
+        """Have a block written soon; False when too much is waiting already."""
+        return self.writer.put(lambda: self._write(block), block.n_bytes)
+
+    def own(self, conversation: str, names: Sequence[bytes]) -> None:
+        """Note that these blocks hold what a conversation has read, so that they go with it."""
+        new = [name for name in names if (conversation, name) not in self._owned]
+        self._owned.update((conversation, name) for name in new)
+        if new:
+            self.writer.put(lambda: self._own(conversation, new))
+
+    def _own(self, conversation: str, names: Sequence[bytes]) -> None:
+        try:
+            self._store.note_owner(conversation, names)
+        except OSError as error:
+            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
+
+    def _write(self, block: Block) -> None:
+        """In the writer's thread: the file, whole or not at all."""
+        path = self.path(block.header.name)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            if not self._store.has_room_for(block.n_bytes):
+                return
+            n_bytes = _write_file(temporary, block)
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
+            return
+        self.traffic.blocks_written += 1
+        self.traffic.bytes_written += n_bytes
+
+    def remove(self, name: bytes) -> None:
+        """Delete a block, if it is there."""
+        self.path(name).unlink(missing_ok=True)
+
+    # the check of this identity
+
+    def read_check(self) -> str:
+        """What the check of this identity found: "exact", why it is refused, or "" before any."""
+        try:
+            with open(_open_own(self._folder / "checked"), encoding="utf-8") as file:
+                return file.read()
+        except OSError:
+            return ""
+
+    def note_check(self, found: str) -> None:
+        """Keep what the check found. A disk without room only means that it is made again."""
+        temporary = self._folder / f".checked.{os.getpid()}.new"
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            with open(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+                file.write(found)
+            temporary.replace(self._folder / "checked")
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Write what waits and end the threads; False when that took longer. It may be used again."""
+        if self._readers is not None:
+            self._readers.shutdown(wait=True, cancel_futures=True)
+            self._readers = None
+        return self.writer.stop(timeout_s)
+
+
+def _open_own(path: Path) -> int:
+    """A descriptor of a plain file that is this user's alone. Raises OSError, PermissionError else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        os.close(descriptor)
+        raise PermissionError(f"{path} is not a plain file of this user alone")
+    return descriptor
+
+
+def _write_file(path: Path, block: Block) -> int:
+    """Write a block durably; the file's bytes."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+        for buffer in format.encode(block):
+            view = memoryview(buffer)
+            while view:
+                view = view[file.write(view) :]
+        os.fdatasync(file.fileno())
+        return file.tell()

@@ -1,0 +1,80 @@
+"""The thread that writes blocks, so that nobody waits for a disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+#: Bytes that may wait; one job is always let in.
+_QUEUE_BYTES = 256 << 20
+
+
+class Writer:
+    """Runs jobs in a thread of its own, in order. Any thread may call any method."""
+
+    def __init__(self, queue_bytes: int = _QUEUE_BYTES) -> None:
+        self._queue_bytes = queue_bytes
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
+        self._bytes = 0
+        self._busy = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another job is taken now."""
+        return not self._bytes or self._bytes < self._queue_bytes
+
+    def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
+        """Queue a job that keeps `n_bytes` of memory until it is done; False when too much is waiting."""
+        with self._changed:
+            if not self.has_room:
+                return False
+            self._waiting.append((job, n_bytes))
+            self._bytes += n_bytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="edgeinfer-blocks", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return True
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Wait until another job is taken; False when that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.has_room, timeout_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued is done; False when that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout_s)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Do what waits and end the thread; the next job starts another. False when it took longer."""
+        deadline = time.monotonic() + timeout_s
+        done = self.flush(timeout_s)
+        with self._changed:
+            self._waiting.clear()
+            thread, self._thread = self._thread, None
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return done
+
+    def _main(self) -> None:
+        own = threading.current_thread()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._thread is not own)
+                if not self._waiting:
+                    return
+                job, n_bytes = self._waiting.popleft()
+                self._busy = True
+            try:
+                job()
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._bytes -= n_bytes
+                    self._changed.notify_all()

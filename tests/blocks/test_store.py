@@ -1,0 +1,325 @@
+"""The store on real folders: what is written comes back, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.blocks import forget, limits
+from edgeinfer.blocks.format import Block, Header, decode, encode, pack_tokens
+from edgeinfer.blocks.limits import Limits
+from edgeinfer.blocks.store import BlockStore, ModelBlocks
+from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
+
+TOKENS = list(range(256))
+ROOMY = Limits(max_bytes=1 << 30, margin_bytes=0)
+
+
+def make_block(
+    blocks: ModelBlocks, tokens: list[int], parent: bytes | None = None, *, n_bytes: int = 5000
+) -> Block:
+    parent = blocks.names.root() if parent is None else parent
+    name = blocks.names.full(parent, tokens)
+    payload = (bytes(tokens[:1]) or b"x") * n_bytes
+    header = Header("full", name, parent, blocks.names.identity, pack_tokens(tokens), (n_bytes, 3))
+    return Block(header, (memoryview(payload), memoryview(b"end")))
+
+
+def put(blocks: ModelBlocks, block: Block) -> bytes:
+    assert blocks.write(block)
+    assert blocks.writer.flush(30)
+    return block.header.name
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlockStore:
+    return BlockStore(tmp_path / "blocks", ROOMY)
+
+
+@pytest.fixture
+def blocks(store: BlockStore) -> ModelBlocks:
+    return store.model("sha", {"kv": "f16"})
+
+
+def test_what_is_written_comes_back(blocks: ModelBlocks) -> None:
+    block = make_block(blocks, TOKENS)
+    name = put(blocks, block)
+    back = blocks.read(name)
+    assert back is not None
+    assert back.header == block.header
+    assert [bytes(part) for part in back.parts] == [bytes(part) for part in block.parts]
+    assert back.tokens == TOKENS
+    assert blocks.traffic.blocks_written == blocks.traffic.blocks_read == 1
+
+
+def test_another_process_finds_it_without_an_index(store: BlockStore, blocks: ModelBlocks) -> None:
+    name = put(blocks, make_block(blocks, TOKENS))
+    other = BlockStore(store.root, ROOMY).model("sha", {"kv": "f16"})
+    assert other.names.full(other.names.root(), TOKENS) == name
+    assert [future.result() is not None for future in other.read_ahead([name])] == [True]
+
+
+@pytest.mark.parametrize(
+    ("model", "identity"), [("other", {"kv": "f16"}), ("sha", {"kv": "q8_0"}), ("sha", {})]
+)
+def test_another_identity_finds_nothing(
+    store: BlockStore, blocks: ModelBlocks, model: str, identity: dict[str, str]
+) -> None:
+    name = put(blocks, make_block(blocks, TOKENS))
+    other = store.model(model, identity)
+    assert other.names.full(other.names.root(), TOKENS) != name
+    os.link(blocks.path(name), other.path(name))
+    assert other.read(name) is None
+    assert not other.has(name)
+
+
+def test_salt_adapters_parent_and_secret_decide_names(tmp_path: Path, blocks: ModelBlocks) -> None:
+    names = blocks.names
+    stranger = BlockStore(tmp_path / "stranger", ROOMY).model("sha", {"kv": "f16"}).names
+    roots = {
+        names.root(),
+        names.root("key"),
+        names.root("", "a=1"),
+        names.root("a", "=1"),
+        stranger.root(),
+    }
+    assert len(roots) == 5
+    assert len({names.full(root, TOKENS) for root in roots}) == 5
+    assert names.tail(roots.pop(), TOKENS) != names.tail(roots.pop(), TOKENS)
+    assert names.chain(names.root(), TOKENS * 2 + [1], 256)[1] == names.full(
+        names.full(names.root(), TOKENS), TOKENS
+    )
+
+
+@pytest.mark.parametrize("at", [0, 5, 9, 13, 17, 30, 200, 5000, -1])
+def test_a_flipped_bit_is_seen_and_the_file_goes(blocks: ModelBlocks, at: int) -> None:
+    name = put(blocks, make_block(blocks, TOKENS))
+    path = blocks.path(name)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    assert blocks.read(name) is None
+    assert not blocks.has(name)
+    assert blocks.traffic.damaged == 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 23, 24, 100, 5000])
+def test_a_truncated_file_is_seen(blocks: ModelBlocks, size: int) -> None:
+    name = put(blocks, make_block(blocks, TOKENS))
+    os.truncate(blocks.path(name), size)
+    assert blocks.header(name) is None or size >= 1000
+    assert blocks.read(name) is None
+    assert not blocks.has(name)
+
+
+def test_swapped_blocks_are_seen(blocks: ModelBlocks) -> None:
+    one, two = (put(blocks, make_block(blocks, [n] * 256)) for n in (1, 2))
+    spare = blocks.path(one).with_name("spare")
+    blocks.path(one).rename(spare)
+    blocks.path(two).rename(blocks.path(one))
+    spare.rename(blocks.path(two))
+    assert blocks.read(one) is None
+    assert blocks.read(two) is None
+
+
+def test_sizes_that_lie_are_refused(blocks: ModelBlocks) -> None:
+    block = make_block(blocks, TOKENS)
+    header = Header("full", b"n", b"p", b"i", b"", (1 << 40,))
+    with pytest.raises(BlockDamagedError, match="do not fit"):
+        decode(memoryview(b"".join(encode(Block(header, block.parts)))))
+
+
+def test_folders_and_files_are_the_user_s_alone(store: BlockStore, blocks: ModelBlocks) -> None:
+    name = put(blocks, make_block(blocks, TOKENS))
+    blocks.own("talk", [name])
+    assert blocks.writer.flush(30)
+    for folder, folders, files in os.walk(store.root):
+        assert all(os.stat(Path(folder, f)).st_mode & 0o777 == 0o700 for f in folders)
+        assert all(os.stat(Path(folder, f)).st_mode & 0o777 == 0o600 for f in files)
+    blocks.path(name).chmod(0o644)
+    assert blocks.read(name) is None
+
+
+def test_a_folder_that_others_may_enter_or_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("open", "link"):
+        with pytest.raises(SnapshotUnsafeError):
+            BlockStore(tmp_path / name)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_owner_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "blocks"
+    root.mkdir(mode=0o700)
+    os.chown(root, 12345, 12345)
+    with pytest.raises(SnapshotUnsafeError):
+        BlockStore(root)
+
+
+def test_a_symlink_in_a_file_s_place_is_not_followed(tmp_path: Path, blocks: ModelBlocks) -> None:
+    name = put(blocks, make_block(blocks, TOKENS))
+    blocks.path(name).rename(tmp_path / "elsewhere")
+    blocks.path(name).symlink_to(tmp_path / "elsewhere")
+    assert blocks.read(name) is None
+
+
+def test_least_recently_used_goes_first_and_children_before_parents(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path / "blocks", Limits(max_bytes=100_000, margin_bytes=0))
+    blocks = store.model("sha", {})
+    chain = [put(blocks, make_block(blocks, [n] * 256, n_bytes=16_000)) for n in range(5)]
+    blocks.touch(chain[:3])
+    put(blocks, make_block(blocks, [8] * 256, n_bytes=16_000))
+    put(blocks, make_block(blocks, [9] * 256, n_bytes=16_000))
+    left = [blocks.has(name) for name in chain]
+    assert left == [True, True, True, False, False]
+    blocks.touch(chain[:3])
+    for n in range(20, 24):
+        put(blocks, make_block(blocks, [n] * 256, n_bytes=16_000))
+    left = [blocks.has(name) for name in chain[:3]]
+    assert left == sorted(left, reverse=True)
+    assert blocks.traffic.pruned > 2
+
+
+def test_a_clock_that_was_set_back_keeps_nothing_for_ever(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path / "blocks", Limits(max_bytes=100_000, margin_bytes=0))
+    blocks = store.model("sha", {})
+    name = put(blocks, make_block(blocks, TOKENS, n_bytes=40_000))
+    future_s = time.time() + 1e8
+    os.utime(blocks.path(name), (future_s, future_s))
+    for n in range(4):
+        put(blocks, make_block(blocks, [n] * 256, n_bytes=40_000))
+        assert sum(b.n_bytes for b in limits.list_blocks(store.root)) <= 100_000
+    assert not blocks.has(name)
+
+
+def test_no_room_stops_writing_and_says_so_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    store = BlockStore(tmp_path / "blocks", Limits(max_bytes=4096, margin_bytes=0), said.append)
+    blocks = store.model("sha", {})
+    for n in range(3):
+        put(blocks, make_block(blocks, [n] * 256))
+    assert limits.list_blocks(store.root) == []
+    assert len(said) == 1
+    assert "again" in said[0]
+
+
+def test_a_file_size_limit_in_the_middle_of_a_block_leaves_nothing(tmp_path: Path) -> None:
+    code = f"""
+import resource, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_store import *
+said = []
+store = BlockStore(Path({str(tmp_path / "blocks")!r}), ROOMY, said.append)
+blocks = store.model("sha", {{}})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+for n in range(3):
+    put(blocks, make_block(blocks, [n] * 256, n_bytes=50_000))
+assert len(said) == 1, said
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": "."})
+    left = [f for _, _, files in os.walk(tmp_path / "blocks") for f in files]
+    assert left == ["secret"]
+
+
+_ENDLESS = """
+import sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from test_store import *
+store = BlockStore(Path({root!r}), ROOMY)
+blocks = store.model("sha", {{}})
+for round in range({rounds}):
+    for n in range(40):
+        put(blocks, make_block(blocks, [n] * 256, n_bytes=200_000))
+        if not round and n == 10:
+            print("going", flush=True)
+"""
+
+
+def writing(root: Path, rounds: int) -> subprocess.Popen[bytes]:
+    code = _ENDLESS.format(here=str(Path(__file__).parent), root=str(root), rounds=rounds)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+
+
+def whole_and_unfinished(root: Path) -> tuple[int, int]:
+    blocks = BlockStore(root, ROOMY).model("sha", {})
+    names = [bytes.fromhex(b.path.name.removesuffix(limits.SUFFIX)) for b in limits.list_blocks(root)]
+    assert all(blocks.read(name) is not None for name in names)
+    return len(names), sum(f.endswith(".new") for _, _, files in os.walk(root) for f in files)
+
+
+def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
+    root = tmp_path / "blocks"
+    process = writing(root, 1000)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    n_whole, n_unfinished = whole_and_unfinished(root)
+    assert n_whole >= 10
+    assert n_unfinished <= 1
+    long_ago = time.time() - 1e5
+    for folder, _, files in os.walk(root):
+        for name in files:
+            os.utime(Path(folder, name), (long_ago, long_ago))
+    limits.list_blocks(root)
+    assert whole_and_unfinished(root) == (n_whole, 0)
+
+
+def test_two_processes_that_write_the_same_do_no_harm(tmp_path: Path) -> None:
+    processes = [writing(tmp_path / "blocks", 3) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.close()
+    assert whole_and_unfinished(tmp_path / "blocks") == (40, 0)
+
+
+def test_forget_a_conversation_leaves_what_others_share(store: BlockStore, blocks: ModelBlocks) -> None:
+    shared, mine, theirs = (put(blocks, make_block(blocks, [n] * 256)) for n in range(3))
+    blocks.own("mine", [shared, mine])
+    blocks.own("theirs", [shared, theirs])
+    assert blocks.writer.flush(30)
+    assert forget.forget_conversation(store.root, "mine") > 0
+    assert [blocks.has(name) for name in (shared, mine, theirs)] == [True, False, True]
+    assert forget.forget_conversation(store.root, "theirs") > 0
+    assert limits.list_blocks(store.root) == []
+
+
+def test_forget_a_model_and_all(store: BlockStore, blocks: ModelBlocks) -> None:
+    name = put(blocks, make_block(blocks, TOKENS))
+    other = store.model("other", {})
+    kept = put(other, make_block(other, TOKENS))
+    assert forget.forget_model(store.root, "sha") > 0
+    assert (blocks.has(name), other.has(kept)) == (False, True)
+    assert forget.forget_all(store.root) > 0
+    assert not store.root.exists()
+
+
+def test_the_check_of_an_identity_is_remembered(store: BlockStore, blocks: ModelBlocks) -> None:
+    assert blocks.read_check() == ""
+    blocks.note_check("exact")
+    assert store.model("sha", {"kv": "f16"}).read_check() == "exact"
+    assert store.model("sha", {"kv": "q8_0"}).read_check() == ""
+
+
+def test_the_writer_is_bounded_and_can_be_used_again(blocks: ModelBlocks) -> None:
+    name = put(blocks, make_block(blocks, TOKENS))
+    assert blocks.close()
+    blocks.remove(name)
+    put(blocks, make_block(blocks, TOKENS))
+    assert blocks.has(name)
+    blocks.writer._queue_bytes = 1
+    blocks.writer._bytes = 1
+    assert not blocks.write(make_block(blocks, TOKENS))
+    blocks.writer._bytes = 0
