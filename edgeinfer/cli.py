@@ -1,5 +1,4 @@
-"""The command line: builds the parser from the families in `arguments/`, runs one verb, and turns its
-outcome into words.
+"""The command line: builds the parser of `arguments/`, runs one verb, and prints its outcome.
 
 stdout is data, stderr is talk. This is the only place that prints a result, formats an error, or
 chooses an exit code.
@@ -8,20 +7,24 @@ chooses an exit code.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from edgeinfer import __version__, error_text
 from edgeinfer.arguments import catalog, launch_args, machine, snapshots
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.arguments.verb import wants_json
+from edgeinfer.errors import EdgeInferError, SnapshotsUnavailableError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result, envelope, error_envelope
 
 FAMILIES = (launch_args, catalog, snapshots, machine)
+#: What every verb is: one function below `commands/`.
+Command = Callable[[argparse.Namespace, Host], Result]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,18 +41,21 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
     for family in FAMILIES:
         family.add(verbs)
+    parser.set_defaults(parser=parser, json=False)
     return parser
 
 
 def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
-    """Run one command line and return its exit code. Prints; raises nothing but SystemExit from
-    `--help` and `--version`.
+    """Run one command line, print its outcome and return its exit code.
+
+    Raises nothing but SystemExit, from `--help` and `--version`.
     """
-    words_typed = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in words_typed
+    typed = list(sys.argv[1:] if argv is None else argv)
+    as_json = wants_json(typed)
     try:
-        options = build_parser().parse_args(words_typed or ["chat"])
-        result: Result = options.command(options, host or Host())
+        options = build_parser().parse_args(typed or ["chat"])
+        as_json = options.json
+        result = _run(options, host or Host())
         _print_result(result, as_json=as_json)
         return result.exit_code
     except EdgeInferError as error:
@@ -63,6 +69,17 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
     except Exception as error:  # noqa: BLE001  the main of a process: a person never sees a traceback unasked
         _print_unexpected(error, as_json=as_json)
         return 70
+
+
+def _run(options: argparse.Namespace, host: Host) -> Result:
+    """Import the verb's function and call it. Raises what it raises."""
+    if options.linux_only and sys.platform != "linux":
+        raise SnapshotsUnavailableError(
+            f"`{options.verb}` needs Linux; every launch here is a cold start", hint=""
+        )
+    module, _, name = options.run.partition(":")
+    command: Command = getattr(importlib.import_module(module), name)
+    return command(options, host)
 
 
 def _print_result(result: Result, *, as_json: bool) -> None:

@@ -16,29 +16,24 @@ from __future__ import annotations
 import sys
 import time
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    pass
+from edgeinfer.launch_verbs import LAUNCH_VERBS
 
-LAUNCH_VERBS = ("chat", "run", "serve", "batch")
 _HELP = ("-h", "--help")
 
 
 def main() -> int:
     """The console command."""
     main_ns = time.monotonic_ns()
-    exec_ns = (
-        main_ns - time.process_time_ns()
-    )  # what this process has computed since exec: it has hardly waited
+    # what this process has computed since exec: it has hardly waited
+    exec_ns = main_ns - time.process_time_ns()
     argv = sys.argv[1:] or ["chat"]
     if sys.platform == "linux" and argv[0] in LAUNCH_VERBS and not any(word in _HELP for word in argv):
         from edgeinfer.snapshots.launching.launch import launch  # Linux only
 
         launch(argv, exec_ns, main_ns)
     if getattr(sys, "frozen", False):
-        # built in; the shipped file's launcher has no command line, its application has
-        # (shipping.shipped)
-        import os
+        # the shipped file's launcher has no command line, its application has (shipping.shipped)
+        import os  # built in
 
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     from edgeinfer import cli  # 60 ms: not on the way of a launch

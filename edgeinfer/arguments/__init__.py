@@ -1,1 +1,1 @@
-"""One parser family a file: `add(subparsers)` registers `_add_x`/`_cmd_x` pairs, each pair one verb."""
+"""The command line: one family of verbs a file, each verb with the function that runs it."""

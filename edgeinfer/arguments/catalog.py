@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from edgeinfer.host import Host
+from edgeinfer.arguments.verb import Verbs, add_verb
 from edgeinfer.load_options import KV_TYPE
-from edgeinfer.result import Result
-
-Verbs = argparse._SubParsersAction  # the name argparse has for what add_subparsers returns
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -20,14 +17,14 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_quantize(verbs)
 
 
-def _add_common(parser: argparse.ArgumentParser, *, progress: bool = False) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    if progress:
-        parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
 def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("pull", help="fetch, verify and store a model; goes on where it stopped")
+    parser = add_verb(
+        verbs, "pull", "pull:pull", "fetch, verify and store a model; goes on where it stopped"
+    )
     parser.add_argument(
         "model",
         nargs="?",
@@ -39,18 +36,13 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "--in-place", action="store_true", help="point at a local file instead of copying it"
     )
     parser.add_argument("--again", action="store_true", help="fetch it even when it is here")
-    _add_common(parser, progress=True)
-    parser.set_defaults(command=_cmd_pull)
-
-
-def _cmd_pull(options: argparse.Namespace, host: Host) -> Result:
-    from edgeinfer.commands.pull import pull
-
-    return pull(options, host)
+    _add_quiet(parser)
 
 
 def _add_list(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("list", help="models that are here, and models that can be pulled")
+    parser = add_verb(
+        verbs, "list", "list:list_models", "models that are here, and models that can be pulled"
+    )
     parser.add_argument(
         "words",
         nargs="*",
@@ -58,19 +50,11 @@ def _add_list(verbs: Verbs[argparse.ArgumentParser]) -> None:
         help="only models that have every word in name, title or purpose",
     )
     parser.add_argument("--pulled", action="store_true", help="only those that are here")
-    _add_common(parser)
-    parser.set_defaults(command=_cmd_list)
-
-
-def _cmd_list(options: argparse.Namespace, _host: Host) -> Result:
-    from edgeinfer.commands.list import list_models
-
-    return list_models(options)
 
 
 def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "show", help="a model's architecture, sizes, licence, source and memory needs"
+    parser = add_verb(
+        verbs, "show", "show:show", "a model's architecture, sizes, licence, source and memory needs"
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model"
@@ -78,37 +62,24 @@ def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument("--ctx", type=int, metavar="TOKENS", help="estimate memory for this context")
     parser.add_argument("--kv-type", choices=KV_TYPE.words, help=KV_TYPE.help)
     parser.add_argument("--template", action="store_true", help="print the chat template alone")
-    _add_common(parser)
-    parser.set_defaults(command=_cmd_show)
-
-
-def _cmd_show(options: argparse.Namespace, host: Host) -> Result:
-    from edgeinfer.commands.show import show
-
-    return show(options, host)
 
 
 def _add_rm(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("rm", help="remove models; files used in place are left alone")
+    parser = add_verb(verbs, "rm", "rm:rm", "remove models; files used in place are left alone")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="NAME or NAME:QUANT")
     parser.add_argument(
         "--forget", action="store_true", help="forget the pinned SHA-256 too: the next pull trusts anew"
     )
-    _add_common(parser)
-    parser.set_defaults(command=_cmd_rm)
-
-
-def _cmd_rm(options: argparse.Namespace, _host: Host) -> Result:
-    from edgeinfer.commands.rm import rm
-
-    return rm(options)
 
 
 def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
     from edgeinfer.catalog.ggml_types import FILE_TYPES  # 1 ms: a table
 
-    parser = verbs.add_parser(
-        "quantize", help="make a smaller copy of a model, and measure what it costs"
+    parser = add_verb(
+        verbs,
+        "quantize",
+        "quantize:quantize_model",
+        "make a smaller copy of a model, and measure what it costs",
     )
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
     types = tuple(FILE_TYPES.values())
@@ -130,11 +101,4 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--no-perplexity", action="store_true", help="do not measure the perplexity of both"
     )
-    _add_common(parser, progress=True)
-    parser.set_defaults(command=_cmd_quantize)
-
-
-def _cmd_quantize(options: argparse.Namespace, _host: Host) -> Result:
-    from edgeinfer.commands.quantize import quantize_model
-
-    return quantize_model(options)
+    _add_quiet(parser)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from edgeinfer.host import Host
+from edgeinfer.arguments.verb import Verbs, add_verb
 from edgeinfer.load_options import LOAD_OPTIONS, N_THREADS, LoadOption
-from edgeinfer.result import Result
 
 
-def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     """Register this family's verbs."""
     _add_chat(verbs)
     _add_run(verbs)
@@ -69,8 +67,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--seed", type=int, help="the same seed gives the same answer")
 
 
-def _add_chat(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("chat", help="chat in the terminal; what `edgeinfer` alone does")
+def _add_chat(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs, "chat", "chat:chat", "chat in the terminal; what `edgeinfer` alone does", json=False
+    )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a model's name; left out: the default"
     )
@@ -87,17 +87,10 @@ def _add_chat(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add_sampling_options(parser)
     add_load_options(parser)
     add_launch_options(parser)
-    parser.set_defaults(command=_cmd_chat)
 
 
-def _cmd_chat(options: argparse.Namespace, host: Host) -> Result:
-    from edgeinfer.commands.chat import chat  # commands are imported when typed
-
-    return chat(options, host)
-
-
-def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("run", help="answer one prompt on stdout")
+def _add_run(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(verbs, "run", "run:run", "answer one prompt on stdout")
     parser.add_argument(
         "model_or_prompt", nargs="?", metavar="MODEL", help="a model's name; left out: the default"
     )
@@ -112,22 +105,16 @@ def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="go on with the prompt as it is, without the model's chat template",
     )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a stream")
     parser.add_argument("--timings", action="store_true", help="timings on stderr")
     add_sampling_options(parser)
     add_load_options(parser)
     add_launch_options(parser)
-    parser.set_defaults(command=_cmd_run)
 
 
-def _cmd_run(options: argparse.Namespace, host: Host) -> Result:
-    from edgeinfer.commands.run import run  # commands are imported when typed
-
-    return run(options, host, stream_to=None if options.json else sys.stdout, talk=sys.stderr)
-
-
-def _add_serve(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("serve", help="answer OpenAI, Anthropic and plain HTTP clients")
+def _add_serve(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs, "serve", "serve:serve", "answer OpenAI, Anthropic and plain HTTP clients", json=False
+    )
     parser.add_argument(
         "model",
         nargs="?",
@@ -137,13 +124,6 @@ def _add_serve(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_endpoint_options(parser)
     add_load_options(parser)
     add_launch_options(parser)
-    parser.set_defaults(command=_cmd_serve)
-
-
-def _cmd_serve(options: argparse.Namespace, host: Host) -> Result:
-    from edgeinfer.commands.serve import serve  # 250 ms: starlette and uvicorn
-
-    return serve(options, host)
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
@@ -205,8 +185,10 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_batch(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("batch", help="answer a file of requests in OpenAI's batch format")
+def _add_batch(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs, "batch", "batch:batch", "answer a file of requests in OpenAI's batch format"
+    )
     parser.add_argument(
         "input", metavar="IN.jsonl", help="requests, one a line: custom_id, method, url, body"
     )
@@ -224,17 +206,9 @@ def _add_batch(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="N",
         help="requests in the engine at once; left out: decided",
     )
-    parser.add_argument("--json", action="store_true", help="the outcome as one JSON object")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     add_load_options(parser)
     add_launch_options(parser)
-    parser.set_defaults(command=_cmd_batch)
-
-
-def _cmd_batch(options: argparse.Namespace, host: Host) -> Result:
-    from edgeinfer.commands.batch import batch  # commands are imported when typed
-
-    return batch(options, host)
 
 
 def port_number(text: str) -> int:

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from edgeinfer.arguments.launch_args import add_load_option, add_load_options
-from edgeinfer.errors import SnapshotsUnavailableError
-from edgeinfer.host import Host
+from edgeinfer.arguments.verb import Verbs, add_verb, json_option
 from edgeinfer.load_options import N_THREADS
-from edgeinfer.result import Result
 
 
-def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     """Register this family's verbs."""
     _add_warm(verbs)
     _add_snapshots(verbs)
-    _add_ps(verbs)
+    add_verb(verbs, "ps", "ps:ps", "running chats, endpoints and workers", linux_only=True)
     _add_stop(verbs)
 
 
-def _linux_only() -> None:
-    """Raise SnapshotsUnavailableError elsewhere: launches work there, cold."""
-    if sys.platform != "linux":
-        raise SnapshotsUnavailableError(
-            "snapshots need Linux; every launch here is a cold start", hint=""
-        )
-
-
-def _json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-
-
-def _add_warm(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser(
-        "warm", help="build a snapshot of the loaded model: later launches take a tenth of a second"
+def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs,
+        "warm",
+        "warm:warm",
+        "build a snapshot of the loaded model: later launches take a tenth of a second",
+        linux_only=True,
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a model's name or a GGUF file; left out: the default"
@@ -54,70 +43,34 @@ def _add_warm(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     add_load_options(parser)
-    _json(parser)
-    parser.set_defaults(command=_cmd_warm)
 
 
-def _cmd_warm(options: argparse.Namespace, host: Host) -> Result:
-    _linux_only()
-    from edgeinfer.commands.warm import warm
-
-    return warm(options, host)
-
-
-def _add_snapshots(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("snapshots", help="list, show, verify and remove snapshots")
-    actions = parser.add_subparsers(dest="action", metavar="list|show|verify|rm|prune")
-    for name, words in (
-        ("show", "one snapshot"),
-        ("verify", "read every byte and compare"),
-        ("rm", "remove"),
-    ):
-        action = actions.add_parser(name, help=words)
-        action.add_argument(
-            "name", nargs="+" if name == "rm" else None, help="a snapshot's name, or its model's"
-        )
-        _json(action)
-    _json(actions.add_parser("list", help="all of them (what `edgeinfer snapshots` does)"))
-    prune = actions.add_parser(
-        "prune", help="remove those this machine refuses, and the oldest beyond the limit"
+def _add_snapshots(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs,
+        "snapshots",
+        "snapshots:snapshots",
+        "list, show, verify and remove snapshots",
+        linux_only=True,
     )
+    parser.set_defaults(action="list")
+    actions = parser.add_subparsers(dest="action", metavar="list|show|verify|rm|prune")
+
+    def add_action(name: str, about: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=about, parents=[json_option()])
+
+    named = "a snapshot's name, or its model's"
+    add_action("show", "one snapshot").add_argument("name", help=named)
+    add_action("verify", "read every byte and compare").add_argument("name", help=named)
+    add_action("rm", "remove").add_argument("name", nargs="+", help=named)
+    add_action("list", "all of them (what `edgeinfer snapshots` does)")
+    prune = add_action("prune", "remove those this machine refuses, and the oldest beyond the limit")
     prune.add_argument("--all", action="store_true", help="remove every snapshot")
-    _json(prune)
-    _json(parser)
-    parser.set_defaults(command=_cmd_snapshots, action="list")
 
 
-def _cmd_snapshots(options: argparse.Namespace, host: Host) -> Result:
-    _linux_only()
-    from edgeinfer.commands.snapshots import snapshots
-
-    return snapshots(options, host)
-
-
-def _add_ps(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("ps", help="running chats, endpoints and workers")
-    _json(parser)
-    parser.set_defaults(command=_cmd_ps)
-
-
-def _cmd_ps(options: argparse.Namespace, host: Host) -> Result:
-    _linux_only()
-    from edgeinfer.commands.ps import ps
-
-    return ps()
-
-
-def _add_stop(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = verbs.add_parser("stop", help="end running chats, endpoints or workers")
+def _add_stop(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs, "stop", "stop:stop", "end running chats, endpoints or workers", linux_only=True
+    )
     parser.add_argument("which", nargs="*", metavar="PID|MODEL", help="as `edgeinfer ps` shows them")
     parser.add_argument("--all", action="store_true", help="all of them")
-    _json(parser)
-    parser.set_defaults(command=_cmd_stop)
-
-
-def _cmd_stop(options: argparse.Namespace, host: Host) -> Result:
-    _linux_only()
-    from edgeinfer.commands.stop import stop
-
-    return stop(options)

@@ -177,6 +177,16 @@ def model_files(name_or_path: str) -> ModelFiles:
     return _files(pulled, catalog.get(pulled.base))
 
 
+def full_name(name_or_path: str) -> str:
+    """Resolve a model to the name it is known by here: a pulled one's full name, a file's absolute path.
+
+    Raises what `model_files` raises; a file need not be there.
+    """
+    if names.is_path(name_or_path):
+        return str(Path(name_or_path).expanduser().absolute())
+    return model_files(name_or_path).name
+
+
 def is_model(text: str) -> bool:
     """Whether `text` is meant as a model: a GGUF file that exists, or a name that is known or pulled.
     Raises nothing.

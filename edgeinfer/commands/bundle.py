@@ -11,6 +11,7 @@ from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress import Job
 from edgeinfer.commands.progress import progress_on
 from edgeinfer.errors import ShippingError, UsageError
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.shipping import bundle as bundles
 from edgeinfer.shipping import payload, shipped
@@ -30,7 +31,7 @@ class BundleResult(Result, frozen=True, kw_only=True):
         return f"{self.file}: {format_bytes(self.size_bytes)}, with {self.model} inside; copied anywhere, it needs no network"
 
 
-def bundle(options: argparse.Namespace, default_model: str) -> BundleResult:
+def bundle(options: argparse.Namespace, host: Host) -> BundleResult:
     """Raises ShippingError outside the shipped file, ModelNotPulledError, DiskFullError,
     ChecksumError.
     """
@@ -40,7 +41,7 @@ def bundle(options: argparse.Namespace, default_model: str) -> BundleResult:
             "a bundle is made from the shipped file, and this is not one",
             hint="name one: `--binary FILE`",
         )
-    name = options.model or default_model
+    name = options.model or host.config.default_model
     store.model_files(name)  # says what is wrong with it, if anything is
     catalog = load_catalog()
     record = store.find_pulled(name, catalog)

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import msgspec
 
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 
-SHELLS = ("bash", "zsh", "fish")
 #: Positionals with this metavar are names of models; anything that ends in FILE or DIR is a path.
 _MODELS = "MODEL"
 
@@ -52,11 +52,12 @@ class Verb(msgspec.Struct, frozen=True):
     words: tuple[str, ...]
 
 
-def completion(shell: str, parser: argparse.ArgumentParser) -> CompletionResult:
-    """The script for `shell`, or the models' names for the scripts themselves (`models`)."""
+def completion(options: argparse.Namespace, _host: Host) -> CompletionResult:
+    """Write the script for `options.shell`, or the models' names for the scripts (`models`)."""
+    shell: str = options.shell
     if shell == "models":
         return CompletionResult(shell=shell, text="\n".join(_model_names()))
-    script = {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](list(verbs(parser)))
+    script = {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](list(verbs(options.parser)))
     return CompletionResult(shell=shell, text=script.rstrip("\n"))
 
 

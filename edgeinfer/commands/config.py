@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import ClassVar
 
 from edgeinfer.config import Config, config_path, load_config
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 
 
@@ -26,7 +28,7 @@ class ConfigResult(Result, frozen=True, kw_only=True):
         return f"# {origin}\n{tomlkit.dumps(values)}".rstrip()
 
 
-def show_config() -> ConfigResult:
+def show_config(_options: argparse.Namespace, _host: Host) -> ConfigResult:
     """Raises ConfigError when the file has a mistake."""
     path = config_path()
     return ConfigResult(path=str(path), exists=path.is_file(), config=load_config(path))

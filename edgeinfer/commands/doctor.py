@@ -6,6 +6,7 @@ person reads them in.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
@@ -19,6 +20,7 @@ import msgspec
 from edgeinfer import __version__, error_text, paths
 from edgeinfer.config import Config, config_path, load_config, offline
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 
 Status = Literal["ok", "warn", "fail"]
@@ -71,7 +73,7 @@ class DoctorResult(Result, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def doctor() -> DoctorResult:
+def doctor(_options: argparse.Namespace, _host: Host) -> DoctorResult:
     """Look at everything; nothing is changed."""
     return DoctorResult(version=__version__, checks=tuple(_guarded(check) for check in CHECKS))
 

@@ -13,6 +13,7 @@ import msgspec
 
 from edgeinfer import __version__
 from edgeinfer.errors import UsageError
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.shipping import shipped
 
@@ -57,7 +58,7 @@ class LicensesResult(Result, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def licenses(options: argparse.Namespace) -> LicensesResult:
+def licenses(options: argparse.Namespace, _host: Host) -> LicensesResult:
     """Raises UsageError when a component is named that is not inside."""
     app = shipped.app_dir()
     components = _shipped(app) if app else _installed()

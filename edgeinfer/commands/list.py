@@ -11,6 +11,7 @@ import msgspec
 from edgeinfer.catalog.models import Catalog, Model, load_catalog
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.commands.table import table
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
 from edgeinfer.units import format_bytes
@@ -62,7 +63,7 @@ def _row(model: ListedModel) -> tuple[str, ...]:
     )
 
 
-def list_models(options: argparse.Namespace) -> ListResult:
+def list_models(options: argparse.Namespace, _host: Host) -> ListResult:
     """Raises ConfigError when models.toml is wrong."""
     catalog = load_catalog()
     counts = _snapshot_counts()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import ClassVar
 
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.running import Running, processes
 from edgeinfer.units import format_bytes, format_duration
@@ -35,6 +37,6 @@ class PsResult(Result, frozen=True, kw_only=True):
         )
 
 
-def ps() -> PsResult:
+def ps(_options: argparse.Namespace, _host: Host) -> PsResult:
     """Look; nothing is changed."""
     return PsResult(running=tuple(processes()))

@@ -10,6 +10,7 @@ from edgeinfer.catalog.quantize import QuantizeOptions, quantize
 from edgeinfer.commands.progress import progress_on
 from edgeinfer.commands.table import table
 from edgeinfer.errors import InterruptedByUser
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
 
@@ -61,7 +62,7 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def quantize_model(options: argparse.Namespace) -> QuantizeResult:
+def quantize_model(options: argparse.Namespace, _host: Host) -> QuantizeResult:
     """Raises what `catalog.quantize.quantize` raises; Ctrl-C becomes InterruptedByUser."""
     began = time.monotonic()
     wish = QuantizeOptions(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.catalog.remove import Removed, remove
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf import failures
 from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
@@ -36,7 +37,7 @@ def _line(one: Removed) -> str:
     return f"{one.name} is removed: {format_bytes(one.freed_bytes)} freed"
 
 
-def rm(options: argparse.Namespace) -> RmResult:
+def rm(options: argparse.Namespace, _host: Host) -> RmResult:
     """Raises UnknownModelError, ModelNotPulledError, ModelBusyError; models before the failing one are
     gone then.
     """

@@ -36,9 +36,8 @@ class RunResult(Result, frozen=True, kw_only=True):
         return 130 if self.finish_reason == "cancelled" else 0
 
 
-def run(options: argparse.Namespace, host: Host, stream_to: TextIO | None, talk: TextIO) -> RunResult:
-    """Resolve model and prompt and generate, streaming the text to `stream_to` when there is one,
-    timings to `talk`.
+def run(options: argparse.Namespace, host: Host) -> RunResult:
+    """Resolve model and prompt and generate: the text streams to stdout, timings go to stderr.
 
     Raises UsageError when there is no prompt, and whatever resolving, loading and generating raise.
     """
@@ -58,9 +57,9 @@ def run(options: argparse.Namespace, host: Host, stream_to: TextIO | None, talk:
         max_tokens=options.max_tokens,
     )
     with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
-        result = _consume(generation, model, host.start, stream_to)
+        result = _consume(generation, model, host.start, None if options.json else sys.stdout)
     if options.timings:
-        talk.write(f"{timings_line(result)}\n")
+        sys.stderr.write(f"{timings_line(result)}\n")
     return result
 
 

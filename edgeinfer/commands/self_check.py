@@ -4,6 +4,7 @@ built.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.errors import EdgeInferError, ShippingError
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.shipping import payload, shipped, unpack
 from edgeinfer.shipping.payload import Index
@@ -43,7 +45,7 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
         )
 
 
-def self_check() -> SelfCheckResult:
+def self_check(_options: argparse.Namespace, _host: Host) -> SelfCheckResult:
     """Raises ShippingError outside the shipped file: an installation is checked by its package
     manager.
     """

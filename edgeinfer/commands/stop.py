@@ -10,6 +10,7 @@ import signal
 from typing import ClassVar
 
 from edgeinfer.errors import UsageError
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.running import Running, processes
 
@@ -31,7 +32,7 @@ class StopResult(Result, frozen=True, kw_only=True):
         return "; ".join(words) or "nothing was running"
 
 
-def stop(options: argparse.Namespace) -> StopResult:
+def stop(options: argparse.Namespace, _host: Host) -> StopResult:
     """Raises UsageError when nothing was named, or what was named does not run."""
     running = processes()
     if not options.which and not options.all:

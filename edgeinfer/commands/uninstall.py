@@ -16,6 +16,7 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.shipping import shipped, unpack
 from edgeinfer.units import format_bytes
@@ -49,7 +50,7 @@ class UninstallResult(Result, frozen=True, kw_only=True):
         return text + "".join(f"\nkept {part.what}: {part.path}" for part in self.kept)
 
 
-def uninstall(options: argparse.Namespace, ask: Ask | None = None) -> UninstallResult:
+def uninstall(options: argparse.Namespace, _host: Host, ask: Ask | None = None) -> UninstallResult:
     """Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while
     something runs.
     """

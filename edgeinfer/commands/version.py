@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 from typing import ClassVar
 
 from edgeinfer import __version__
+from edgeinfer.host import Host
 from edgeinfer.result import Result
 
 
@@ -34,7 +36,7 @@ class VersionResult(Result, frozen=True, kw_only=True):
         )
 
 
-def version() -> VersionResult:
+def version(_options: argparse.Namespace, _host: Host) -> VersionResult:
     """Ask the loaded library itself."""
     from edgeinfer.runtime.libllama import build_info  # 160–290 ms: llama_cpp
 

@@ -12,6 +12,7 @@ from typing import ClassVar, TextIO
 import msgspec
 
 from edgeinfer import requesting
+from edgeinfer.catalog import store
 from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
@@ -49,7 +50,7 @@ def warm(options: argparse.Namespace, host: Host) -> WarmResult:
     cannot be read.
     """
     began = time.monotonic()
-    model = canonical(options.model or host.config.default_model, host)
+    model = store.full_name(options.model or host.config.default_model)
     files = _with_lora(host.files(model), options.lora)
     config = host.config.snapshots
     wanted, reason = snapshots_warm.repack_choice(
@@ -67,15 +68,6 @@ def warm(options: argparse.Namespace, host: Host) -> WarmResult:
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
     return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
-
-
-def canonical(model: str, host: Host) -> str:
-    """The name a model is known by here: its full name when it was pulled, its absolute path when it is
-    a file.
-    """
-    from edgeinfer.catalog import names
-
-    return str(Path(model).expanduser().absolute()) if names.is_path(model) else host.files(model).name
 
 
 def _with_lora(files: ModelFiles, paths: list[str]) -> ModelFiles:

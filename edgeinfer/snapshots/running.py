@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.launcher import LAUNCH_VERBS
+from edgeinfer.launch_verbs import LAUNCH_VERBS
 
 _APP_NAMES = ("edgeinfer",)
 

@@ -18,6 +18,7 @@ from edgeinfer.commands.licenses import licenses
 from edgeinfer.commands.self_check import self_check
 from edgeinfer.commands.uninstall import uninstall
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
+from edgeinfer.host import Host
 from edgeinfer.shipping import shipped
 
 
@@ -37,7 +38,7 @@ def fill():
 
 
 def test_licenses_of_an_installation():
-    found = licenses(options())
+    found = licenses(options(), Host())
     names = {c.name.lower(): c for c in found.components}
     assert names["msgspec"].licence.startswith("BSD")
     assert {"textual", "starlette", "jinja2", "llguidance"} <= set(names)
@@ -46,16 +47,16 @@ def test_licenses_of_an_installation():
 
 
 def test_the_text_of_one_licence():
-    assert "MIT" in licenses(options(name="Textual")).human()
+    assert "MIT" in licenses(options(name="Textual"), Host()).human()
     with pytest.raises(UsageError, match="nothing called"):
-        licenses(options(name="nothing"))
+        licenses(options(name="nothing"), Host())
 
 
 def test_uninstall_asks_with_everything_it_would_remove():
     fill()
     asked = []
     with pytest.raises(InterruptedByUser):
-        uninstall(options(), lambda listing: asked.append(listing) or False)
+        uninstall(options(), Host(), lambda listing: asked.append(listing) or False)
     for path in (paths.models_dir(), paths.snapshots_dir(), paths.config_dir()):
         assert str(path) in asked[0]
         assert path.exists()
@@ -63,7 +64,7 @@ def test_uninstall_asks_with_everything_it_would_remove():
 
 def test_uninstall_removes_everything():
     fill()
-    found = uninstall(options(), lambda _listing: True)
+    found = uninstall(options(), Host(), lambda _listing: True)
     assert {"models", "snapshots", "configuration"} <= {part.what for part in found.removed}
     assert not paths.models_dir().exists()
     assert not paths.snapshots_dir().exists()
@@ -72,20 +73,20 @@ def test_uninstall_removes_everything():
 
 def test_uninstall_keeps_what_a_person_made():
     fill()
-    found = uninstall(options(keep_data=True, yes=True))
+    found = uninstall(options(keep_data=True, yes=True), Host())
     assert {part.what for part in found.kept} == {"models", "configuration"}
     assert (paths.models_dir() / "m/m.gguf").exists()
     assert not paths.snapshots_dir().exists()
 
 
 def test_uninstall_with_nothing_there():
-    assert uninstall(options()).human() == "there was nothing to remove"
+    assert uninstall(options(), Host()).human() == "there was nothing to remove"
 
 
 def test_self_check_is_for_the_shipped_file():
     assert shipped.app_dir() is None
     with pytest.raises(EdgeInferError, match="not the shipped file"):
-        self_check()
+        self_check(options(), Host())
 
 
 def test_certificates_of_this_system_unless_the_environment_names_some(monkeypatch):
@@ -106,7 +107,7 @@ def test_every_verb_is_completed():
     names = {verb.name for verb in verbs(parser)}
     assert {"chat", "run", "serve", "pull", "completion", "uninstall"} <= names
     for shell in ("bash", "zsh", "fish"):
-        script = completion(shell, parser).text
+        script = completion(options(shell=shell, parser=parser), Host()).text
         assert all(name in script for name in names)
 
 
@@ -122,7 +123,7 @@ def test_every_verb_is_completed():
 def test_bash_completes(typed, wanted):
     words = " ".join(f"'{word}'" for word in typed)
     code = f"COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _edgeinfer; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    script = completion("bash", build_parser()).text
+    script = completion(options(shell="bash", parser=build_parser()), Host()).text
     out = subprocess.run(
         ["bash", "-c", f"{script}\n{code}"], capture_output=True, text=True, check=True
     )

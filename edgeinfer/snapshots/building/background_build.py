@@ -18,6 +18,7 @@ import time
 import msgspec
 
 from edgeinfer import load_options, paths
+from edgeinfer.catalog import store
 from edgeinfer.config import Config
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
@@ -64,9 +65,7 @@ def build(model: str, options: LoadOptions) -> str:
     """Build it if it should be; a sentence about what happened. Raises nothing of ours."""
     host = Host()
     try:
-        from edgeinfer.commands.warm import canonical
-
-        name = canonical(model, host)
+        name = store.full_name(model)
         files = host.files(name)
         order = build_order.Order(model=name, files=files, options=options, system=files.system_prompt)
         chosen, _ = build_order.repack_choice(options, files, host.config.snapshots)

@@ -1,0 +1,40 @@
+"""Adds one verb to the command line, with what every verb has."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+Verbs = argparse._SubParsersAction  # the name argparse has for what add_subparsers returns
+
+
+def add_verb(
+    verbs: Verbs[argparse.ArgumentParser],
+    name: str,
+    run: str,
+    about: str,
+    *,
+    json: bool = True,
+    linux_only: bool = False,
+) -> argparse.ArgumentParser:
+    """Add a verb that calls `run` (MODULE:FUNCTION below `edgeinfer.commands`, imported when typed).
+
+    The function takes the options and the host and returns a `Result`.
+    """
+    parser = verbs.add_parser(name, help=about, parents=[json_option()] if json else [])
+    parser.set_defaults(run=f"edgeinfer.commands.{run}", linux_only=linux_only)
+    return parser
+
+
+def json_option() -> argparse.ArgumentParser:
+    """Make the parent of every parser that has `--json`; its default stands at the root."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="the outcome as one JSON object"
+    )
+    return parser
+
+
+def wants_json(typed: Sequence[str]) -> bool:
+    """Tell whether `--json` was typed as an option, for a command line that may have other mistakes."""
+    return hasattr(json_option().parse_known_args(list(typed))[0], "json")
