@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.chat.code import fenced
 from edgeinfer.chat.values import Attachment
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.interface import Engine
@@ -70,7 +71,7 @@ def counted(attachment: Attachment, engine: Engine | None) -> Attachment:
 
 def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
     """What the model reads: the files first, each named and fenced, then what was typed."""
-    parts = [f"File `{a.name}`:\n{_fenced(a.text)}" for a in attachments]
+    parts = [f"File `{a.name}`:\n{fenced(a.text)}" for a in attachments]
     return "\n\n".join([*parts, text] if text else parts)
 
 
@@ -98,8 +99,3 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         return False
-
-
-def _fenced(text: str) -> str:
-    fence = "`" * max(3, 1 + max((len(m) for m in re.findall(r"`{3,}", text)), default=0))
-    return f"{fence}\n{text.rstrip()}\n{fence}"

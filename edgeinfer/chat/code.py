@@ -1,7 +1,8 @@
-"""The code blocks of an answer, for copying. One Markdown parser for everything in the chat."""
+"""Code blocks: found in an answer, made around a file. One Markdown parser for all of the chat."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,9 @@ class Code(msgspec.Struct, frozen=True):
 
 @cache
 def parser() -> MarkdownIt:
-    """GitHub's Markdown without HTML: what models write. Safe to share, it keeps no state between
-    parses.
+    """Return the parser of what models write: GitHub's Markdown without HTML.
+
+    It keeps no state between parses: safe to share.
     """
     from markdown_it import MarkdownIt  # 30 ms, and `run` needs none of it
 
@@ -29,9 +31,15 @@ def parser() -> MarkdownIt:
 
 
 def code_blocks(markdown: str) -> list[Code]:
-    """Every code block, in order, at any depth."""
+    """Return every code block, in order, at any depth."""
     return [
         Code(token.info.strip().split(" ")[0], token.content.rstrip("\n"))
         for token in parser().parse(markdown)
         if token.type in ("fence", "code_block")
     ]
+
+
+def fenced(text: str, info: str = "") -> str:
+    """Return `text` between code fences longer than any in it; `info` names its language."""
+    fence = "`" * max(3, 1 + max((len(m) for m in re.findall(r"`{3,}", text)), default=0))
+    return f"{fence}{info}\n{text.rstrip()}\n{fence}"

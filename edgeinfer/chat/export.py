@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.chat.code import fenced
 from edgeinfer.chat.values import Conversation, Turn
 from edgeinfer.errors import StoreError
 
@@ -33,10 +34,7 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
                 f"<details><summary>Reasoning</summary>\n\n{turn.reasoning.strip()}\n\n</details>"
             )
         parts.append(turn.content.strip())
-        parts += [
-            f"{_fence(a.text)}{_info(a.name)}\n{a.text.rstrip()}\n{_fence(a.text)}"
-            for a in turn.attachments
-        ]
+        parts += [fenced(a.text, _info(a.name)) for a in turn.attachments]
         if turn.role == "assistant" and turn.status != "complete":
             parts.append(f"*({turn.error or turn.status})*")
     return "\n\n".join(p for p in parts if p) + "\n"
@@ -80,11 +78,6 @@ def file_name(conversation: Conversation, suffix: str) -> str:
 
 def _day(ms: int) -> str:
     return datetime.datetime.fromtimestamp(ms / 1000).strftime("%Y-%m-%d")
-
-
-def _fence(text: str) -> str:
-    """A fence longer than any in the text."""
-    return "`" * max(3, 1 + max((len(m) for m in re.findall(r"`{3,}", text)), default=0))
 
 
 def _info(name: str) -> str:

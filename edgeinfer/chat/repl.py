@@ -12,10 +12,12 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+from edgeinfer.catalog.progress_text import PlainLines
 from edgeinfer.chat import attachments, context, slash
 from edgeinfer.chat.answer import Answer, Piece
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.opening import Launch, started
+from edgeinfer.chat.safe_text import without_controls
 from edgeinfer.chat.settings import save
 from edgeinfer.chat.shelf import shelf, size_words
 from edgeinfer.chat.values import Attachment, Turn
@@ -138,7 +140,7 @@ class Repl:
             self.show_text(f"Next: {hint(error)}")
 
     def _write(self, text: str) -> None:
-        self._out.write(_plain(text))
+        self._out.write(without_controls(text))
         self._out.flush()
 
     # Front
@@ -239,16 +241,7 @@ class Repl:
     def _pull(self, name: str) -> None:
         from edgeinfer.catalog.pull import pull  # 30 ms: hashing, and what the network needs
 
-        said: list[int] = []
-
-        def report(progress: object) -> None:
-            done, total = getattr(progress, "done_bytes", 0), getattr(progress, "total_bytes", None)
-            tenth = 10 * done // total if total else -1
-            if tenth >= 0 and tenth not in said:
-                said.append(tenth)
-                self.show_text(f"{getattr(progress, 'stage', '')} {10 * tenth} percent")
-
-        pull(name, report)
+        pull(name, PlainLines(self._out).report)
 
     def pick_model(self) -> None:
         for row in shelf(self.launch.host.warm_models()):
@@ -302,11 +295,6 @@ class Repl:
 
     def leave(self) -> None:
         self._leaving = True
-
-
-def _plain(text: str) -> str:
-    """Without what a terminal would obey: a model's words are data."""
-    return "".join(c for c in text if c in "\n\t" or (c.isprintable() or c == "\u200d"))
 
 
 @contextlib.contextmanager

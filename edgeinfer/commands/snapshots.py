@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from edgeinfer import paths
+from edgeinfer.commands.table import table
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
@@ -36,26 +37,24 @@ class SnapshotsResult(Result, frozen=True, kw_only=True):
     def _table(self) -> list[str]:
         if not self.snapshots:
             return ["no snapshots; `edgeinfer warm MODEL` builds one"]
-        rows = [("NAME", "ON DISK", "APPARENT", "CONTEXT", "LAST USED", "STATE")]
-        for s in self.snapshots:
-            used = format_duration(max(0.0, time.time() - s.last_used_s)) + " ago"
-            apparent = format_bytes(s.details.memory_bytes + s.details.images_bytes)
-            rows.append(
-                (
-                    s.details.name,
-                    format_bytes(s.disk_bytes),
-                    apparent,
-                    s.details.actual.get("n_ctx", ""),
-                    used,
-                    s.state,
-                )
-            )
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]])
-            for row in rows
+        rows = [
+            ("NAME", "ON DISK", "APPARENT", "CONTEXT", "LAST USED", "STATE"),
+            *map(_row, self.snapshots),
         ]
-        return [*lines, f"{format_bytes(self.disk_bytes)} of at most {format_bytes(self.limit_bytes)}"]
+        total = f"{format_bytes(self.disk_bytes)} of at most {format_bytes(self.limit_bytes)}"
+        return [table(rows), total]
+
+
+def _row(snapshot: Listed) -> tuple[str, ...]:
+    details = snapshot.details
+    return (
+        details.name,
+        format_bytes(snapshot.disk_bytes),
+        format_bytes(details.memory_bytes + details.images_bytes),
+        details.actual.get("n_ctx", ""),
+        format_duration(max(0.0, time.time() - snapshot.last_used_s)) + " ago",
+        snapshot.state,
+    )
 
 
 def _failure_line(failure: Failure) -> str:
@@ -98,7 +97,8 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     read_bytes: int
 
     def human(self) -> str:
-        return f"{self.name}: {self.files} files, {format_bytes(self.read_bytes)}, all as they were built; resumed twice"
+        read = f"{self.files} files, {format_bytes(self.read_bytes)}"
+        return f"{self.name}: {read}, all as they were built; resumed twice"
 
 
 class RemovedResult(Result, frozen=True, kw_only=True):

@@ -10,9 +10,10 @@ import pytest
 
 from edgeinfer import paths
 from edgeinfer.catalog.progress import Job, PullProgress
+from edgeinfer.catalog.progress_text import PlainLines, progress_text
 from edgeinfer.catalog.store import list_pulled
 from edgeinfer.cli import main
-from edgeinfer.commands.progress import PlainLines, line, progress_on
+from edgeinfer.commands.progress import progress_on
 from edgeinfer.snapshots.shelf.format import MANIFEST
 
 
@@ -151,7 +152,7 @@ def test_offline_is_an_error_with_a_way_out(monkeypatch, capsys) -> None:
     assert json.loads(out)["error"]["code"] == "offline"
 
 
-def test_the_line() -> None:
+def test_progress_is_one_line_with_what_is_known() -> None:
     now = PullProgress(
         stage="downloading",
         file="x.gguf",
@@ -160,13 +161,13 @@ def test_the_line() -> None:
         done_bytes=12_000_000,
         total_bytes=98_400_000,
     )
-    assert line(now) == "downloading x.gguf (2 of 3): 12.0 MB of 98.4 MB"
+    assert progress_text(now) == "downloading x.gguf (2 of 3): 12.0 MB of 98.4 MB"
     fast = PullProgress(
         stage="downloading", file="x", done_bytes=5_000, rate_bytes_per_s=3.1e6, left_s=200, note="why"
     )
-    assert line(fast) == "downloading x: 5.0 kB, 3.1 MB/s, 3 min 20 s left: why"
+    assert progress_text(fast) == "downloading x: 5.0 kB, 3.1 MB/s, 3 min 20 s left: why"
     assert (
-        line(PullProgress(stage="quantizing", file="x", done_bytes=3, total_bytes=9))
+        progress_text(PullProgress(stage="quantizing", file="x", done_bytes=3, total_bytes=9))
         == "quantizing x: 3 of 9 tensors"
     )
 

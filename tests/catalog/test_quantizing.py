@@ -102,7 +102,7 @@ def test_a_catalogue_model_that_wants_quantizing(smollm2: Path, user_models) -> 
     assert not (paths.models_dir() / ".partial/small").exists()
 
 
-def test_the_verb(smol: str, capsys) -> None:
+def test_quantize_writes_a_model_and_says_so(smol: str, capsys) -> None:
     assert main(["quantize", smol, "q4_0", "--name", "small", "--no-perplexity", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)["result"]
     assert (body["name"], body["type"], body["perplexity"]) == ("small", "Q4_0", None)

@@ -7,6 +7,7 @@ import signal
 import pytest
 from fixed_chat import FixedHost, make_launch, words
 
+from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.chat.repl import Repl
 from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.runtime.events import ReasoningDelta
@@ -148,6 +149,24 @@ def test_a_full_context_offers_the_ways_out(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["/settings", "/model", "/theme nord", "/copy", "/undo"])
-def test_nothing_breaks_it(tmp_path, line):
+def test_a_command_that_finds_nothing_ends_in_a_prompt(tmp_path, line):
     out, _ = talk(tmp_path, line, "/quit")
     assert out.endswith("> ")
+
+
+def test_what_a_model_says_cannot_steer_the_terminal_and_keeps_its_spaces(tmp_path):
+    engine = FakeEngine([["10\u00a0km\x1b[2J\u202e\u2066\tend"]])
+    out, _ = talk(tmp_path, "q", engine=engine)
+    assert "Answer: 10\u00a0km[2J\tend\n" in out
+
+
+def test_a_pull_is_told_in_lines(tmp_path, monkeypatch):
+    def pull(name, report):
+        for done in range(0, 101, 10):
+            report(PullProgress(stage="downloading", file="x", done_bytes=done, total_bytes=100))
+        report(PullProgress(stage="verifying", file="x"))
+
+    monkeypatch.setattr("edgeinfer.catalog.pull.pull", pull)
+    host = FixedHost(errors=[ModelNotPulledError("it is not here")])
+    out, _ = talk(tmp_path, "y", host=host)
+    assert "it is not here. Fetch it now? (y/n) downloading x\nverifying x\nModel:" in out

@@ -6,6 +6,7 @@ import pytest
 from fixed_chat import MODEL, SHELF, FixedHost
 
 from edgeinfer.catalog.progress import PullProgress
+from edgeinfer.catalog.progress_text import progress_text
 from edgeinfer.config import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.runtime.fake import FakeEngine
@@ -14,7 +15,7 @@ from edgeinfer.tui.screens import model_picker
 from edgeinfer.tui.screens.ask import AskScreen
 from edgeinfer.tui.screens.choice import ChoiceScreen
 from edgeinfer.tui.screens.help import HelpScreen, help_content
-from edgeinfer.tui.screens.model_picker import ModelScreen, pull_words
+from edgeinfer.tui.screens.model_picker import ModelScreen, pull_text
 from edgeinfer.tui.screens.sessions import SessionScreen, ago
 from edgeinfer.tui.screens.settings import KeyScreen, SettingsScreen
 from edgeinfer.tui.textual_internals import keymap
@@ -88,7 +89,7 @@ class TestModels:
             screen = await open_models(d)
             await d.press("down", "enter")
             line = screen.query_one(".progress")
-            await d.until(lambda: "40 of 92 MB" in str(line.render()))
+            await d.until(lambda: "40.0 MB of 92.0 MB" in str(line.render()))
             assert pulling.asked == "qwen3-0.6b"
             pulling.go.set()
             await d.until(
@@ -115,7 +116,7 @@ class TestModels:
             await d.until(lambda: "closed the connection" in str(detail.render()))
             assert "type the same command again" in str(detail.render())
 
-    async def test_warming(self, drive):
+    async def test_w_warms_the_chosen_model(self, drive):
         class Warming(FixedHost):
             warmed = None
 
@@ -138,22 +139,20 @@ class TestModels:
             )
 
 
-def test_pull_words():
-    words = pull_words(
-        PullProgress(
-            stage="downloading",
-            file="a.gguf",
-            done_bytes=46_000_000,
-            total_bytes=92_000_000,
-            rate_bytes_per_s=8.2e6,
-            left_s=5.6,
-            note="again",
-        )
+def test_a_pull_shows_a_bar_and_the_words_of_every_front():
+    now = PullProgress(
+        stage="downloading",
+        file="a.gguf",
+        done_bytes=46_000_000,
+        total_bytes=92_000_000,
+        rate_bytes_per_s=8.2e6,
+        left_s=5.6,
+        note="again",
     )
-    assert (
-        words == "downloading  a.gguf  ━━━━━━━━━━──────────  46 of 92 MB  8.2 MB/s  6 s left  (again)"
-    )
-    assert pull_words(PullProgress(stage="resolving")) == "resolving"
+    words = "downloading a.gguf: 46.0 MB of 92.0 MB, 8.2 MB/s, 6 s left: again"
+    assert progress_text(now) == words
+    assert pull_text(now) == f"━━━━━━━━━━──────────  {words}"
+    assert pull_text(PullProgress(stage="resolving")) == "looking up"
 
 
 class TestSessions:

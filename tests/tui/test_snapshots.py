@@ -18,7 +18,7 @@ LOOKS = [
 @pytest.mark.parametrize(
     ("size", "theme"), LOOKS, ids=[f"{s[0]}x{s[1]}-{t.removeprefix('edgeinfer-')}" for s, t in LOOKS]
 )
-def test_looks(scene, size, theme, snap_compare, tmp_path, monkeypatch):
+def test_a_screen_is_drawn_as_before(scene, size, theme, snap_compare, tmp_path, monkeypatch):
     monkeypatch.setattr(model_picker, "shelf", lambda warm=(): list(SHELF))
     made = scene()
     app = make_app(
@@ -27,8 +27,7 @@ def test_looks(scene, size, theme, snap_compare, tmp_path, monkeypatch):
     assert snap_compare(app, terminal_size=size, run_before=made.prepare)
 
 
-def test_no_color(snap_compare, tmp_path, monkeypatch):
-    """NO_COLOR leaves weights and grey."""
+def test_no_color_leaves_weights_and_grey(snap_compare, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     made = Answered()
     app = make_app(tmp_path, made.host, clock=lambda: NOON)

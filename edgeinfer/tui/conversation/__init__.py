@@ -1,1 +1,1 @@
-"""The chat's own screen, and the helpers it holds. Each helper holds what it needs, never the screen."""
+"""The chat's own screen and the helpers it holds, which hold what they need, never the screen."""

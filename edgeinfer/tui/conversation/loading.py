@@ -1,4 +1,4 @@
-"""Getting a model into memory while the user types: in a thread, with its progress in the status line."""
+"""Loads a model while the user types: in a thread, with its progress in the status line."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class View:
         self._put_back(put_back)
 
     def show_next_step(self, error: EdgeInferError, put_back: str) -> None:
-        """Show what to do after a failed turn, which says itself what went wrong; put the input back."""
+        """Show what to do after a failed turn, which tells itself what failed; put the input back."""
         if hint(error):
             self.add_remark(Remark("", hint=hint(error)))
         self._put_back(put_back)

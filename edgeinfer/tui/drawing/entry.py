@@ -107,7 +107,7 @@ def _cut_mark(summary: str, width: int) -> list[Line]:
 
 
 class AnswerEntry(Entry):
-    """A model's turn. While it is `streaming` it grows by `grow`; `finish` draws it once more, whole."""
+    """A model's turn. While it streams it grows by `grow`; `finish` draws it once more, whole."""
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1), *, streaming: bool = False) -> None:
         super().__init__()

@@ -13,14 +13,8 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
+from edgeinfer.chat.safe_text import without_controls
 from edgeinfer.tui.textual_internals import divide_line
-
-#: Control characters that a terminal would obey. Models and files may hold them; nothing of ours draws
-#: one.
-_CONTROLS: dict[int, str] = dict.fromkeys(
-    (*range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F)), ""
-)
-_CONTROLS |= {0x09: "    ", 0x0A: "\n"}
 
 
 class Span(NamedTuple):
@@ -43,8 +37,8 @@ BLANK = Line()
 
 
 def clean(text: str) -> str:
-    """`text` without what a terminal would obey; tabs become spaces, newlines stay."""
-    return text.translate(_CONTROLS)
+    """Return `text` without what a terminal would obey; tabs become spaces, newlines stay."""
+    return without_controls(text).replace("\t", "    ")
 
 
 def styled(text: str, style: str, fill: str = "") -> Line:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
-from rich.cells import cell_len
 
 from edgeinfer.tui.drawing.code import draw_code
 from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, hung, prefixed, styled, wrap
@@ -177,8 +176,3 @@ def _table_rows(table: SyntaxTreeNode) -> Iterator[SyntaxTreeNode]:
 def _cell(node: SyntaxTreeNode) -> Line:
     lines = _inline(node)
     return lines[0] if lines else BLANK
-
-
-def natural_width(lines: Sequence[Line]) -> int:
-    """The widest line, in cells."""
-    return max((cell_len(line.text) for line in lines), default=0)

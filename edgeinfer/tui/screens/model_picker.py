@@ -16,6 +16,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from edgeinfer.catalog.progress_text import progress_text
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved, shelf, size_words
 from edgeinfer.error_text import hint
@@ -135,7 +136,7 @@ class ModelScreen(ModalScreen[str | None]):
         app = self.app
         try:
             pulled = pull(
-                name, lambda p: app.call_from_thread(self._progress, pull_words(p)), self._stop
+                name, lambda p: app.call_from_thread(self._progress, pull_text(p)), self._stop
             )
         except EdgeInferError as error:
             app.call_from_thread(self._ended, error)
@@ -229,15 +230,8 @@ def detail(row: Shelved) -> str:
     return "\n".join(line for line in (" · ".join(f for f in facts if f), needs, state) if line)
 
 
-def pull_words(progress: PullProgress) -> str:
-    """`downloading x.gguf  41 of 92 MB  8.2 MB/s  6 s left`."""
-    done, total = progress.done_bytes, progress.total_bytes
-    words = [progress.stage, progress.file]
-    if total and progress.stage in ("downloading", "copying", "verifying", "checking"):
-        bar = "━" * (20 * done // total)
-        words += [f"{bar:─<20}", f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"]
-    if progress.rate_bytes_per_s:
-        words.append(f"{progress.rate_bytes_per_s / 1e6:.1f} MB/s")
-    if progress.left_s is not None:
-        words.append(f"{progress.left_s:.0f} s left")
-    return "  ".join(w for w in words if w) + (f"  ({progress.note})" if progress.note else "")
+def pull_text(progress: PullProgress) -> str:
+    """Return `━━━─────  downloading x.gguf: 41.0 MB of 92.0 MB, 8.2 MB/s, 6 s left`."""
+    done = progress.done_bytes
+    bar = f"{'━' * (20 * done // progress.total_bytes):─<20}  " if progress.total_bytes else ""
+    return f"{bar}{progress_text(progress)}"

@@ -120,14 +120,6 @@ class Transcript(ScrollView, can_focus=True):
         elif entry in self.entries:
             self._relayout()
 
-    def remove_remarks(self) -> None:
-        """Take our own words away; turns stay."""
-        self.entries = [e for e in self.entries if e.turn_id]
-        self._relayout()
-
-    def entry_of(self, turn_id: int) -> Entry | None:
-        return next((e for e in self.entries if e.turn_id == turn_id), None)
-
     # layout
 
     def _grow_last(self) -> None:
