@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.server.core.eviction import available_bytes
+from edgeinfer.machine import read_memory
 
 HERE = Path(__file__).parent
 MODELS = {"small": 0, "7b": 32, "14b": 64}
@@ -204,7 +204,7 @@ class Bench:
         taken: dict[str, list[float]] = {key: [] for key, _ in steps}
         for n in range(len(steps)):
             for key, step in steps[n:] + steps[:n]:
-                _touch(min(3 * size, available_bytes() // 2))
+                _touch(min(3 * size, read_memory().available_bytes // 2))
                 taken[key].append(step())
         found = {key: statistics.median(values) for key, values in taken.items()}
         bare = found["cold_s"] + found["write_s"]

@@ -59,7 +59,9 @@ def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model"
     )
-    parser.add_argument("--ctx", type=int, metavar="TOKENS", help="estimate memory for this context")
+    parser.add_argument(
+        "--ctx", dest="n_ctx", type=int, metavar="TOKENS", help="estimate memory for this context"
+    )
     parser.add_argument("--kv-type", choices=KV_TYPE.words, help=KV_TYPE.help)
     parser.add_argument("--template", action="store_true", help="print the chat template alone")
 

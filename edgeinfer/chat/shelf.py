@@ -9,10 +9,12 @@ from collections.abc import Collection
 import msgspec
 
 from edgeinfer.catalog import gguf
-from edgeinfer.catalog.memory import engine_estimate, machine_memory
+from edgeinfer.catalog.memory import header_plan
 from edgeinfer.catalog.models import Model, load_catalog
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.machine import Machine, read_machine
+from edgeinfer.runtime.options import LoadOptions
 
 #: Context that the memory of a model that is not here is judged with.
 _N_CTX = 4096
@@ -63,21 +65,25 @@ def shelf(warm: Collection[str] = ()) -> list[Shelved]:
     """Every model: pulled ones first, then the catalogue in its order. Reads headers: not for the first
     paint.
     """
-    available = machine_memory().available_bytes
+    machine = read_machine()
+    available = _available(machine)
     catalog = load_catalog()
     here = {p.name: p for p in list_pulled()}
-    rows = [_pulled(p, catalog.get(p.base), available, p.name in warm) for p in here.values()]
+    rows = [_pulled(p, catalog.get(p.base), machine, p.name in warm) for p in here.values()]
     rows += [_catalogued(m, available) for m in catalog.models.values() if m.name not in here]
     return rows
 
 
-def _pulled(pulled: PulledModel, model: Model | None, available: int, warm: bool) -> Shelved:
+def _available(machine: Machine) -> int:
+    return machine.memory.available_bytes if machine.memory.total_bytes else 0
+
+
+def _pulled(pulled: PulledModel, model: Model | None, machine: Machine, warm: bool) -> Shelved:
     needs = 0
     try:
-        header = gguf.read_header(pulled.paths[0])
-        needs = engine_estimate(
-            header, min(_N_CTX, pulled.n_ctx_train or _N_CTX), weights_bytes=pulled.size_bytes
-        ).total_bytes
+        headers = [gguf.read_header(path) for path in pulled.paths]
+        options = LoadOptions(n_ctx=min(_N_CTX, pulled.n_ctx_train or _N_CTX), n_parallel=4)
+        needs = header_plan(headers, options, machine).buffers.total_bytes
     except (EdgeInferError, OSError):
         pass  # `edgeinfer show` says what is wrong with it
     return Shelved(
@@ -89,7 +95,7 @@ def _pulled(pulled: PulledModel, model: Model | None, available: int, warm: bool
         context_length=pulled.n_ctx_train,
         size_bytes=pulled.size_bytes,
         needs_bytes=needs,
-        available_bytes=available,
+        available_bytes=_available(machine),
         pulled=True,
         warm=warm,
     )

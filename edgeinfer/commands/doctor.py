@@ -114,9 +114,9 @@ def _cpu() -> Check:
 
 def _memory() -> Check:
     """Memory: what a model may take."""
-    from edgeinfer.catalog.memory import machine_memory
+    from edgeinfer.machine import read_memory
 
-    memory = machine_memory()
+    memory = read_memory()
     text = f"{memory.available_bytes / GIB:.1f} GiB available of {memory.total_bytes / GIB:.1f} GiB"
     if memory.available_bytes < GIB:
         return Check("memory", "warn", text, "close something, or give a small context: --ctx 1024")

@@ -48,6 +48,8 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
             "no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in'
         )
     engine = host.engine(model, requesting.load_options(options, host.config.load))
+    for warning in engine.info.warnings:
+        sys.stderr.write(f"warning: {warning}\n")
     request = GenerateRequest(
         prompt=prompt if options.raw else None,
         messages=()

@@ -78,6 +78,8 @@ async def _serve(
         endpoint.log.info(
             "model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3)
         )
+        for text in how.engine.info.warnings:
+            endpoint.log.warning("model-slow", model=model, reason=text)
 
     sources = Sources(
         load=Loader(options.model, name, host, load_options), pulled=pulled_models, loaded_hook=loaded

@@ -10,21 +10,18 @@ from typing import ClassVar
 
 import msgspec
 
+from edgeinfer import requesting
 from edgeinfer.catalog import gguf, names, store
-from edgeinfer.catalog.memory import Estimate, MachineMemory, engine_estimate, estimate, machine_memory
+from edgeinfer.catalog.memory import header_plan, header_shape
 from edgeinfer.catalog.models import Model, load_catalog
 from edgeinfer.catalog.store import PulledModel
 from edgeinfer.commands.list import format_parameters
-from edgeinfer.errors import EdgeInferError, OutOfMemoryError
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
+from edgeinfer.machine import Memory, read_machine, read_rate
 from edgeinfer.result import Result
-from edgeinfer.runtime.loading.choices import (
-    choose_cells,
-    choose_context,
-    choose_parallel,
-    choose_threads,
-    read_machine,
-)
+from edgeinfer.runtime.plan import Plan, disk_warning
+from edgeinfer.runtime.shape import Buffers
 from edgeinfer.units import format_bytes
 
 
@@ -53,14 +50,21 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes, for the context the engine would take (or the one asked for), and why it would."""
+    """Bytes, for the context the engine would take (or the one asked for), and why it would.
 
-    estimate: Estimate
+    `from_disk` says that the weights do not stay in memory, and `warning` how fast that is.
+    """
+
+    estimate: Buffers
     n_parallel: int
     n_ctx: int
     n_ctx_reason: str
-    machine: MachineMemory
+    machine: Memory
     fits: bool
+    repack: str = "on"
+    repack_reason: str = ""
+    from_disk: bool = False
+    warning: str = ""
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
@@ -177,6 +181,8 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
         return []
     need, machine = memory.estimate, memory.machine
     verdict = "it fits" if memory.fits else "it does not fit"
+    if memory.from_disk:
+        verdict = "it runs from the disk"
     return [
         ("memory, weights", format_bytes(need.weights_bytes)),
         (
@@ -225,27 +231,32 @@ def _shown(
 ) -> ShowResult:
     headers = [gguf.check(part) for part in parts]
     first = headers[0] if headers else None
+    header = _header(headers) if headers else None
+    memory = _memory(headers, options, host) if headers else None
     notes = _notes(pulled)
+    if memory is not None and memory.warning:
+        notes += (memory.warning,)
+    entry = entry or Model(title=(header.name if header else "") or name, sources=())
     return ShowResult(
         name=name,
-        title=entry.title if entry else first.text("general.name") or name if first else name,
+        title=entry.title,
         pulled=bool(parts),
-        licence=(entry.licence if entry else "") or (first.text("general.license") if first else ""),
-        purpose=entry.purpose if entry else "chat",
-        parameters=entry.parameters if entry else "",
-        context_length=first.n_ctx_train if first else entry.context_length if entry else 0,
-        quantization=first.quantization if first else entry.final_quantization if entry else "",
-        sources=tuple(" + ".join(map(str, parts)) for parts in entry.parsed_sources()) if entry else (),
+        licence=entry.licence or (header.licence if header else ""),
+        purpose=entry.purpose,
+        parameters=entry.parameters,
+        context_length=header.n_ctx_train if header else entry.context_length,
+        quantization=header.quantization if header else entry.final_quantization,
+        sources=tuple(" + ".join(map(str, parts)) for parts in entry.parsed_sources()),
         pulled_from=pulled.source if pulled else "",
         pulled_at=pulled.pulled_at if pulled else "",
         requantized_from=pulled.requantized_from if pulled else "",
-        chat_template=(entry.chat_template if entry else "") or (first.chat_template if first else ""),
-        system_prompt=entry.system_prompt if entry else "",
-        stop=entry.stop if entry else (),
-        sampling=entry.sampling.given() if entry else {},
+        chat_template=entry.chat_template or (first.chat_template if first else ""),
+        system_prompt=entry.system_prompt,
+        stop=entry.stop,
+        sampling=entry.sampling.given(),
         files=_files(pulled, parts),
-        header=_header(headers) if first else None,
-        memory=_memory(headers, options, host) if first else None,
+        header=header,
+        memory=memory,
         notes=notes,
         template_only=options.template,
     )
@@ -291,27 +302,21 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
 
 
 def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host) -> MemoryShown:
-    """The estimate for the context the engine would make: its own rules, on the header instead of a
-    loaded model.
-    """
-    load, header, machine = host.config.load, headers[0], machine_memory()
-    kv_type = options.kv_type or load.kv_type
-    weights = sum(one.weights_bytes for one in headers)
-    wanted = options.ctx if options.ctx is not None else load.ctx
-    rough = estimate(header, wanted, kv_type, n_outputs=64, whole_windows=True)
-    per_token = max(1, rough.kv_per_1000_bytes // 1000)
-    free = max(0, machine.available_bytes - weights - weights // 4 - rough.compute_bytes)
-    parallel = choose_parallel(
-        load.parallel, choose_threads(load.threads, read_machine()).value, per_token, free
-    ).value
-    try:
-        chosen = choose_context(wanted, header.n_ctx_train or 4096, per_token, free)
-        n_ctx, reason = int(chosen.value), chosen.reason
-    except OutOfMemoryError as error:
-        n_ctx, reason = wanted or 4096, error.message
-    cells = choose_cells(n_ctx, parallel, per_token, free).value
-    need = engine_estimate(header, cells, kv_type, parallel, weights)
-    fits = need.total_bytes <= machine.available_bytes
+    """The memory of the context that the engine would make now, by the plan it loads with."""
+    machine = read_machine()
+    plan: Plan = header_plan(headers, requesting.load_options(options, host.config.load), machine)
+    warning = ""
+    if plan.from_disk and not plan.refusal:
+        warning = disk_warning(header_shape(headers), machine, read_rate(headers[-1].path))
     return MemoryShown(
-        estimate=need, n_parallel=parallel, n_ctx=n_ctx, n_ctx_reason=reason, machine=machine, fits=fits
+        estimate=plan.buffers,
+        n_parallel=plan.n_parallel.value,
+        n_ctx=plan.n_ctx.value,
+        n_ctx_reason=plan.n_ctx.reason,
+        machine=machine.memory,
+        fits=plan.fits,
+        repack=plan.repack.value,
+        repack_reason=plan.repack.reason,
+        from_disk=plan.from_disk and not plan.refusal,
+        warning=warning,
     )

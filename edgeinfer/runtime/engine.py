@@ -23,9 +23,10 @@ from edgeinfer.runtime.language.constraints import Constraints
 from edgeinfer.runtime.language.dialogue import load_conversations
 from edgeinfer.runtime.language.parsers_api import Conversations, TemplateFacts
 from edgeinfer.runtime.loading.choices import exact_rows
-from edgeinfer.runtime.loading.load import MAX_DRAFT, Loaded, file_type_of, load_model
+from edgeinfer.runtime.loading.load import Loaded, load_model
 from edgeinfer.runtime.loading.lora import LoraAdapters
 from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
+from edgeinfer.runtime.plan import MAX_DRAFT
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 #: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
@@ -227,7 +228,7 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
 def _exactness(loaded: Loaded) -> Exactness:
     kv_type = str(loaded.choices["kv_type"].value)
     return Exactness(
-        rows=exact_rows(loaded.n_batch, file_type_of(loaded.meta), kv_type),
+        rows=exact_rows(loaded.n_batch, loaded.shape.file_type, kv_type),
         cells=_EXACT_CELLS if kv_type == "f16" else None,
     )
 
@@ -277,7 +278,7 @@ def _info(
         n_ctx_train=int(llama.llama_model_n_ctx_train(loaded.model)),
         n_parallel=loaded.n_parallel,
         n_embd=int(llama.llama_model_n_embd_out(loaded.model)),
-        weights_bytes=loaded.weights_bytes,
+        weights_bytes=loaded.shape.weights_bytes,
         kv_bytes=loaded.kv_bytes,
         compute_bytes=loaded.compute_bytes,
         has_chat_template=bool(files.chat_template or _own_template(loaded)),
@@ -290,6 +291,7 @@ def _info(
         lora=lora.names,
         choices={**loaded.choices, **conversations.choices, "pooling": embedder.pooling},
         load_ms=loaded.load_ms,
+        warnings=loaded.warnings,
     )
 
 

@@ -54,7 +54,9 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded model. Sizes in bytes. `choices` maps an option's name to what was chosen for it."""
+    """A loaded model. Sizes in bytes. `choices` maps an option's name to what was chosen for it;
+    `warnings` are sentences for whoever loaded it.
+    """
 
     model: str
     sha256: str = ""
@@ -79,6 +81,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     lora: tuple[str, ...] = ()
     choices: dict[str, Chosen] = {}
     load_ms: float = 0.0
+    warnings: tuple[str, ...] = ()
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import ContextLengthError, DecodeError, QueueFullError
+from edgeinfer.runtime import plan
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.loading import load as load_module
@@ -320,7 +321,7 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
 def test_too_little_cache_for_all_preempts_and_finishes_everyone(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_module, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
+    monkeypatch.setattr(plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     engine = load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")
     try:
         requests = [written(s, max_tokens=180, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
@@ -336,7 +337,7 @@ def test_too_little_cache_for_all_preempts_and_finishes_everyone(
 def test_a_large_prompt_that_waits_for_room_is_not_passed_by(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_module, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
+    monkeypatch.setattr(plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     engine = load(smollm2, n_ctx=512, n_parallel=3)
     try:
         first = engine.submit(written("", prompt="word " * 200, max_tokens=40))

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
+from edgeinfer.cli import main
 from edgeinfer.errors import (
     ContextLengthError,
     DecodeError,
@@ -19,6 +20,7 @@ from edgeinfer.errors import (
     OutOfMemoryError,
     UsageError,
 )
+from edgeinfer.machine import Machine, Memory
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -108,7 +110,7 @@ def test_flash_attention_on_and_off_answer(smollm2: Path, flash: str) -> None:
 
 
 def test_the_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.runtime.loading.load.choose_cells", lambda n_ctx, *_: _cells(256))
+    monkeypatch.setattr("edgeinfer.runtime.plan.choose_cells", lambda n_ctx, *_: _cells(256))
     engine = load_engine(files(smollm2), LoadOptions(n_ctx=200, n_parallel=1))
     try:
         last = ask(engine, "word " * 190, max_tokens=100)[-1]
@@ -116,6 +118,43 @@ def test_the_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pyte
         assert last.usage.prompt_tokens + last.usage.completion_tokens == 200
     finally:
         engine.close()
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 80 MiB for weights of 92 MiB, its disk at 48.3 MB/s."""
+    memory = Memory(total_bytes=1 << 30, available_bytes=80 << 20, reason="made up")
+    machine = Machine(physical_cores=2, logical_cpus=2, quota=None, memory=memory)
+    monkeypatch.setattr("edgeinfer.runtime.loading.load.read_machine", lambda: machine)
+    monkeypatch.setattr("edgeinfer.runtime.loading.load.read_rate", lambda path: 48.3e6)
+
+
+def test_weights_larger_than_memory_answer_from_the_disk(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_of_memory(monkeypatch)
+    engine = load_engine(files(smollm2), LoadOptions())
+    try:
+        assert "Paris" in text_of(ask(engine))
+        repack = engine.info.choices["repack"]
+        assert (repack.value, "mapped" in repack.reason) == ("off", True)
+        (warning,) = engine.info.warnings
+        assert "a token in 2.0 s: 96.6 MB a token at 48.3 MB/s (measured just now)" in warning
+    finally:
+        engine.close()
+    with pytest.raises(OutOfMemoryError, match="--repack off"):
+        load_engine(files(smollm2), LoadOptions(repack="on"))
+
+
+def test_run_warns_of_weights_read_from_the_disk(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short_of_memory(monkeypatch)
+    monkeypatch.setattr("sys.stdin", None)
+    asked = ["run", str(smollm2), "The capital of France is", "--raw", "--max-tokens", "4"]
+    assert main([*asked, "--temperature", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert "Paris" in out
+    assert err.startswith("warning: weights of 96.6 MB do not fit into the 83.9 MB of memory")
 
 
 def _cells(n: int) -> object:

@@ -38,6 +38,7 @@ def modules_after(statement):
         ("import edgeinfer.runtime.interface, edgeinfer.runtime.fake", HEAVY),
         ("import edgeinfer.tui, edgeinfer.chat, edgeinfer.server", ("llama_cpp",)),
         ("import edgeinfer.catalog.store, edgeinfer.catalog.models", HEAVY),
+        ("import edgeinfer.commands.show, edgeinfer.chat.shelf", ("llama_cpp", "numpy")),
     ],
 )
 def test_importing_stays_light(statement, forbidden):

@@ -6,20 +6,18 @@ Pure arithmetic over facts that are passed in. Memory is in bytes, context in to
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import dataclass
-from pathlib import Path
 
 from edgeinfer.errors import OutOfMemoryError
+from edgeinfer.machine import Machine
 from edgeinfer.runtime.options import Chosen
+from edgeinfer.runtime.shape import CELL_STEP, padded
+from edgeinfer.units import format_bytes
 
 _MIB = 1 << 20
 #: A context that fits by itself takes no more KV memory than this, unless 4,096 tokens need more.
 _AUTO_KV_BYTES = 1 << 30
 _AUTO_MIN_TOKENS = 4096
 _AUTO_MAX_TOKENS = 32_768
-#: llama.cpp pads a context to this many cells.
-_CELL_STEP = 256
 #: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
 #: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They gain nothing from large micro-batches, and
 #: give a row the same bits in any batch.
@@ -30,79 +28,10 @@ _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30,
 _UNTILED = 60
 #: Repacked weights are multiplied by another kernel from four rows on.
 _REPACKED_ROWS = 3
+#: What a small context and its compute buffer take, roughly.
+_ROOM_BESIDE_WEIGHTS = 256 << 20
 #: Cells of the shared KV cache that every sequence can count on when all are busy.
 _CELLS_PER_SEQUENCE = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The part of this machine that this process may use. `quota` is the control group's CPU limit in
-    cores.
-    """
-
-    physical_cores: int
-    logical_cpus: int
-    quota: float | None
-    available_bytes: int
-
-
-def read_machine() -> Machine:
-    """Cores within our affinity, the control group's limits, and the memory that can be had."""
-    cpus = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    )
-    return Machine(_physical_cores(cpus), len(cpus), _cpu_quota(), _available_bytes())
-
-
-def _physical_cores(cpus: set[int]) -> int:
-    def core(cpu: int) -> str:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            return siblings.read_text().strip()
-        except OSError:
-            return str(cpu)
-
-    return len({core(cpu) for cpu in cpus}) or 1
-
-
-def _cgroup_value(name: str) -> str:
-    """The tightest value of a control-group file from our own group upwards; "" when there is none."""
-    try:
-        own = next(
-            line
-            for line in Path("/proc/self/cgroup").read_text().splitlines()
-            if line.startswith("0::")
-        )[3:]
-    except (OSError, StopIteration):
-        return ""
-    folder = Path("/sys/fs/cgroup" + own)
-    for place in (folder, *folder.parents):
-        try:
-            value = (place / name).read_text().strip()
-        except OSError:
-            continue
-        if value and not value.startswith("max"):
-            return value
-    return ""
-
-
-def _cpu_quota() -> float | None:
-    parts = _cgroup_value("cpu.max").split()
-    return int(parts[0]) / int(parts[1]) if len(parts) == 2 else None
-
-
-def _available_bytes() -> int:
-    available = 1 << 62
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    limit, used = _cgroup_value("memory.max"), _cgroup_value("memory.current")
-    if limit.isdigit() and used.isdigit():
-        available = min(available, max(0, int(limit) - int(used)))
-    return available
 
 
 def choose_threads(asked: int, machine: Machine) -> Chosen:
@@ -154,19 +83,19 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
             )
         return Chosen(asked, "as asked")
     fits = free_bytes // 2 // per_token
-    if fits < _CELL_STEP:
+    if fits < CELL_STEP:
         raise OutOfMemoryError(
-            f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free after the weights"
+            f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free for it"
         )
     thrifty = max(_AUTO_MIN_TOKENS, _AUTO_KV_BYTES // per_token)
     limits = (
         (n_ctx_train, f"the model was trained on {n_ctx_train} tokens"),
-        (fits, f"half of the {free_bytes // _MIB} MiB free after the weights"),
+        (fits, f"half of the {free_bytes // _MIB} MiB that are free for it"),
         (thrifty, f"{_AUTO_KV_BYTES // _MIB} MiB of KV cache; ask for more with --ctx"),
         (_AUTO_MAX_TOKENS, "enough for most; ask for more with --ctx"),
     )
     chosen, reason = min(limits, key=lambda limit: limit[0])
-    rounded = chosen if chosen == n_ctx_train else max(_CELL_STEP, chosen // _CELL_STEP * _CELL_STEP)
+    rounded = chosen if chosen == n_ctx_train else max(CELL_STEP, chosen // CELL_STEP * CELL_STEP)
     return Chosen(rounded, reason)
 
 
@@ -179,13 +108,29 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
     wanted = n_parallel * _CELLS_PER_SEQUENCE
     fits = min(free_bytes // 2, _AUTO_KV_BYTES) // max(1, kv_bytes_per_token)
     if wanted <= n_ctx or fits <= n_ctx:
-        return Chosen(_padded(n_ctx), "one full context, shared by all sequences")
+        return Chosen(padded(n_ctx), "one full context, shared by all sequences")
     if wanted > fits:
         return Chosen(
-            _padded(fits),
+            padded(fits),
             f"what fits {_AUTO_KV_BYTES // _MIB} MiB of KV cache or half of the free memory",
         )
-    return Chosen(_padded(wanted), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
+    return Chosen(padded(wanted), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
+
+
+def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
+    """Repack weights for this CPU's fast paths, "on" or "off". "auto" leaves them mapped where memory is
+    short: repacked weights must stay in memory, mapped ones need not.
+    """
+    if asked != "auto":
+        return Chosen(asked, "as asked")
+    available = machine.memory.available_bytes
+    if weights_bytes + weights_bytes // 8 + _ROOM_BESIDE_WEIGHTS > available:
+        return Chosen(
+            "off",
+            f"{format_bytes(weights_bytes)} of weights and a context are too much for the"
+            f" {format_bytes(available)} of memory that are free: they stay mapped",
+        )
+    return Chosen("on", "weights of fitting types are repacked for this CPU's fast paths")
 
 
 def choose_ubatch(n_batch: int, n_seq_max: int, file_type: int, kv_type: str) -> Chosen:
@@ -203,7 +148,3 @@ def exact_rows(n_batch: int, file_type: int, kv_type: str) -> int:
     if file_type not in _DOT_ONLY:
         return _REPACKED_ROWS
     return _UNTILED if kv_type == "f16" else n_batch
-
-
-def _padded(n: int) -> int:
-    return (n + _CELL_STEP - 1) // _CELL_STEP * _CELL_STEP

@@ -10,34 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from edgeinfer import load_options
 from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
+from edgeinfer.machine import read_machine, read_rate
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.loading.choices import (
-    Machine,
-    choose_cells,
-    choose_context,
-    choose_parallel,
-    choose_threads,
-    choose_ubatch,
-    read_machine,
-)
+from edgeinfer.runtime.loading.choices import choose_repack
 from edgeinfer.runtime.loading.mappings import HugePages
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.plan import Plan, disk_warning, make_plan
+from edgeinfer.runtime.shape import Shape, make_shape
 from edgeinfer.runtime.vocab import Vocab
 
 Progress = Callable[[str, float | None], None]
 
-_KV_TYPES = {
-    "f16": ("GGML_TYPE_F16", 2.0),
-    "q8_0": ("GGML_TYPE_Q8_0", 34 / 32),
-    "q4_0": ("GGML_TYPE_Q4_0", 18 / 32),
-}
 _FLASH = {"auto": -1, "off": 0, "on": 1}
-#: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
-MAX_DRAFT = 7
-#: Sequence ids beyond the running ones: finished conversations wait in them for their next turn.
-_SPARE_SEQUENCES = 16
 
 
 @dataclass(slots=True)
@@ -49,6 +37,7 @@ class Loaded:
     memory: Any
     vocab: Vocab
     meta: dict[str, str]
+    shape: Shape
     n_ctx: int
     n_cells: int
     n_parallel: int
@@ -56,11 +45,11 @@ class Loaded:
     n_batch: int
     n_outputs_max: int
     n_threads: int
-    weights_bytes: int
     kv_bytes: int
     compute_bytes: int
     load_ms: float
     choices: dict[str, Chosen] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @property
     def can_generate(self) -> bool:
@@ -80,12 +69,23 @@ class Loaded:
 def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> Loaded:
     """Load weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
     check_options(options)
+    check_files(files.paths)
     started = time.perf_counter()
     llama = libllama.lib()
     machine = read_machine()
-    model = open_model(files.paths, options, progress)
+    repack = choose_repack(options.repack, sum(map(os.path.getsize, files.paths)), machine)
+    model = open_model(files.paths, msgspec.structs.replace(options, repack=repack.value), progress)
     try:
-        loaded = _with_context(model, options, machine, progress)
+        meta = read_meta(model)
+        shape = model_shape(model, meta)
+        plan = make_plan(shape, options, machine, repack)
+        if plan.refusal:
+            raise OutOfMemoryError(plan.refusal)
+        if progress:
+            progress("making a context", None)
+        loaded = _with_context(model, meta, shape, options, plan)
+        if plan.from_disk:
+            loaded.warnings = (disk_warning(shape, machine, read_rate(files.paths[-1])),)
     except BaseException:
         llama.llama_model_free(model)
         raise
@@ -101,12 +101,17 @@ def check_options(options: LoadOptions) -> None:
         raise UsageError(str(error)) from None
 
 
-def open_model(paths: tuple[str, ...], options: LoadOptions, progress: Progress | None = None) -> Any:
-    """Map (and repack) the weights; llama.cpp's model pointer. Raises ModelLoadError."""
-    llama = libllama.lib()
+def check_files(paths: tuple[str, ...]) -> None:
+    """Raises ModelLoadError naming the file that is missing."""
     for path in paths:
         if not os.path.isfile(path):
             raise ModelLoadError(f"{path} is not there")
+
+
+def open_model(paths: tuple[str, ...], options: LoadOptions, progress: Progress | None = None) -> Any:
+    """Map (and repack) the weights; llama.cpp's model pointer. Raises ModelLoadError."""
+    llama = libllama.lib()
+    check_files(paths)
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
     params.use_extra_bufts = options.repack != "off"
@@ -149,13 +154,6 @@ def _last_words() -> str:
     return "; ".join(libllama.recent_log(3)) or "no reason given"
 
 
-def file_type_of(meta: dict[str, str]) -> int:
-    """llama.cpp's number for the quantization of the file (`llama_ftype`), -1 where the file does not
-    say.
-    """
-    return int(meta.get("general.file_type", -1))
-
-
 def read_meta(model: Any) -> dict[str, str]:
     """The file's scalar metadata as text."""
     llama = libllama.lib()
@@ -174,72 +172,36 @@ def read_meta(model: Any) -> dict[str, str]:
     return meta
 
 
-def kv_bytes_per_token(model: Any, meta: dict[str, str], kv_type: str) -> int:
-    """What one token of context costs in the KV cache, from the model's shape; an upper bound for
-    hybrids.
+def model_shape(model: Any, meta: dict[str, str]) -> Shape:
+    """The sizes of a loaded model. llama.cpp keeps no arrays of the metadata: where head counts differ
+    by layer, those it names stand for all, an upper bound.
     """
     llama = libllama.lib()
-    arch = meta.get("general.architecture", "")
-    heads, kv_heads = llama.llama_model_n_head(model), llama.llama_model_n_head_kv(model)
-    head_size = llama.llama_model_n_embd(model) // max(1, heads)
-    key = int(meta.get(f"{arch}.attention.key_length", head_size))
-    value = int(meta.get(f"{arch}.attention.value_length", head_size))
-    return int(llama.llama_model_n_layer(model) * kv_heads * (key + value) * _KV_TYPES[kv_type][1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What the context is to be, before it is made."""
-
-    n_threads: Chosen
-    n_parallel: Chosen
-    n_ctx: Chosen
-    n_cells: Chosen
-    n_ubatch: Chosen
-    n_seq_max: int
-    n_batch: int
-    n_outputs: int
-
-
-def _plan(
-    model: Any, vocab: Vocab, meta: dict[str, str], options: LoadOptions, machine: Machine
-) -> _Plan:
-    llama = libllama.lib()
-    weights = int(llama.llama_model_size(model))
-    compute = _compute_estimate(vocab.n_vocab, options.n_batch, llama.llama_model_n_embd(model))
-    # repacked weights are anonymous and gone from MemAvailable already; mapped ones still count as
-    # reclaimable
-    free = machine.available_bytes - compute - (weights if options.repack == "off" else weights // 4)
-    per_token = kv_bytes_per_token(model, meta, options.kv_type)
-    threads = choose_threads(options.n_threads, machine)
-    parallel = choose_parallel(options.n_parallel, threads.value, per_token, free)
-    n_ctx = choose_context(options.n_ctx, int(llama.llama_model_n_ctx_train(model)), per_token, free)
-    cells = choose_cells(n_ctx.value, parallel.value, per_token, free)
+    metadata: dict[str, object] = {
+        key: int(value) if value.isdecimal() else value for key, value in meta.items()
+    }
+    prefix = meta.get("general.architecture", "")
+    n_heads = int(llama.llama_model_n_head(model))
+    metadata.setdefault(f"{prefix}.attention.head_count", n_heads)
+    if f"{prefix}.attention.head_count_kv" not in metadata:
+        n_kv_heads = int(llama.llama_model_n_head_kv(model))
+        metadata[f"{prefix}.attention.head_count_kv"] = n_kv_heads or n_heads
+    shape = make_shape(
+        metadata,
+        n_vocab=int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))),
+        n_params=int(llama.llama_model_n_params(model)),
+        weights_bytes=int(llama.llama_model_size(model)),
+    )
     partial = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
-    n_seq_max = parallel.value if partial else min(256, parallel.value + _SPARE_SEQUENCES)
-    n_batch = min(max(options.n_batch, parallel.value), cells.value)
-    return _Plan(
-        n_threads=threads,
-        n_parallel=parallel,
-        n_ctx=n_ctx,
-        n_cells=cells,
-        n_ubatch=choose_ubatch(n_batch, n_seq_max, file_type_of(meta), options.kv_type),
-        n_seq_max=n_seq_max,
-        n_batch=n_batch,
-        # llama.cpp aborts when fewer outputs are allowed than there are sequence ids
-        n_outputs=max(n_seq_max, min(n_batch, parallel.value * (1 + MAX_DRAFT))),
+    return msgspec.structs.replace(
+        shape, is_recurrent=bool(partial), has_windows=llama.llama_model_n_swa(model) > 0
     )
 
 
 def _with_context(
-    model: Any, options: LoadOptions, machine: Machine, progress: Progress | None
+    model: Any, meta: dict[str, str], shape: Shape, options: LoadOptions, plan: Plan
 ) -> Loaded:
     llama = libllama.lib()
-    vocab = Vocab(model)
-    meta = read_meta(model)
-    plan = _plan(model, vocab, meta, options, machine)
-    if progress:
-        progress("making a context", None)
     params = context_params(
         options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
     )
@@ -250,8 +212,9 @@ def _with_context(
         model=model,
         context=context,
         memory=llama.llama_get_memory(context) if llama.llama_get_causal_attn(context) else None,
-        vocab=vocab,
+        vocab=Vocab(model),
         meta=meta,
+        shape=shape,
         n_ctx=min(plan.n_ctx.value, int(llama.llama_n_ctx(context))),
         n_cells=int(llama.llama_n_ctx(context)),
         n_parallel=plan.n_parallel.value,
@@ -259,7 +222,6 @@ def _with_context(
         n_batch=int(llama.llama_n_batch(context)),
         n_outputs_max=plan.n_outputs,
         n_threads=plan.n_threads.value,
-        weights_bytes=int(llama.llama_model_size(model)),
         kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
         compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
         load_ms=0.0,
@@ -267,7 +229,7 @@ def _with_context(
     )
 
 
-def _choices(plan: _Plan, options: LoadOptions, lines: list[str]) -> dict[str, Chosen]:
+def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Chosen]:
     return {
         "n_threads": plan.n_threads,
         "n_parallel": plan.n_parallel,
@@ -275,15 +237,10 @@ def _choices(plan: _Plan, options: LoadOptions, lines: list[str]) -> dict[str, C
         "n_cells": plan.n_cells,
         "n_ubatch": plan.n_ubatch,
         "kv_type": Chosen(options.kv_type, "as asked"),
-        "repack": _repack_choice(options),
+        "repack": plan.repack,
         "gpu_layers": _gpu_choice(options),
         "flash_attention": _flash_choice(options, lines),
     }
-
-
-def _compute_estimate(n_vocab: int, n_batch: int, n_embd: int) -> int:
-    """A rough upper bound of llama.cpp's compute buffer, before there is one to ask."""
-    return 64 * (1 << 20) + 4 * (n_batch * n_embd * 8 + 64 * n_vocab)
 
 
 def context_params(
@@ -296,7 +253,7 @@ def context_params(
     params.n_batch = params.n_ubatch = n_batch
     params.n_seq_max = n_seq_max
     params.n_threads = params.n_threads_batch = n_threads
-    params.type_k = params.type_v = getattr(llama, _KV_TYPES[options.kv_type][0])
+    params.type_k = params.type_v = getattr(llama, f"GGML_TYPE_{options.kv_type.upper()}")
     params.flash_attn_type = _FLASH["on" if options.kv_type != "f16" else options.flash_attention]
     params.kv_unified = True
     # a context that generates does not pool; llama.cpp aborts when it would with fewer outputs than
@@ -325,12 +282,6 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str]]:
 def _sum_mib(lines: list[str], pattern: str) -> int:
     found = (re.search(rf"(?:{pattern}) *= *([\d.]+) MiB", line) for line in lines)
     return sum(int(float(match.group(1)) * (1 << 20)) for match in found if match)
-
-
-def _repack_choice(options: LoadOptions) -> Chosen:
-    if options.repack != "auto":
-        return Chosen(options.repack, "as asked")
-    return Chosen("on", "weights of fitting types are repacked for this CPU's fast paths")
 
 
 def _gpu_choice(options: LoadOptions) -> Chosen:

@@ -17,14 +17,15 @@ from typing import Any, Literal
 import msgspec
 
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
+from edgeinfer.machine import read_memory
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server.core import eviction
 from edgeinfer.server.core.wire import Reply
 
 Progress = Callable[[str, float | None], None]
 Where = Literal["process", "worker"]
 
-
+#: Left free for the page cache, the endpoint itself and everybody else.
+_RESERVE_BYTES = 512 << 20
 #: Models that are being unloaded when the endpoint ends have this long.
 _CLOSE_S = 5.0
 
@@ -54,7 +55,7 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
 
     load: Callable[[str, Progress], Loaded]
     pulled: Callable[[], Sequence[Pulled]]
-    available_bytes: Callable[[], int] = eviction.available_bytes
+    available_bytes: Callable[[], int] = lambda: read_memory().available_bytes
     loaded_hook: Callable[[str, Loaded, float], None] = lambda name, loaded, seconds: None
 
 
@@ -343,7 +344,7 @@ class Models:
             for s in self._slots.values()
             if s.loaded is None and s is not slot and s.stage == "loading"
         )
-        return slot.need_bytes + promised + eviction.RESERVE_BYTES <= self._sources.available_bytes()
+        return slot.need_bytes + promised + _RESERVE_BYTES <= self._sources.available_bytes()
 
     # --- unloading
 

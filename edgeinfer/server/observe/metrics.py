@@ -8,10 +8,8 @@ them; a test compares the two.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.machine import resident_bytes
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine
 
@@ -253,7 +252,9 @@ class _Engines(Collector):
             accepted.add_metric(labels, now.draft_accepted_total)
         yield from (running, waiting, kv, steps, drafted, accepted)
         yield GaugeMetricFamily(
-            "edgeinfer_process_resident_memory_bytes", "Resident memory of the endpoint.", _rss_bytes()
+            "edgeinfer_process_resident_memory_bytes",
+            "Resident memory of the endpoint.",
+            resident_bytes(),
         )
         yield self._between_tokens()
 
@@ -275,12 +276,3 @@ class _Engines(Collector):
 def version_of(sha256: str) -> str:
     """A model's version in labels: the first 12 hex digits of its sha256; "" when unknown."""
     return sha256[:12]
-
-
-def _rss_bytes() -> int:
-    """Resident memory of this process; 0 where /proc is absent."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -78,10 +78,9 @@ class LoadedModel:
 
     def resume(self, entropy: bytes) -> None:
         """After a restore: as many threads as this launch has processors, and randomness of its own."""
-        from edgeinfer.runtime.loading.choices import (
-            choose_threads,
-            read_machine,
-        )  # imported already in a parked process
+        # imported already in a parked process
+        from edgeinfer.machine import read_machine
+        from edgeinfer.runtime.loading.choices import choose_threads
 
         self._entropy = entropy
         self._engine.resume(choose_threads(0, read_machine()).value, entropy)

@@ -1,0 +1,175 @@
+"""What this process may use of the machine: processors, memory, page size, the rate of a disk.
+
+Read from /proc, /sys and the control groups of version 1 and 2, our own group and every ancestor. Knows
+no model. Standard library alone.
+
+Memory that a control group still allows is its limit minus its usage, both of the same group, with the
+page cache inside the usage counted as free (`inactive_file` and `active_file`). That is what the kernel's
+own MemAvailable says of the whole machine: clean file pages, mapped weights among them, are taken back
+without swapping. Shared memory and locked pages are not in these two figures and stay counted as used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path("/")
+#: Bytes that `read_rate` reads, and how many at once.
+_RATE_BYTES, _RATE_BLOCK = 64 << 20, 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes this process may still take, and what limits them. `total_bytes` is 0 where nobody says (no
+    Linux); then `available_bytes` is without end.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Processors within our affinity, and memory. `quota` is the control groups' limit in cores."""
+
+    physical_cores: int
+    logical_cpus: int
+    quota: float | None
+    memory: Memory
+
+
+def read_machine(root: Path = _ROOT) -> Machine:
+    """Read what this process may use; `root` is the folder that holds /proc and /sys."""
+    everywhere = set(range(os.cpu_count() or 1))
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everywhere
+    return Machine(
+        physical_cores=_physical_cores(cpus, root),
+        logical_cpus=len(cpus),
+        quota=_cpu_quota(root),
+        memory=read_memory(root),
+    )
+
+
+def read_memory(root: Path = _ROOT) -> Memory:
+    """Read what the kernel says is available, or what the tightest control group leaves of it."""
+    info = _table(root / "proc/meminfo")
+    if "MemAvailable:" not in info:
+        return Memory(total_bytes=0, available_bytes=1 << 62, reason="nobody says: no /proc/meminfo")
+    found = Memory(
+        total_bytes=info.get("MemTotal:", 0) * 1024,
+        available_bytes=info["MemAvailable:"] * 1024,
+        reason="MemAvailable of /proc/meminfo",
+    )
+    for limit, used, place in _memory_groups(root):
+        if limit - used < found.available_bytes:
+            left = max(0, limit - used)
+            found = Memory(
+                total_bytes=min(limit, found.total_bytes),
+                available_bytes=left,
+                reason=f"the limit in {place}",
+            )
+    return found
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where /proc is absent."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * mmap.PAGESIZE
+
+
+def read_rate(path: str | os.PathLike[str]) -> float:
+    """Measure the bytes a second that the end of `path` is read with, past the page cache.
+
+    Takes up to 64 MiB; 0.0 where the file system reads nothing past its cache.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return 0.0
+    with contextlib.closing(mmap.mmap(-1, _RATE_BLOCK)) as block:  # O_DIRECT wants whole pages
+        try:
+            size = os.fstat(fd).st_size
+            start = max(0, size - _RATE_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+            began = time.perf_counter()
+            done = start
+            while done < size and (got := os.preadv(fd, [block], done)):
+                done += got
+            return (done - start) / max(1e-9, time.perf_counter() - began)
+        except OSError:
+            return 0.0
+        finally:
+            os.close(fd)
+
+
+def _physical_cores(cpus: set[int], root: Path) -> int:
+    def core(cpu: int) -> str:
+        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        return _text(siblings) or str(cpu)
+
+    return len({core(cpu) for cpu in cpus}) or 1
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """The least processor time a control group allows, in cores; None without a limit."""
+    quotas = []
+    for folder in _groups(root, "cpu"):
+        words = _text(folder / "cpu.max").split() or [
+            _text(folder / "cpu.cfs_quota_us"),
+            _text(folder / "cpu.cfs_period_us"),
+        ]
+        if len(words) == 2 and all(word.isdecimal() for word in words):  # "max" and -1 are no limit
+            quotas.append(int(words[0]) / max(1, int(words[1])))
+    return min(quotas, default=None)
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield (limit, usage without page cache, the limit's file) of every group with a limit. Bytes."""
+    for folder in _groups(root, "memory"):
+        for limit_file, used_file, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            limit, used = _text(folder / limit_file), _text(folder / used_file)
+            if limit.isdecimal() and used.isdecimal():
+                stat = _table(folder / "memory.stat")
+                cache = sum(stat.get(f"{prefix}{age}_file", 0) for age in ("inactive", "active"))
+                yield int(limit), max(0, int(used) - cache), folder / limit_file
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of our control group and its ancestors that rule `controller`, our own first."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, place = line.split(":", 2)
+        top = root / "sys/fs/cgroup"
+        if controllers:  # version 1: a tree for each controller
+            if controller not in controllers.split(","):
+                continue
+            top /= controller
+        folder = top / place.lstrip("/")
+        while folder != top:
+            yield folder
+            folder = folder.parent
+        yield top
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Read a file of lines that begin with a key and a number."""
+    pairs = (line.split() for line in _text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdecimal()}
