@@ -9,6 +9,8 @@ Standard library only, and of that only what is cheap: the launcher imports it.
 
 from __future__ import annotations
 
+import os
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -20,11 +22,15 @@ class LoadOption:
     """One option. Its values are `words`, and integers from `low` to `high` unless both are 0.
 
     `flag` and `key` are "" where the option cannot be typed or configured. `of_snapshot` says whether
-    another value needs another snapshot.
+    another value needs another snapshot, `exact` that not wanting the option is a wish too.
     """
+
+    #: Whether values that are typed one after the other are joined with commas.
+    many = False
 
     __slots__ = (
         "default",
+        "exact",
         "field",
         "flag",
         "help",
@@ -49,11 +55,12 @@ class LoadOption:
         high: int = 0,
         metavar: str | None = None,
         of_snapshot: bool = True,
+        exact: bool = False,
     ) -> None:
         self.field, self.default, self.help = field, default, help
         self.flag, self.key = flag, key
         self.words, self.low, self.high, self.metavar = words, low, high, metavar
-        self.of_snapshot = of_snapshot
+        self.of_snapshot, self.exact = of_snapshot, exact
 
     def parse(self, text: str) -> Value:
         """The value of a text that was typed or configured. Raises ValueError saying what is allowed."""
@@ -69,6 +76,27 @@ class LoadOption:
         if self.high:
             parts.append(f"between {self.low} and {self.high}")
         return " or ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
+
+
+class PathsOption(LoadOption):
+    """An option whose value is the absolute paths of files of different names, between commas."""
+
+    __slots__ = ()
+    many = True
+
+    def parse(self, text: str) -> Value:
+        found = [os.path.abspath(os.path.expanduser(path)) for path in text.split(",") if path]
+        if len({name_of_file(path) for path in found}) < len(found):
+            raise ValueError(f"{self.field}: {text} is not {self.allowed()}")
+        return ",".join(found)
+
+    def allowed(self) -> str:
+        return "files of different names, with commas between them"
+
+
+def name_of_file(path: str) -> str:
+    """The last part of a path without its extension."""
+    return os.path.splitext(os.path.basename(path))[0]
 
 
 #: Values that let the engine choose: any snapshot has one.
@@ -139,7 +167,26 @@ GPU_LAYERS = LoadOption(
     metavar="auto|none|N",
 )
 
-LOAD_OPTIONS = (N_CTX, N_PARALLEL, N_THREADS, N_BATCH, REPACK, KV_TYPE, FLASH_ATTENTION, GPU_LAYERS)
+LORA = PathsOption(
+    "lora",
+    "",
+    "LoRA adapters, applied to every request that names none; may be repeated",
+    flag="--lora",
+    metavar="FILE[,FILE...]",
+    exact=True,
+)
+
+LOAD_OPTIONS = (
+    N_CTX,
+    N_PARALLEL,
+    N_THREADS,
+    N_BATCH,
+    REPACK,
+    KV_TYPE,
+    FLASH_ATTENTION,
+    GPU_LAYERS,
+    LORA,
+)
 
 
 def snapshot_options(options: object) -> dict[str, str]:
@@ -149,6 +196,22 @@ def snapshot_options(options: object) -> dict[str, str]:
         for option in LOAD_OPTIONS
         if option.of_snapshot and getattr(options, option.field) != option.default
     }
+
+
+def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
+    """The first option in which what was `requested`, or what it `became`, is not what is wanted, or "".
+
+    An option that is not wanted may have any value, unless it is `exact`.
+    """
+    for name, value in wanted.items():
+        if value not in (requested.get(name), became.get(name)):
+            return name
+    differing = (
+        option.field
+        for option in LOAD_OPTIONS
+        if option.exact and wanted.get(option.field) != requested.get(option.field)
+    )
+    return next(differing, "")
 
 
 def check(options: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from edgeinfer.arguments.verb import Verbs, add_verb
 from edgeinfer.load_options import LOAD_OPTIONS, N_THREADS, LoadOption
@@ -36,12 +37,27 @@ def add_load_option(parser: argparse._ActionsContainer, option: LoadOption) -> N
     choices = option.words if option.metavar is None else None
     parser.add_argument(
         option.flag,
+        action=_Join if option.many else "store",
         dest=option.field,
         type=parse,
         choices=choices,
         metavar=option.metavar,
         help=option.help,
     )
+
+
+class _Join(argparse.Action):
+    """Joins values that are typed one after the other with commas."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:

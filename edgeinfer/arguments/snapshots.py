@@ -34,13 +34,6 @@ def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument("--name", default="", help="name of this snapshot, beside others of the model")
     add_load_option(parser, N_THREADS)
     parser.add_argument("--load-options", help=argparse.SUPPRESS)  # all of them in JSON (`watch_build`)
-    parser.add_argument(
-        "--lora",
-        action="append",
-        metavar="FILE",
-        default=[],
-        help="LoRA adapter to load with the model",
-    )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     add_load_options(parser)
 

@@ -23,6 +23,7 @@ class Engines:
         self.options = options
         self.engine: Engine | None = None
         self._home: Engine | None = None
+        self._first_model = ""
         self._loading = threading.Lock()
         self._home_key: tuple[str, int] | None = None
 
@@ -38,6 +39,9 @@ class Engines:
 
     def _get(self, model: str, n_ctx: int | None, progress: LoadProgress | None) -> Engine:
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
+        if model != (self._first_model or model):
+            options = msgspec.structs.replace(options, lora="")  # adapters fit one model
+        self._first_model = self._first_model or model
         key = (model, options.n_ctx)
         if self._home is not None and key == self._home_key:
             new = self._home

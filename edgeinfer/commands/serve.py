@@ -132,10 +132,12 @@ class Loader:
                 how=self._host.start.how,
                 stages_ms=self._host.start.stages_ms,
             )
-        target = self._typed if name == self._name else name
+        target, options = self._typed, self._options
+        if name != self._name:
+            target, options = name, msgspec.structs.replace(options, lora="")  # adapters fit one model
         if worker is None:
-            return Loaded(engine=self._host.engine(target, self._options, progress))
-        engine = worker(target, self._options, progress)
+            return Loaded(engine=self._host.engine(target, options, progress))
+        engine = worker(target, options, progress)
         start = getattr(engine, "start", None)
         return Loaded(
             engine=engine,

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-import msgspec
-
 from edgeinfer import requesting
 from edgeinfer.catalog import store
 from edgeinfer.errors import InterruptedByUser, UsageError
@@ -51,11 +49,13 @@ def warm(options: argparse.Namespace, host: Host) -> WarmResult:
     """
     began = time.monotonic()
     model = store.full_name(options.model or host.config.default_model)
-    files = _with_lora(host.files(model), options.lora)
+    files = host.files(model)
     config = host.config.snapshots
-    wanted, reason = snapshots_warm.repack_choice(
-        requesting.load_options(options, host.config.load), files, config
-    )
+    asked = requesting.load_options(options, host.config.load)
+    for path in asked.adapters.values():
+        if not os.path.isfile(path):
+            raise UsageError(f"{path} is not a file")
+    wanted, reason = snapshots_warm.repack_choice(asked, files, config)
     order = snapshots_warm.Order(
         model=model,
         files=files,
@@ -68,14 +68,6 @@ def warm(options: argparse.Namespace, host: Host) -> WarmResult:
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
     return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
-
-
-def _with_lora(files: ModelFiles, paths: list[str]) -> ModelFiles:
-    adapters = {Path(path).stem: str(Path(path).absolute()) for path in paths}
-    for path in adapters.values():
-        if not os.path.isfile(path):
-            raise UsageError(f"{path} is not a file")
-    return msgspec.structs.replace(files, lora={**files.lora, **adapters})
 
 
 def _system(text: str, files: ModelFiles) -> str:

@@ -52,7 +52,7 @@ class LlamaEngine:
 
     def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
         self._loaded = loaded
-        self._lora = LoraAdapters(loaded.model, loaded.context, files.lora)
+        self._lora = LoraAdapters(loaded.model, loaded.context, options.adapters)
         self._conversations = _conversations(files, loaded)
         self._constraints = Constraints()
         self._scheduler = _scheduler(loaded, self._lora)
@@ -153,7 +153,7 @@ class LlamaEngine:
         tokens = self._preparer.system_prefix(text)
         if not tokens or len(tokens) >= self._loaded.n_ctx:
             return 0
-        return self._loop.call(lambda: self._scheduler.pin(tokens))
+        return self._loop.call(lambda: self._scheduler.pin(tokens, self._lora.key(None)))
 
     def park(self) -> None:
         """End the decode thread and forget every conversation; the system prompt stays.

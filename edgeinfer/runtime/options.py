@@ -24,15 +24,14 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
     system_prompt: str = ""
-    lora: dict[str, str] = {}
     draft_paths: tuple[str, ...] = ()
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to load; `edgeinfer.load_options` says what each field is and may be.
 
-    0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps. `max_queue` only keeps the engine finite, in a snapshot too: what a launch allows to wait is the
-    front's to say.
+    0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps. `max_queue` only
+    keeps the engine finite, in a snapshot too: what a launch allows to wait is the front's to say.
     """
 
     n_ctx: int = table.N_CTX.default
@@ -43,7 +42,13 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_type: str = table.KV_TYPE.default
     flash_attention: str = table.FLASH_ATTENTION.default
     gpu_layers: int | str = table.GPU_LAYERS.default
+    lora: str = table.LORA.default
     max_queue: int = 4096
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The paths of the LoRA adapters by their names."""
+        return {table.name_of_file(path): path for path in self.lora.split(",") if path}
 
 
 class Chosen(msgspec.Struct, frozen=True):

@@ -107,7 +107,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `continue_final`: the last assistant message is continued instead of answered. `overflow`: what to
     do when the context is full, "refuse" up front and finish with "length", or "shift" (drop the oldest
     tokens behind the system prompt). `logprobs`: None for none, else how many alternatives per token (0
-    to 20). `lora`: (adapter name, scale) pairs. `speculative`: "auto" lets the engine decide by what it
+    to 20). `lora`: (adapter name, scale) pairs; None applies all that were
+    loaded with the model, at scale 1. `speculative`: "auto" lets the engine decide by what it
     measures. `deadline_s` counts from submission.
 
     `max_tokens` 0 computes the prompt, keeps it for whoever begins like it, and finishes with no token: at
@@ -133,5 +134,5 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_prompt: bool = True
     cache_salt: str = ""
     conversation: str = ""
-    lora: tuple[tuple[str, float], ...] = ()
+    lora: tuple[tuple[str, float], ...] | None = None
     speculative: Literal["auto", "off", "ngram", "draft"] = "auto"

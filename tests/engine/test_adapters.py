@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from made_models import make_adapter
 
@@ -17,18 +18,22 @@ from edgeinfer.runtime.requests import GenerateRequest, Sampling
 OPTIONS = LoadOptions(n_ctx=1024, n_parallel=4, kv_type="q8_0")
 
 
+def with_lora(*paths: str) -> LoadOptions:
+    return msgspec.structs.replace(OPTIONS, lora=",".join(paths))
+
+
 @pytest.fixture(scope="module")
 def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaEngine]:
     folder = tmp_path_factory.mktemp("lora")
-    adapters = {
-        name: make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(["red", "blue"])
-    }
-    opened = load_engine(ModelFiles(name="smol", paths=(str(smollm2),), lora=adapters), OPTIONS)
+    adapters = [
+        make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(["red", "blue"])
+    ]
+    opened = load_engine(ModelFiles(name="smol", paths=(str(smollm2),)), with_lora(*adapters))
     yield opened
     opened.close()
 
 
-def ask(lora: tuple[tuple[str, float], ...] = (), **fields: object) -> GenerateRequest:
+def ask(lora: tuple[tuple[str, float], ...] | None = (), **fields: object) -> GenerateRequest:
     wanted: dict[str, object] = {
         "prompt": "A short note about rivers:",
         "sampling": Sampling(temperature=0),
@@ -52,6 +57,12 @@ def test_adapters_are_never_mixed_up_between_sequences(engine: LlamaEngine) -> N
     assert together == alone == again
     assert len(set(alone)) == 4  # scale 0 says what no adapter says
     assert alone[4] == alone[0]
+
+
+def test_who_names_none_gets_all_that_are_loaded_at_scale_1(engine: LlamaEngine) -> None:
+    by_default = text_of(list(engine.submit(ask(None, cache_prompt=False))))
+    both = text_of(list(engine.submit(ask((("red", 1.0), ("blue", 1.0)), cache_prompt=False))))
+    assert by_default == both != text_of(list(engine.submit(ask((), cache_prompt=False))))
 
 
 def test_what_was_cached_with_one_adapter_is_not_used_with_another(engine: LlamaEngine) -> None:
@@ -87,12 +98,9 @@ def test_a_file_that_is_no_adapter_is_refused_at_load(
     smollm2: Path, gemma3: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelLoadError, match="not there"):
-        load_engine(
-            ModelFiles(name="x", paths=(str(smollm2),), lora={"a": str(tmp_path / "none.gguf")}),
-            OPTIONS,
-        )
+        load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(tmp_path / "none.gguf")))
     with pytest.raises(ModelLoadError, match="does not fit"):
-        load_engine(ModelFiles(name="x", paths=(str(smollm2),), lora={"a": str(gemma3)}), OPTIONS)
+        load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(gemma3)))
 
 
 def test_a_draft_model_changes_nothing_but_the_time(smollm2: Path) -> None:
@@ -120,8 +128,6 @@ def test_a_draft_model_changes_nothing_but_the_time(smollm2: Path) -> None:
 
 
 def _with(request: GenerateRequest, speculative: str) -> GenerateRequest:
-    import msgspec
-
     return msgspec.structs.replace(request, speculative=speculative)
 
 

@@ -73,7 +73,7 @@ def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
     return path
 
 
-def make_adapter(path: Path, seed: int) -> str:
+def make_adapter(path: Path, seed: int, strength: float = 0.05) -> str:
     """A LoRA adapter for SmolLM2's attention's output projections that visibly changes what it says."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
@@ -83,7 +83,7 @@ def make_adapter(path: Path, seed: int) -> str:
     for layer in range(LORA_LAYERS):
         name = f"blk.{layer}.attn_output.weight"
         writer.add_tensor(
-            f"{name}.lora_a", rng.normal(0, 0.05, (LORA_RANK, LORA_EMBD)).astype(np.float32)
+            f"{name}.lora_a", rng.normal(0, strength, (LORA_RANK, LORA_EMBD)).astype(np.float32)
         )
         writer.add_tensor(
             f"{name}.lora_b", rng.normal(0, 0.5, (LORA_EMBD, LORA_RANK)).astype(np.float32)

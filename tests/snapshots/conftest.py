@@ -11,6 +11,7 @@ import pwd
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,18 @@ class Person:
             process.kill()
             raise
         return Outcome(process.returncode, out, err)
+
+    def logged(self, words: str) -> str:
+        """Wait until the background warm has said something with these words; its whole log."""
+        log = self.data / "state/auto-warm.log"
+        waiting = threading.Event()
+        for _ in range(1200):
+            if log.exists() and words in log.read_text():
+                return log.read_text()
+            waiting.wait(0.1)
+        raise AssertionError(
+            f"{words!r} was never logged: {log.read_text() if log.exists() else 'no log'}"
+        )
 
     def ask(self, *arguments: str, **settings) -> Outcome:
         """A short greedy answer of the small model."""

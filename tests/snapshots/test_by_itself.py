@@ -24,22 +24,11 @@ pytestmark = pytest.mark.criu
 MODEL = "small"
 
 
-def logged(person, words: str) -> str:
-    """Wait until the background warm has said something with these words."""
-    log = person.data / "state/auto-warm.log"
-    waiting = threading.Event()
-    for _ in range(1200):
-        if log.exists() and words in log.read_text():
-            return log.read_text()
-        waiting.wait(0.1)
-    raise AssertionError(f"{words!r} was never logged: {log.read_text() if log.exists() else 'no log'}")
-
-
 def test_the_first_launch_is_cold_and_the_next_instant(user):
     first = user.ask()
     assert first.start["how"] == "cold"
     assert "no snapshot yet" in first.err
-    assert "built in" in logged(user, "built in")
+    assert "built in" in user.logged("built in")
     assert user.ask().start["how"] == "resumed"
 
 
@@ -48,7 +37,7 @@ def test_a_stale_snapshot_is_built_again_by_itself(user):
     stale = user.snapshot()
     (stale / "memory.img").write_bytes(b"")
     assert user.ask().start["how"] == "cold"
-    logged(user, "built in")
+    user.logged("built in")
     assert user.snapshot() != stale
     assert user.ask().start["how"] == "resumed"
 
@@ -71,7 +60,7 @@ def test_nothing_is_built_when_it_is_switched_off(user):
 def test_the_background_never_fills_the_disk(user):
     user.settings("[snapshots]\ndisk-margin-gib = 1000000\n")
     user.ask()
-    assert "stay free" in logged(user, "not built")
+    assert "stay free" in user.logged("not built")
 
 
 class Endpoint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 
 import msgspec
 import pytest
@@ -43,18 +42,6 @@ def main():  # the last definition counts
 """
 
 
-def lines_of(user, count: int) -> list[str]:
-    """Wait for so many lines in the background's log."""
-    log = user.data / "state/auto-warm.log"
-    waiting = threading.Event()
-    for _ in range(1200):
-        lines = log.read_text().splitlines() if log.exists() else []
-        if len(lines) >= count:
-            return lines
-        waiting.wait(0.1)
-    raise AssertionError(lines)
-
-
 def test_a_build_that_failed_is_not_tried_again_until_something_changes(user, place):
     copy = place.folder / "failing"
     shutil.copytree(place.sources, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -64,11 +51,10 @@ def test_a_build_that_failed_is_not_tried_again_until_something_changes(user, pl
     park.write_text(before + SABOTAGE + main + after)
     program = {"env": {"PYTHONPATH": str(copy)}}
 
-    for count in (1, 2):
-        assert user.ask(**program).start["how"] == "cold"
-        lines = lines_of(user, count)
-    assert "not built: planted" in lines[0]
-    assert "failed before, and nothing has changed since: planted" in lines[1]
+    assert user.ask(**program).start["how"] == "cold"
+    user.logged("not built: planted")
+    assert user.ask(**program).start["how"] == "cold"
+    user.logged("failed before, and nothing has changed since: planted")
     assert "could not be built" in user.run("snapshots", **program).check().out
     checks = json.loads(user.run("doctor", "--json", **program).out)["result"]["checks"]
     assert any("small could not be built: planted" in check["found"] for check in checks)
@@ -76,6 +62,6 @@ def test_a_build_that_failed_is_not_tried_again_until_something_changes(user, pl
 
     park.write_text(whole)
     assert user.ask(**program).start["how"] == "cold"
-    assert "built in" in lines_of(user, 3)[2]
+    user.logged("built in")
     assert user.ask(**program).start["how"] == "resumed"
     assert "could not be built" not in user.run("snapshots", **program).check().out

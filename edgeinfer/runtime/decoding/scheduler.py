@@ -113,16 +113,16 @@ class Scheduler:
             self._leave(seq, lambda s: s.fail(error), keep=False)
         self.kv.drop_idle(pinned=True)
 
-    def pin(self, tokens: list[int]) -> int:
+    def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
         """Compute a prefix that many requests will begin with, and keep it; how many tokens. Only while
         idle.
         """
         for old in [r for r in self.kv.residents if r.pinned]:
             self.kv.drop(old)
-        resident = self.kv.claim(tokens, (), reuse=False)
+        resident = self.kv.claim(tokens, adapters, reuse=False)
         if resident is None or not self.kv.make_room(len(tokens)):
             return 0
-        self._adapters.use(())
+        self._adapters.use(adapters)
         for start in range(0, len(tokens), self._batch.capacity):
             chunk = tokens[start : start + self._batch.capacity]
             self._batch.clear()

@@ -1,6 +1,4 @@
-"""LoRA adapters: loaded once from the catalogue's files, set on the context for the sequences of one
-step.
-"""
+"""LoRA adapters: loaded once with the model, set on the context for the sequences of one step."""
 
 from __future__ import annotations
 
@@ -30,10 +28,13 @@ class LoraAdapters:
     def names(self) -> tuple[str, ...]:
         return tuple(self._adapters)
 
-    def key(self, wanted: tuple[tuple[str, float], ...]) -> AdapterKey:
-        """What a request's adapters amount to: sorted by name, scale 0 left out. Raises
-        InvalidRequestError.
+    def key(self, wanted: tuple[tuple[str, float], ...] | None) -> AdapterKey:
+        """What a request's adapters amount to: sorted by name, scale 0 left out; None is all at scale 1.
+
+        Raises InvalidRequestError.
         """
+        if wanted is None:
+            wanted = tuple((name, 1.0) for name in self._adapters)
         scales: dict[str, float] = {}
         for name, scale in wanted:
             if name not in self._adapters:

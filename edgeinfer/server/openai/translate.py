@@ -250,8 +250,9 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
     return msgspec.structs.replace(base, **given)
 
 
-def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...]:
-    return tuple((choice.name, choice.scale) for choice in given or ())
+def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...] | None:
+    """The adapters a request names with their scales; None when it does not say."""
+    return None if given is None else tuple((choice.name, choice.scale) for choice in given)
 
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:

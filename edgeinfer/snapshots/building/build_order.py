@@ -51,7 +51,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     def depends_on(self) -> str:
         """What a build depends on, as a digest. Raises OSError when a file of the model is gone."""
         what = (self.files, snapshot_options(self.options), self.system)
-        return failures.digest_of(self.files.paths, msgspec.json.encode(what))
+        return failures.digest_of(
+            (*self.files.paths, *self.options.adapters.values()), msgspec.json.encode(what)
+        )
 
 
 def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:

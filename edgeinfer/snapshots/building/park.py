@@ -89,8 +89,8 @@ _WIDGETS = "textual.widgets"
 
 
 class Parked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process says of itself before it lets go of the builder. `files` are the files it
-    maps.
+    """What the process says of itself before it lets go of the builder. `files` are those it
+    maps or has read.
     """
 
     info: EngineInfo
@@ -191,7 +191,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
         info=engine.info,
         actual=actual(engine),
         canary=canary,
-        files=mapped_files(),
+        files=(*mapped_files(), *options.adapters.values()),  # adapters are read, not mapped
         system_tokens=system_tokens,
         spilled=spilled,
         stages_ms=stages.ms,

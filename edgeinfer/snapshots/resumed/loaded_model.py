@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from edgeinfer.errors import EngineClosedError
-from edgeinfer.load_options import snapshot_options
+from edgeinfer.load_options import snapshot_options, unmet
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.loading.mappings import Area
@@ -62,11 +62,10 @@ class LoadedModel:
         """Whether this engine is that model with those options. An option left at its default may have
         any value here.
         """
-        return (
-            self.is_open
-            and model == self.model
-            and not unmet(options, self._options, actual(self._engine))
-        )
+        if not self.is_open or model != self.model:
+            return False
+        wanted, requested = snapshot_options(options), snapshot_options(self._options)
+        return not unmet(wanted, requested, actual(self._engine))
 
     def take(self, options: LoadOptions) -> Engine:
         """The engine, decoding with the threads that were asked for."""
@@ -125,16 +124,3 @@ def actual(engine: Engine) -> dict[str, str]:
     info = engine.info
     chosen = {name: str(choice.value) for name, choice in info.choices.items()}
     return chosen | {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
-
-
-def unmet(wanted: LoadOptions, have: LoadOptions, became: dict[str, str]) -> str:
-    """The first option that is wanted and not had, or ""."""
-    had = snapshot_options(have)
-    return next(
-        (
-            name
-            for name, value in snapshot_options(wanted).items()
-            if value not in (had.get(name), became.get(name))
-        ),
-        "",
-    )

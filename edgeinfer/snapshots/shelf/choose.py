@@ -12,7 +12,7 @@ import os
 
 from edgeinfer import places
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
-from edgeinfer.load_options import ENGINE_CHOOSES, LOAD_OPTIONS
+from edgeinfer.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, unmet
 from edgeinfer.snapshots.launching import frames
 from edgeinfer.snapshots.shelf import fingerprint, format
 
@@ -40,7 +40,8 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     load, snapshots = config.get("load", {}), config.get("snapshots", {})
     options = {}
     for one in filter(lambda row: row.flag, LOAD_OPTIONS):
-        text = option(argv, one.flag) or str(load.get(one.key, ""))
+        words = typed(argv, one.flag)
+        text = ",".join(words if one.many else words[-1:]) or str(load.get(one.key, ""))
         if text and one.of_snapshot:
             try:
                 value = one.parse(text)
@@ -61,13 +62,18 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
 
 def option(argv: list[str], name: str) -> str:
     """The value typed for an option, the last one when typed twice; "" when it was not."""
-    value = ""
+    return (typed(argv, name) or [""])[-1]
+
+
+def typed(argv: list[str], name: str) -> list[str]:
+    """Every value typed for an option."""
+    values = []
     for at, word in enumerate(argv):
         if word == name and at + 1 < len(argv):
-            value = argv[at + 1]
+            values.append(argv[at + 1])
         elif word.startswith(f"{name}="):
-            value = word[len(name) + 1 :]
-    return value
+            values.append(word[len(name) + 1 :])
+    return values
 
 
 def unpack_options(requested: bytes) -> dict[str, str]:
@@ -111,7 +117,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
         except EdgeInferError as error:
             refused = error
             continue
-        if not fingerprint.conflict(manifest, options):
+        if not unmet(options, manifest.requested, manifest.actual):
             found.append(
                 (manifest.requested == options, format.generation_of(folder), folder, manifest)
             )
@@ -128,5 +134,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 def _missing(model: str, options: dict[str, str], others: bool) -> EdgeInferError:
     if others:
         words = ", ".join(f"{name}={value}" for name, value in options.items())
-        return SnapshotMissingError(f"{model} has no snapshot with {words}")
+        return SnapshotMissingError(
+            f"{model} has no snapshot {f'with {words}' if words else 'without adapters'}"
+        )
     return SnapshotMissingError(f"{model} has no snapshot yet")

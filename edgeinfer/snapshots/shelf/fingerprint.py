@@ -145,13 +145,3 @@ def _refuse_changed(name: str, file: FileStamp) -> None:
         raise SnapshotStaleError(
             f"{file.path} was changed after the snapshot {name} was made", key=file.path
         )
-
-
-def conflict(manifest: Manifest, wanted: dict[str, str]) -> str:
-    """The option of `wanted` that this snapshot was not made with, or "". An option that is not wanted
-    may be anything.
-    """
-    for option, value in wanted.items():
-        if value not in (manifest.requested.get(option), manifest.actual.get(option)):
-            return option
-    return ""

@@ -246,12 +246,16 @@ def safe_name(model: str) -> str:
 
 def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str:
     """`MODEL`, `MODEL,ctx8192,…` after the options that are not default, or `MODEL,GIVEN`."""
-    words = (
-        [given]
-        if given
-        else [name.removeprefix("n_") + value for name, value in sorted(requested.items())]
-    )
+    words = [given] if given else [_option_part(*item) for item in sorted(requested.items())]
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, words)])
+
+
+def _option_part(name: str, value: str) -> str:
+    """An option in a snapshot's name: `ctx8192`; of paths their names and what tells their folders apart."""
+    if "/" in value:
+        files = "+".join(os.path.splitext(os.path.basename(path))[0] for path in value.split(","))
+        value = f"+{files}+{short_hash(value)}"
+    return name.removeprefix("n_") + value
 
 
 def model_part(name: str) -> str:
