@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
@@ -24,14 +25,21 @@ LoadProgress = Callable[[str, float | None], None]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """How this process came to run its verb. `reason` says why it was not resumed; stages are
-    milliseconds from exec.
+    """How this process came to run its verb. `reason` says why it was not resumed.
+
+    `stages_ms` are milliseconds from exec at which each stage began: of a launch `launcher`, `restore`,
+    `running` and `request`, then `load`, when an engine was asked for, and `ready`, when it could compute.
     """
 
     how: Literal["resumed", "cold"] = "cold"
     reason: str = ""
     snapshot: str = ""
     stages_ms: dict[str, float] = {}
+
+    @property
+    def ready_ms(self) -> float:
+        """Milliseconds from exec until it could compute, or until the last stage known; 0 for none."""
+        return max(self.stages_ms.values(), default=0.0)
 
 
 class Copies(Protocol):
@@ -52,9 +60,13 @@ class Host:
     `snapshots.resumed.app_process.AppHost` knows more.
     """
 
-    def __init__(self, start: Start | None = None, config: Config | None = None) -> None:
+    def __init__(
+        self, start: Start | None = None, config: Config | None = None, exec_ns: int = 0
+    ) -> None:
         self.start = start or Start(reason="started without the launcher")
         self._config = config
+        # what this process has computed since exec: it has hardly waited
+        self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
     @property
     def config(self) -> Config:
@@ -90,9 +102,20 @@ class Host:
 
         Raises what `files` raises, ModelLoadError, OutOfMemoryError.
         """
+        self._reached("load")
         from edgeinfer.runtime.engine import load_engine  # 160–290 ms: llama_cpp
 
-        return load_engine(self.files(model), options, progress)
+        engine = load_engine(self.files(model), options, progress)
+        self._reached("ready")
+        return engine
+
+    def _reached(self, stage: str) -> None:
+        """Note that the first engine has come to this stage."""
+        if stage not in self.start.stages_ms:
+            now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
+            self.start = msgspec.structs.replace(
+                self.start, stages_ms={**self.start.stages_ms, stage: now_ms}
+            )
 
     def keep_copies(self, replies: Sequence[bytes]) -> Copies | None:
         """Where `serve` gives copies of its connections; None where no process outlives this one.

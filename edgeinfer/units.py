@@ -13,6 +13,11 @@ def format_bytes(n_bytes: float) -> str:
     return f"{size:.2f} TB"
 
 
+def format_ms(milliseconds: float) -> str:
+    """`84 ms`, `7.1 s`."""
+    return f"{milliseconds:.0f} ms" if milliseconds < 999.5 else f"{milliseconds / 1000:.1f} s"
+
+
 def format_duration(seconds: float) -> str:
     """`4 s`, `3 min 20 s`, `2 h 5 min`."""
     whole = round(seconds)

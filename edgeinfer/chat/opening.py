@@ -12,6 +12,7 @@ from edgeinfer.chat.values import Attachment, Conversation
 from edgeinfer.config import ChatConfig
 from edgeinfer.host import Host, Start
 from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.units import format_ms
 
 
 @dataclass
@@ -40,8 +41,8 @@ class Launch:
 
 
 def started(start: Start) -> str:
-    """`resumed in 84 ms`, or how it started and why."""
-    if start.how == "resumed":
-        total = max(start.stages_ms.values(), default=0.0)
-        return f"resumed in {total:.0f} ms" if total else "resumed"
-    return f"cold start: {start.reason}" if start.reason else "cold start"
+    """`resumed in 84 ms`, `cold start in 7.1 s: no snapshot yet`; without the time until it is known."""
+    how = "resumed" if start.how == "resumed" else "cold start"
+    if how == "resumed" or "ready" in start.stages_ms:
+        how += f" in {format_ms(start.ready_ms)}" if start.ready_ms else ""
+    return f"{how}: {start.reason}" if start.how == "cold" and start.reason else how

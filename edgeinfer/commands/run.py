@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import ClassVar, TextIO
 
+import msgspec
+
 from edgeinfer import requesting
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host, Start
@@ -16,6 +18,16 @@ from edgeinfer.result import Result
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.requests import GenerateRequest, Message
+from edgeinfer.units import format_ms
+
+
+class Startup(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds: from exec until the model could compute, its two parts, and the prompt behind it."""
+
+    ready_ms: float
+    start_ms: float
+    load_ms: float
+    prefill_ms: float
 
 
 class RunResult(Result, frozen=True, kw_only=True):
@@ -30,6 +42,7 @@ class RunResult(Result, frozen=True, kw_only=True):
     usage: Usage
     timings: Timings
     start: Start
+    startup: Startup
 
     @property
     def exit_code(self) -> int:
@@ -135,18 +148,32 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
                 usage=event.usage,
                 timings=event.timings,
                 start=start,
+                startup=_startup(start, event.timings),
             )
     raise AssertionError("a generation always ends with Finished")
 
 
+def _startup(start: Start, timings: Timings) -> Startup:
+    ready_ms = start.ready_ms
+    start_ms = start.stages_ms.get("load", ready_ms)
+    return Startup(
+        ready_ms=ready_ms,
+        start_ms=start_ms,
+        load_ms=round(ready_ms - start_ms, 1),
+        prefill_ms=timings.prefill_ms,
+    )
+
+
 def timings_line(result: RunResult) -> str:
-    """One line for a person: how it started, prompt, first token, rate."""
+    """One line for a person: how it started and how long until it could compute, prompt, tokens, rate."""
     usage, timings = result.usage, result.timings
     rate = timings.decode_tokens_per_s(usage.completion_tokens)
-    total = max(result.start.stages_ms.values(), default=0.0)
-    how = f"{result.start.how}{f' in {total:.0f} ms' if total else ''}"
+    took = result.startup
+    parts = f"start {format_ms(took.start_ms)}, load {format_ms(took.load_ms)}"
     return (
-        f"{result.model}: {how}; prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached); "
+        f"{result.model}: {result.start.how} in {format_ms(took.ready_ms)} ({parts}); "
+        f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
+        f"prefill {format_ms(took.prefill_ms)}; "
         f"first token {timings.ttft_ms:.0f} ms; {usage.completion_tokens} tokens at {rate:.1f}/s; "
         f"{result.finish_reason}"
     )

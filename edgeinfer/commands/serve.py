@@ -74,6 +74,7 @@ async def _serve(
     endpoint: Endpoint
 
     def loaded(model: str, how: Loaded, seconds: float) -> None:
+        endpoint.start = host.start  # with the time at which it could compute
         endpoint.metrics.model_loaded(model, how.how, seconds, how.stages_ms)
         endpoint.log.info(
             "model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3)

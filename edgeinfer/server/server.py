@@ -182,5 +182,6 @@ async def _preload(endpoint: Endpoint) -> None:
         model=models.default,
         seconds=round(time.perf_counter() - begun, 3),
         start=endpoint.start.how,
+        ready_ms=endpoint.start.ready_ms,
         reason=endpoint.start.reason,
     )

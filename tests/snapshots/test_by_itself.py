@@ -134,6 +134,8 @@ def _comm(pid: int) -> str:
 def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
     model = json.loads((warm.data / f"data/models/{MODEL}/model.json").read_text())["files"][0]["path"]
     warm.run("pull", model, "--name", "second", "--in-place", "--quiet").check()
+    guessed = warm.run("run", "second", MODEL, "--max-tokens", "2", "--json")
+    assert guessed.start["how"] == "cold"  # though the launcher resumed the model that the prompt names
     warm.run("warm", "second", "--quiet").check()
     with Endpoint(warm, MODEL) as endpoint:
         first = endpoint.ask(MODEL)["choices"][0]["text"]

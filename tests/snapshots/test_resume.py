@@ -53,7 +53,11 @@ def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
     assert cold.start["how"] == "cold"
     assert resumed.result["text"] == cold.result["text"] != ""
     assert resumed.err == ""
-    assert set(resumed.start["stages_ms"]) == {"launcher", "restore", "running", "request"}
+    for outcome in (resumed, cold):
+        stages = outcome.start["stages_ms"]
+        assert list(stages) == ["launcher", "restore", "running", "request", "load", "ready"]
+        assert list(stages.values()) == sorted(stages.values())
+        assert outcome.result["startup"]["ready_ms"] == stages["ready"]
 
 
 def test_a_cold_start_says_why_in_one_line_with_the_fix(warm):

@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from edgeinfer import cli
+from edgeinfer.chat.opening import started
 from edgeinfer.errors import QueueFullError
 from edgeinfer.host import Host, Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
-from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.options import EngineInfo, ModelFiles
 
 END = Finished(
     reason="stop",
@@ -158,6 +159,30 @@ def test_timings_go_to_stderr(engine, capsys):
     line = capsys.readouterr().err
     assert "resumed in 80 ms" in line
     assert "2 tokens at 100.0/s" in line
+
+
+def test_a_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatch):
+    """On a clock of its own: 0.5 s until an engine is asked for, 7 s of loading."""
+    clock, said = [500_000_000], ""
+
+    def load(_files, _options, _progress=None):
+        clock[0] += 7_000_000_000
+        return engine
+
+    monkeypatch.setattr("edgeinfer.host.time.monotonic_ns", lambda: clock[0])
+    monkeypatch.setattr("edgeinfer.runtime.engine.load_engine", load)
+    for more in (["--timings"], ["--json"]):
+        clock[0] = 500_000_000
+        host = Host(Start(how="cold", reason="no snapshot yet"), exec_ns=1)
+        monkeypatch.setattr(host, "files", lambda model: ModelFiles(name=model, paths=()))
+        monkeypatch.setattr(host, "is_model", lambda name: name == "tiny")
+        assert cli.main(["run", "tiny", "x", *more], host) == 0
+        out = capsys.readouterr()
+        said = out.err.partition(";")[0] or said
+    startup = json.loads(out.out)["result"]["startup"]
+    assert startup == {"ready_ms": 7500.0, "start_ms": 500.0, "load_ms": 7000.0, "prefill_ms": 0.0}
+    assert started(host.start) == "cold start in 7.5 s: no snapshot yet"
+    assert said == "tiny: cold in 7.5 s (start 500 ms, load 7.0 s)"
 
 
 def test_a_stopped_answer_keeps_its_text_and_exits_130(capsys):

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -32,6 +32,9 @@ from edgeinfer.snapshots.launching import frames, kept_connections
 from edgeinfer.snapshots.resumed import freshness
 from edgeinfer.snapshots.resumed.idle import IdleWatch
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
+
+if TYPE_CHECKING:
+    from edgeinfer.workers.client import RemoteEngine
 
 #: Roles of a launch request.
 VERB, WORKER, CANARY, FACTS = b"verb", b"worker", b"canary", b"facts"
@@ -53,9 +56,10 @@ class AppHost(Host):
         loaded: LoadedModel | None,
         listeners: tuple[socket.socket, ...] = (),
         *,
+        exec_ns: int = 0,
         long_lived: bool = True,
     ) -> None:
-        super().__init__(start)
+        super().__init__(start, exec_ns=exec_ns)
         self._link = link
         self._loaded = loaded
         self._listeners = listeners
@@ -77,16 +81,24 @@ class AppHost(Host):
 
         Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
         """
-        if self._loaded is not None:
-            if self._loaded.serves(model, options):
-                self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
-                return self._loaded.take(options)
-            return self.worker(model, options, progress)
-        engine = super().engine(model, options, progress)
-        self._ask_for_warming(engine, model, options)
+        if self._loaded is None:
+            engine = super().engine(model, options, progress)
+            self._ask_for_warming(engine, model, options)
+            return engine
+        self._reached("load")
+        if self._loaded.serves(model, options):
+            self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
+            engine = self._loaded.take(options)
+        else:  # the launcher guessed wrong: what counts is how the worker came to be
+            engine = remote = self.worker(model, options, progress)
+            how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
+            self.start = msgspec.structs.replace(self.start, **how)
+        self._reached("ready")
         return engine
 
-    def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+    def worker(
+        self, model: str, options: LoadOptions, progress: LoadProgress | None = None
+    ) -> RemoteEngine:
         """The engine of `model` in a process of its own, resumed when it is warm; closing it ends the
         process.
 
@@ -259,18 +271,19 @@ def _play(
     start: Start,
     sockets: list[socket.socket],
 ) -> int:
-    role = fields["role"]
+    role, exec_ns = fields["role"], int(fields["exec_ns"])
     if role == VERB:
         from edgeinfer import cli  # 20 ms in a cold process
 
         argv = frames.split(fields["argv"])
+        long_lived = argv[0] in ("chat", "serve")
         return cli.main(
-            argv, AppHost(start, link, loaded, tuple(sockets), long_lived=argv[0] in ("chat", "serve"))
+            argv, AppHost(start, link, loaded, tuple(sockets), exec_ns=exec_ns, long_lived=long_lived)
         )
     if role == WORKER:
         from edgeinfer.workers.server import serve  # 5 ms in a cold process
 
-        host = AppHost(start, link, loaded)
+        host = AppHost(start, link, loaded, exec_ns=exec_ns)
         options = msgspec.json.decode(fields["options"], type=LoadOptions)
         serve(
             sockets[0], start, lambda progress: host.engine(fields["model"].decode(), options, progress)

@@ -36,7 +36,11 @@ class View:
         self.streaming: Streaming | None = None
         self.summarising: Generation | None = None
         self._launch = launch
-        self.started = started(launch.host.start)
+
+    @property
+    def started(self) -> str:
+        """How the chat started; the time is known once the model can compute."""
+        return started(self._launch.host.start)
 
     @property
     def model(self) -> str:
