@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, TypeVar
 import msgspec
 
 from edgeinfer import requesting
+from edgeinfer.config import offline
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.result import Result
@@ -96,7 +97,7 @@ async def _serve(
         models,
         limits(options, host.config.serve.max_queue),
         log,
-        tracer_from_environment(),
+        tracer_from_environment(log, offline=offline(host.config)),
         payloads,
         host.start,
     )

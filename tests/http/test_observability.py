@@ -15,14 +15,11 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgeinfer.errors import ServeError
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
-from edgeinfer.server.observe import tracing
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, TokenClock, version_of
 from edgeinfer.server.observe.payload_log import PayloadLog
-from edgeinfer.server.observe.tracing import NoTracer, OtelTracer, tracer_from_environment
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHA = "0123456789abcdef" * 4
@@ -217,52 +214,6 @@ def test_a_payload_log_that_cannot_be_written_does_not_stop_serving(serve, tmp_p
     here = serve(FakeEngine(), payloads=PayloadLog(tmp_path / "no" / "such" / "folder"))
     assert here.chat().status_code == 200
     assert '"event":"payload-log"' in here.log.getvalue()
-
-
-def test_a_generation_becomes_four_spans(serve):
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    here = serve(_engine(), tracer=OtelTracer(provider))
-    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    here.client.post(
-        "/v1/chat/completions",
-        json={"messages": [{"role": "user", "content": "x"}]},
-        headers={"traceparent": f"00-{trace}-{parent}-01"},
-    )
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    assert set(spans) == {"generate fake", "queue", "prefill", "decode"}
-    root = spans["generate fake"]
-    assert f"{root.context.trace_id:032x}" == trace
-    assert f"{root.parent.span_id:016x}" == parent
-    assert root.attributes["gen_ai.usage.output_tokens"] == 3
-    assert spans["prefill"].parent.span_id == root.context.span_id
-    assert spans["decode"].start_time == spans["prefill"].end_time
-    assert spans["decode"].end_time - spans["decode"].start_time == 40_000_000
-
-
-def test_tracing_is_off_without_an_endpoint_and_named_when_the_extra_is_missing(monkeypatch):
-    assert isinstance(tracer_from_environment(), NoTracer)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert isinstance(tracer_from_environment(), NoTracer)
-    monkeypatch.delenv("OTEL_SDK_DISABLED")
-    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ServeError) as refused:
-        tracer_from_environment()
-    assert "edgeinfer[tracing]" in refused.value.hint
-
-
-def test_with_the_extra_and_an_endpoint_there_is_a_tracer(monkeypatch):
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    tracer = tracing.tracer_from_environment()
-    assert isinstance(tracer, OtelTracer)
-    tracer.close()
 
 
 def test_a_version_is_the_digests_first_twelve():

@@ -173,9 +173,7 @@ class Exchange:
         self.completion_tokens += end.usage.completion_tokens
         self.how = end.reason
         self.endpoint.metrics.generation_ended(self.model, self.version, end)
-        self.endpoint.tracer.generation(
-            dict(self.headers), self.model, self.route, self.started_ns, end
-        )
+        self.endpoint.tracer.generation(self.headers, self.model, self.route, self.started_ns, end)
 
     def payload(self, answer: Any) -> None:
         """Write the exchange to the payload log, if there is one."""

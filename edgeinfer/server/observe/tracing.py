@@ -1,26 +1,35 @@
-"""OpenTelemetry spans (queue, prefill, decode) when the extra is installed and an endpoint is
-configured; else nothing.
+"""A span for every generation, with queue, prefill and decode inside, when a collector is configured.
 
-The extra is `edgeinfer[tracing]`; the endpoint is OTEL_EXPORTER_OTLP_ENDPOINT or
-OTEL_EXPORTER_OTLP_TRACES_ENDPOINT. Spans are made after the fact from the engine's own timings, so
-tracing costs nothing per token. Attributes follow OpenTelemetry's conventions for generative AI; no
-prompt and no answer is in them.
+The collector is OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or OTEL_EXPORTER_OTLP_ENDPOINT with `/v1/traces`
+behind it. Spans are made after the fact from the engine's own timings, so tracing costs nothing per
+token. Attributes follow OpenTelemetry's conventions for generative AI; no prompt and no answer is in
+them.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
 
-from edgeinfer.errors import ServeError
+from edgeinfer import __version__
 from edgeinfer.runtime.events import Finished
+from edgeinfer.server.observe.logs import Log
+from edgeinfer.server.observe.otlp import Attribute, Exporter, Span
+
+#: W3C Trace Context, version 00 and what later versions keep of it.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_SAMPLED = 1
 
 
 class Tracer(Protocol):
     """What the endpoint needs of a tracer."""
 
     def generation(
-        self, headers: dict[str, str], model: str, route: str, started_ns: int, end: Finished
+        self, headers: Mapping[str, str], model: str, route: str, started_ns: int, end: Finished
     ) -> None:
         """Record one generation. `started_ns` is Unix time; `headers` may carry a `traceparent`."""
 
@@ -32,7 +41,7 @@ class NoTracer:
     """Tracing is off."""
 
     def generation(
-        self, headers: dict[str, str], model: str, route: str, started_ns: int, end: Finished
+        self, headers: Mapping[str, str], model: str, route: str, started_ns: int, end: Finished
     ) -> None:
         return
 
@@ -40,70 +49,110 @@ class NoTracer:
         return
 
 
-class OtelTracer:
-    """Spans through an OpenTelemetry tracer provider."""
+class OtlpTracer:
+    """Makes spans and hands them to an exporter."""
 
-    def __init__(self, provider: Any) -> None:
-        self._provider = provider
-        self._tracer = provider.get_tracer("edgeinfer.server")
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
 
     def generation(
-        self, headers: dict[str, str], model: str, route: str, started_ns: int, end: Finished
+        self, headers: Mapping[str, str], model: str, route: str, started_ns: int, end: Finished
     ) -> None:
-        from opentelemetry import trace
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        parent = TraceContextTextMapPropagator().extract(headers)
-        usage, timings = end.usage, end.timings
-        root = self._tracer.start_span(
-            f"generate {model}",
-            context=parent,
-            start_time=started_ns,
-            attributes={
-                "gen_ai.request.model": model,
-                "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": usage.completion_tokens,
-                "gen_ai.response.finish_reasons": (end.reason,),
-                "http.route": route,
-                "edgeinfer.cached_tokens": usage.cached_tokens,
-            },
-        )
-        inside = trace.set_span_in_context(root)
+        """Record one generation, unless the caller's trace is not sampled."""
+        trace_id, parent_id, is_sampled = parent_of(headers.get("traceparent", ""))
+        if not is_sampled:
+            return
+        root_id = secrets.token_hex(8)
+        spans = []
+        timings = end.timings
         at_ns = started_ns
         for name, span_ms in (
             ("queue", timings.queue_ms),
             ("prefill", timings.prefill_ms),
             ("decode", timings.decode_ms),
         ):
-            span = self._tracer.start_span(name, context=inside, start_time=at_ns)
+            begun_ns = at_ns
             at_ns += int(span_ms * 1e6)
-            span.end(end_time=at_ns)
-        root.end(end_time=at_ns)
+            spans.append(
+                Span(
+                    trace_id=trace_id,
+                    span_id=secrets.token_hex(8),
+                    parent_id=root_id,
+                    name=name,
+                    start_ns=begun_ns,
+                    end_ns=at_ns,
+                )
+            )
+        root = Span(
+            trace_id=trace_id,
+            span_id=root_id,
+            parent_id=parent_id,
+            name=f"generate {model}",
+            start_ns=started_ns,
+            end_ns=at_ns,
+            is_server=True,
+            attributes=_attributes(model, route, end),
+        )
+        self._exporter.add([root, *spans])
 
     def close(self) -> None:
-        self._provider.shutdown()
+        self._exporter.close()
 
 
-def tracer_from_environment() -> Tracer:
-    """A tracer when an endpoint is configured. Raises ServeError when one is and the extra is
-    missing.
+def _attributes(model: str, route: str, end: Finished) -> dict[str, Attribute]:
+    return {
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": end.usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": end.usage.completion_tokens,
+        "gen_ai.response.finish_reasons": (end.reason,),
+        "http.route": route,
+        "edgeinfer.cached_tokens": end.usage.cached_tokens,
+    }
+
+
+def parent_of(traceparent: str) -> tuple[str, str, bool]:
+    """The trace id, the parent span's id and whether to record; a fresh trace without a valid header."""
+    found = _TRACEPARENT.fullmatch(traceparent.strip())
+    if found is None or not found[1].strip("0") or not found[2].strip("0"):
+        return secrets.token_hex(16), "", True
+    return found[1], found[2], bool(int(found[3], 16) & _SAMPLED)
+
+
+def tracer_from_environment(log: Log, *, offline: bool = False) -> Tracer:
+    """A tracer when a collector is configured and the offline switch is off.
+
+    What cannot be followed is a warning in the log, never an error: tracing is not worth an endpoint.
     """
-    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not any(
-        os.environ.get(name) for name in names
-    ):
+    base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    url = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or (
+        f"{base.rstrip('/')}/v1/traces" if base else ""
+    )
+    if not url or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return NoTracer()
-    try:  # 120–200 ms, and only where tracing is configured
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise ServeError(
-            f"tracing is configured but {error.name} is not installed",
-            hint="pip install 'edgeinfer[tracing]', or unset OTEL_EXPORTER_OTLP_ENDPOINT",
-        ) from error
-    service = os.environ.get("OTEL_SERVICE_NAME", "edgeinfer")
-    provider = TracerProvider(resource=Resource.create({"service.name": service}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return OtelTracer(provider)
+    if offline:
+        log.warning("tracing-off", message="a collector is configured, but the offline switch is on")
+        return NoTracer()
+    if not _is_http(url):
+        log.warning("tracing-off", message=f"{url} is no http or https address")
+        return NoTracer()
+    headers = _pairs("OTEL_EXPORTER_OTLP_HEADERS") | _pairs("OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+    resource = {"service.name": "edgeinfer", "service.version": __version__}
+    resource |= _pairs("OTEL_RESOURCE_ATTRIBUTES")
+    service = os.environ.get("OTEL_SERVICE_NAME", "")
+    if service:
+        resource["service.name"] = service
+    return OtlpTracer(Exporter(url, headers, resource, log))
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _pairs(name: str) -> dict[str, str]:
+    """`a=1,b=2` of an environment variable, percent-decoded; what is no pair is left out."""
+    pairs = (pair.partition("=") for pair in os.environ.get(name, "").split(","))
+    return {key.strip(): unquote(value.strip()) for key, sign, value in pairs if key.strip() and sign}
