@@ -19,9 +19,11 @@ from edgeinfer.server.operations import DIALECTS, find
 
 def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
     """The application of `endpoint`, guarded by `gate`. For requests alone: no lifespan, no websockets."""
+    payloads = endpoint.payloads
     middlewares = [
         Middleware(m.ExchangeMiddleware, endpoint),
         Middleware(m.RecordMiddleware, endpoint),
+        *([Middleware(m.PayloadMiddleware, payloads, endpoint.log)] if payloads else []),
         Middleware(m.ErrorMiddleware, endpoint),
         Middleware(m.HostMiddleware, gate),
         Middleware(m.OriginMiddleware, gate),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +17,8 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.server.core.exchange import Endpoint, Exchange
 from edgeinfer.server.core.problems import Problem, from_error, internal
 from edgeinfer.server.guards.security import Gate, cors_headers
+from edgeinfer.server.observe.logs import Log
+from edgeinfer.server.observe.payload_log import Content, PayloadLog
 from edgeinfer.server.operations import find
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
@@ -91,6 +94,49 @@ class RecordMiddleware:
         )
 
 
+class PayloadMiddleware:
+    """Write requests that were read, and what was answered, to the payload log."""
+
+    def __init__(self, app: ASGIApp, payloads: PayloadLog, log: Log) -> None:
+        self._app = app
+        self._payloads = payloads
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["edgeinfer"]
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if exchange.body is not None:
+                self._write(exchange)
+
+    def _write(self, exchange: Exchange) -> None:
+        facts = {
+            "request_id": exchange.id,
+            "route": exchange.route,
+            "status": exchange.status,
+            "model": exchange.model,
+            "outcome": exchange.how,
+        }
+        try:
+            self._payloads.write(facts, exchange.body, _typed_answer(exchange))
+        except OSError as error:
+            self._log.error("payload-log", error)
+
+
+def _typed_answer(exchange: Exchange) -> Content:
+    """The answer as its wire type, which says what of it may be shown."""
+    kind = exchange.operation.reply if exchange.operation else None
+    if exchange.status >= 400:
+        kind = exchange.dialect.error_type
+    if kind is None or not isinstance(exchange.answer, bytes):
+        return exchange.answer
+    try:
+        return msgspec.json.decode(exchange.answer, type=kind)
+    except msgspec.DecodeError:
+        return exchange.answer
+
+
 class ErrorMiddleware:
     """Turn whatever is raised into the error envelope of the request's dialect."""
 
@@ -113,8 +159,8 @@ class ErrorMiddleware:
         exchange.how = problem.code or ""
         if exchange.status:
             return  # the answer had begun: the connection is closed instead
-        body = exchange.dialect.error_body(problem, exchange.id)
-        answer = Response(body, problem.status, problem.headers, "application/json")
+        exchange.answer = exchange.dialect.error_body(problem, exchange.id)
+        answer = Response(exchange.answer, problem.status, problem.headers, "application/json")
         await answer(scope, receive, send)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import stat
 import time
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, TokenClock, version_of
-from edgeinfer.server.observe.payload_log import PayloadLog
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHA = "0123456789abcdef" * 4
@@ -171,49 +169,6 @@ def test_a_closed_stderr_does_not_stop_serving():
     log = Log("json", stream)
     log.info("one")
     log.info("two")
-
-
-def test_payloads_are_written_only_when_asked_with_secrets_cut_out(serve, tmp_path):
-    path = tmp_path / "payloads.jsonl"
-    here = serve(FakeEngine([["answer sk-abcdefghijklmnopqrst"]]), payloads=PayloadLog(path))
-    here.client.post(
-        "/v1/chat/completions",
-        json={"messages": [{"role": "user", "content": "my key is ei-abcdefghijklmnopqrstuvwxyz"}]},
-        headers={"authorization": "Bearer very-secret-key-0123456789"},
-    )
-    here.chat(stream=True)
-    whole, streamed = (json.loads(line) for line in path.read_text().splitlines())
-    assert whole["request"]["messages"][0]["content"] == "my key is <redacted>"
-    assert whole["answer"]["choices"][0]["message"]["content"] == "answer <redacted>"
-    assert streamed["answer"] == [{"text": "answer <redacted>", "reasoning": "", "calls": []}]
-    assert "very-secret" not in path.read_text()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_redacted_payloads_keep_lengths_only(tmp_path):
-    path = tmp_path / "p"
-    PayloadLog(path, redact=True).write(
-        "id", "/r", {"messages": [{"role": "user", "content": "hello"}]}, {"text": "abc"}
-    )
-    line = json.loads(path.read_text())
-    assert line["request"] == {"messages": [{"role": "user", "content": "<5 characters>"}]}
-    assert line["answer"] == {"text": "<3 characters>"}
-
-
-def test_payloads_rotate_and_only_so_many_are_kept(tmp_path):
-    log = PayloadLog(tmp_path / "p", max_bytes=300, keep=2)
-    for number in range(20):
-        log.write(str(number), "/r", {"n": number}, {"pad": "x" * 60})
-    files = sorted(f.name for f in tmp_path.iterdir())
-    assert files == ["p", "p.1", "p.2"]
-    assert all(f.stat().st_size <= 300 for f in tmp_path.iterdir())
-    assert '"19"' in (tmp_path / "p").read_text()
-
-
-def test_a_payload_log_that_cannot_be_written_does_not_stop_serving(serve, tmp_path):
-    here = serve(FakeEngine(), payloads=PayloadLog(tmp_path / "no" / "such" / "folder"))
-    assert here.chat().status_code == 200
-    assert '"event":"payload-log"' in here.log.getvalue()
 
 
 def test_a_version_is_the_digests_first_twelve():

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from edgeinfer.server.core.exchange import exchange_of
 from edgeinfer.server.core.problems import Problem, from_validation
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_body(request: Request) -> bytes:
@@ -50,6 +50,8 @@ async def decode(request: Request, kind: type[T]) -> T:
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise Problem(415, "The body must be application/json.", code="unsupported_media_type")
     raw = await read_body(request)
+    exchange = exchange_of(request)
+    exchange.body = raw
     decoder = _decoders.get(kind)
     if decoder is None:  # 0.1 ms each, at first use
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
@@ -63,20 +65,22 @@ async def decode(request: Request, kind: type[T]) -> T:
         raise Problem(400, "The body is not valid UTF-8.", code="invalid_json") from None
     except RecursionError:
         raise Problem(400, "The body is nested too deeply.", code="invalid_json") from None
-    exchange = exchange_of(request)
-    if exchange.endpoint.payloads is not None:
-        exchange.body = msgspec.to_builtins(value)
+    exchange.body = value
     return value
 
 
 def decode_query(request: Request, kind: type[T]) -> T:
     """The query string as `kind`; numbers are read from their text. Raises Problem 400."""
+    exchange = exchange_of(request)
+    exchange.body = request.url.query.encode()
     pairs = request.query_params.multi_items()
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
             raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
     try:
-        return msgspec.convert(dict(pairs), kind, strict=False)
+        value = msgspec.convert(dict(pairs), kind, strict=False)
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
+    exchange.body = value
+    return value

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from edgeinfer.errors import EngineClosedError, QueueFullError
@@ -23,10 +24,10 @@ from edgeinfer.server.core.model_pool import Models
 from edgeinfer.server.core.problems import Problem, shutting_down, unavailable
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, version_of
-from edgeinfer.server.observe.payload_log import PayloadLog
+from edgeinfer.server.observe.payload_log import Content, PayloadLog
 from edgeinfer.server.observe.tracing import Tracer
 
-T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Endpoint:
@@ -140,7 +141,10 @@ class Exchange:
         self.completion_tokens = 0
         self.ttft_s: float | None = None
         self.how = ""
-        self.body: Any = None
+        #: For the payload log: the wire value or, where it fits none, the bytes that came.
+        self.body: Content = None
+        #: The JSON of the answer, or its wire value.
+        self.answer: Content = None
         #: Headers that go onto the answer, whoever makes it.
         self.reply_headers: dict[str, str] = {}
 
@@ -175,16 +179,6 @@ class Exchange:
         self.endpoint.metrics.generation_ended(self.model, self.version, end)
         self.endpoint.tracer.generation(self.headers, self.model, self.route, self.started_ns, end)
 
-    def payload(self, answer: Any) -> None:
-        """Write the exchange to the payload log, if there is one."""
-        payloads = self.endpoint.payloads
-        if payloads is None:
-            return
-        try:
-            payloads.write(self.id, self.route, self.body, answer)
-        except OSError as error:
-            self.endpoint.log.error("payload-log", error)
-
 
 def exchange_of(request: Request) -> Exchange:
     exchange: Exchange = request.scope["edgeinfer"]
@@ -192,8 +186,8 @@ def exchange_of(request: Request) -> Exchange:
 
 
 async def with_engine(
-    exchange: Exchange, model: str | None, keep_alive_s: float | None, work: Callable[[Engine], T]
-) -> T:
+    exchange: Exchange, model: str | None, keep_alive_s: float | None, work: Callable[[Engine], R]
+) -> R:
     """Hold the model that a request names while `work(engine)` runs beside the event loop.
 
     Raises what holding it raises and what `work` raises.
@@ -203,8 +197,9 @@ async def with_engine(
     lease = await models.acquire(exchange.model, keep_alive_s)
     try:
         exchange.version = version_of(lease.engine.info.sha256)
-        done: T = await exchange.endpoint.in_thread(work, lease.engine)
-        return done
+        reply: R = await exchange.endpoint.in_thread(work, lease.engine)
+        exchange.answer = reply
+        return reply
     except EngineClosedError:
         lease.failed()
         raise

@@ -13,12 +13,11 @@ import contextlib
 import functools
 import time
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError, EngineClosedError
-from edgeinfer.runtime.events import Event, Finished, Progress
+from edgeinfer.runtime.events import Event, Finished, Progress, Timings, Usage
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Begun, Job, begin, events_of
 from edgeinfer.server.core.collected import Answer
@@ -162,8 +161,7 @@ class _WholeResponse(_Answering, Response):
             self.begun.lease.failed()
             raise
         body = self.begun.renderer.whole(answers)
-        if self.endpoint.payloads is not None:
-            self.exchange.payload(msgspec.json.decode(body))
+        self.exchange.answer = body
         return body
 
     def _collect(self, collected: Answer, event: Event) -> bool:
@@ -235,7 +233,6 @@ class _SseResponse(_Answering, Response):
                         self._pass_by(begun)
                     if self._texts is not None:
                         self._texts[index].add(event)
-            self._write_payload()
             return held + renderer.closing()
         except asyncio.CancelledError:
             if self.gone:
@@ -251,6 +248,7 @@ class _SseResponse(_Answering, Response):
             )
             return renderer.failure(problem, self.exchange.id)
         finally:
+            self._keep_answer()
             if self._short_cut is not None:
                 self._short_cut.close()
 
@@ -297,17 +295,15 @@ class _SseResponse(_Answering, Response):
             return self.begun.renderer.comment("queued")
         return self.begun.renderer.comment(f"prefill {seen.done_tokens}/{seen.total_tokens}")
 
-    def _write_payload(self) -> None:
-        if self._texts is not None:
-            said = [
-                {
-                    "text": a.text,
-                    "reasoning": a.reasoning,
-                    "calls": [c.arguments for c in a.calls.values()],
-                }
-                for a in self._texts
-            ]
-            self.exchange.payload(said)
+    def _keep_answer(self) -> None:
+        """What was said, as the same request would have been answered whole; for the payload log."""
+        if self._texts is None or self.begun is None:
+            return
+        cut_short = Finished(reason="cancelled", usage=Usage(), timings=Timings())
+        for said in self._texts:
+            said.end = said.end or cut_short
+        renderer = self._job.renderer(self.exchange.model, self.begun.lease.engine.info)
+        self.exchange.answer = renderer.whole(self._texts)
 
 
 async def _disconnected(receive: Receive) -> None:

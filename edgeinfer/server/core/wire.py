@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from edgeinfer.server.observe.redaction import WORDS
+
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
     """A request body or a part of one: an unknown field is refused by name."""
@@ -27,7 +29,7 @@ _INT32 = 1 << 31
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="A pulled model's name.")]
 TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
+TokenId = Annotated[int, Meta(ge=0, lt=_INT32, extra=WORDS)]
 #: Bounded by the body limit alone.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]

@@ -36,7 +36,7 @@ class TokenizeRequest(Wire, frozen=True, kw_only=True):
 
 
 class TokenPiece(Reply, frozen=True, kw_only=True):
-    id: int
+    id: TokenId
     piece: str | list[int]
 
 

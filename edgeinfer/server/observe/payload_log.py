@@ -1,8 +1,7 @@
-"""The opt-in payload log: requests and answers, as JSON lines, rotated by size, secrets redacted, 0600.
+"""The opt-in payload log: requests and answers, as JSON lines, rotated by size, secrets cut out, 0600.
 
 Off unless `--payload-log FILE` is given. `Authorization`, keys and anything that looks like one never
-reach it; with `redact=True` texts are replaced by their lengths, which keeps shape and size for
-debugging without the words.
+reach it; with `redact=True` nothing stays but what `redaction` lets through.
 """
 
 from __future__ import annotations
@@ -15,25 +14,13 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.server.observe.redaction import redacted
+
 _KEYS = re.compile(
     r"\b(?:ei-[\w-]{20,}|sk-[\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{16}|Bearer\s+[\w.~+/-]{16,})"
 )
-#: Fields whose text is somebody's words.
-_WORDS = frozenset(
-    {
-        "content",
-        "text",
-        "prompt",
-        "input",
-        "arguments",
-        "system",
-        "instructions",
-        "result",
-        "query",
-        "thinking",
-        "output",
-    }
-)
+#: A wire type's value, or the bytes as they came: a body that fits no type.
+Content = msgspec.Struct | bytes | None
 
 
 class PayloadLog:
@@ -47,17 +34,10 @@ class PayloadLog:
         self.keep = keep
         self.redact = redact
 
-    def write(self, request_id: str, route: str, request: Any, answer: Any) -> None:
-        """Append one exchange. Raises OSError."""
-        line = msgspec.json.encode(
-            {
-                "ts": round(time.time(), 3),
-                "request_id": request_id,
-                "route": route,
-                "request": self._clean(request, ""),
-                "answer": self._clean(answer, ""),
-            }
-        )
+    def write(self, facts: dict[str, Any], request: Content, answer: Content) -> None:
+        """Append one exchange; `facts` are written as they are. Raises OSError."""
+        shown = {"request": self._shown(request), "answer": self._shown(answer)}
+        line = msgspec.json.encode({"ts": round(time.time(), 3), **facts, **shown})
         self._rotate(len(line) + 1)
         descriptor = os.open(
             self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -79,16 +59,23 @@ class PayloadLog:
             if newer.exists():
                 newer.replace(older)
 
-    def _clean(self, value: Any, field: str) -> Any:
-        if isinstance(value, str):
-            if self.redact and field in _WORDS:
-                return f"<{len(value)} characters>"
-            return _KEYS.sub("<redacted>", value)
-        if isinstance(value, dict):
-            return {
-                key: self._clean(item, key if isinstance(key, str) else "")
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._clean(item, field) for item in value]
-        return value
+    def _shown(self, content: Content) -> Any:
+        if self.redact:
+            return redacted(content)
+        if not isinstance(content, bytes):
+            return _without_keys(msgspec.to_builtins(content))
+        try:
+            return _without_keys(msgspec.json.decode(content))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return _without_keys(content.decode("utf-8", "replace"))
+
+
+def _without_keys(value: Any) -> Any:
+    """`value` with everything that looks like an API key cut out, in names of fields too."""
+    if isinstance(value, str):
+        return _KEYS.sub("<redacted>", value)
+    if isinstance(value, dict):
+        return {_KEYS.sub("<redacted>", str(k)): _without_keys(item) for k, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_keys(item) for item in value]
+    return value

@@ -1,0 +1,285 @@
+"""The payload log: what it holds, what it cuts out, and that nobody's words are left under --redact."""
+
+from __future__ import annotations
+
+import json
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgeinfer.runtime.events import (
+    Finished,
+    Logprob,
+    ReasoningDelta,
+    TextDelta,
+    Timings,
+    TokenLogprobs,
+    ToolCallDelta,
+    Usage,
+)
+from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.server.observe.payload_log import PayloadLog
+from edgeinfer.server.operations import OPERATIONS
+
+#: Words that no field, type or number contains.
+WORD = st.text("qxzjvkwy", min_size=6, max_size=12)
+
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/tokenize",
+    "/apply-template",
+    "/infer",
+)
+
+
+def _lines(path: Path, until, count: int) -> list[dict]:
+    """The log's lines; a line is written after the answer's last byte, so it may come a moment later."""
+    until(lambda: path.exists() and path.read_text().count("\n") >= count, f"{count} lines")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_payloads_are_written_only_when_asked_with_secrets_cut_out(serve, tmp_path, until):
+    path = tmp_path / "payloads.jsonl"
+    here = serve(FakeEngine([["answer sk-abcdefghijklmnopqrst"]]), payloads=PayloadLog(path))
+    here.client.post(
+        "/v1/chat/completions",
+        json={
+            "messages": [{"role": "user", "content": "my key is ei-abcdefghijklmnopqrstuvwxyz"}],
+            "chat_template_kwargs": {"ei-abcdefghijklmnopqrstuvwxyz": 1},
+        },
+        headers={"authorization": "Bearer very-secret-key-0123456789"},
+    )
+    here.chat(stream=True)
+    whole, streamed = _lines(path, until, 2)
+    assert whole["request"]["messages"][0]["content"] == "my key is <redacted>"
+    assert whole["request"]["chat_template_kwargs"] == {"<redacted>": 1}
+    for line in (whole, streamed):
+        assert line["answer"]["choices"][0]["message"]["content"] == "answer <redacted>"
+        assert (line["status"], line["model"], line["outcome"]) == (200, "fake", "stop")
+    assert "very-secret" not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_every_way_to_ask_a_model_is_written(serve, tmp_path, until):
+    path = tmp_path / "p"
+    here = serve(FakeEngine(), payloads=PayloadLog(path))
+    here.client.get("/infer", params={"prompt": "three colours"})
+    here.client.post("/v1/embeddings", json={"input": "river"})
+    here.client.post("/v1/rerank", json={"query": "red", "documents": ["a red cat", "a dog"]})
+    here.client.post("/tokenize", json={"content": "hi"})
+    here.client.get("/v1/models")
+    infer, embedded, ranked, tokens = _lines(path, until, 4)
+    assert (infer["request"]["prompt"], infer["answer"]["result"]) == ("three colours", "Hello world")
+    assert len(embedded["answer"]["data"][0]["embedding"]) == 8
+    assert ranked["answer"]["results"][0]["index"] == 0
+    assert tokens["answer"]["tokens"] == [104, 105]
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "request_shown"),
+    [
+        (b'{"colour": 1}', "unknown_parameter", {"colour": 1}),
+        (b'{"messages"', "invalid_json", '{"messages"'),
+    ],
+)
+def test_a_request_that_is_refused_is_written_with_its_error(
+    serve, tmp_path, until, body, outcome, request_shown
+):
+    path = tmp_path / "p"
+    here = serve(FakeEngine(), payloads=PayloadLog(path))
+    here.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    (line,) = _lines(path, until, 1)
+    assert (line["status"], line["outcome"], line["request"]) == (400, outcome, request_shown)
+    assert line["answer"]["error"]["code"] == outcome
+
+
+def test_a_stream_that_is_cut_leaves_what_was_said(serve, tmp_path, until):
+    path = tmp_path / "p"
+    gate = Gate(threading.Event())
+    here = serve(FakeEngine([["one ", gate, "two"]]), payloads=PayloadLog(path))
+    asking = threading.Thread(target=lambda: here.chat(stream=True))
+    asking.start()
+    assert gate.reached.wait(20)
+    here.drain()
+    here.drain()
+    asking.join(30)
+    (line,) = _lines(path, until, 1)
+    assert line["answer"]["choices"][0]["message"]["content"] == "one "
+    assert line["outcome"] == "shutting_down"
+
+
+def test_what_is_redacted_keeps_its_shape(serve, tmp_path, until):
+    path = tmp_path / "p"
+    here = serve(FakeEngine([["Hello"]]), payloads=PayloadLog(path, redact=True))
+    here.chat(max_tokens=7, stop=["a", "bc"], logit_bias={"5": 1}, user="me", tool_choice="none")
+    (line,) = _lines(path, until, 1)
+    request = line["request"]
+    assert request["messages"] == [{"role": "user", "content": "<2 characters>"}]
+    assert (request["max_tokens"], request["tool_choice"]) == (7, "none")
+    assert request["stop"] == ["<1 characters>", "<2 characters>"]
+    assert (request["logit_bias"], request["user"]) == ("<1 fields>", "<2 characters>")
+    (choice,) = line["answer"]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "<5 characters>"}
+    assert choice["finish_reason"] == "stop"
+    assert line["answer"]["usage"]["completion_tokens"] == 1
+
+
+@st.composite
+def _asked(draw: st.DrawFn) -> tuple[str, Any, list[str]]:
+    """A path, a body for it, and the words that are in it."""
+    words: list[str] = []
+
+    def word() -> str:
+        words.append(draw(WORD))
+        return words[-1]
+
+    def schema() -> dict[str, Any]:
+        return {"type": "object", "description": word(), "properties": {word(): {"enum": [word()]}}}
+
+    function = {"name": word(), "description": word(), "parameters": schema()}
+    call = {"id": word(), "function": {"name": word(), "arguments": json.dumps({word(): word()})}}
+    turns = [
+        {"role": "system", "content": word()},
+        {"role": "user", "content": [{"type": "text", "text": word()}], "name": word()},
+        {"role": "assistant", "content": None, "reasoning_content": word(), "tool_calls": [call]},
+        {"role": "tool", "content": word(), "tool_call_id": word()},
+    ]
+    stream = {"stream": draw(st.booleans())}
+    bodies = {
+        "/v1/chat/completions": {
+            "messages": turns,
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": {"type": "function", "function": {"name": function["name"]}},
+            "stop": [word()],
+            "user": word(),
+            "chat_template_kwargs": {word(): word()},
+            "logprobs": True,
+            "top_logprobs": 2,
+            **stream,
+        },
+        "/v1/completions": {"prompt": [word()], "stop": word(), "user": word(), **stream},
+        "/v1/responses": {
+            "input": [{"role": "user", "content": word()}],
+            "instructions": word(),
+            "user": word(),
+            **stream,
+        },
+        "/v1/messages": {
+            "max_tokens": 9,
+            "system": word(),
+            "messages": [{"role": "user", "content": word()}],
+            "tools": [{"name": word(), "description": word(), "input_schema": schema()}],
+            "stop_sequences": [word()],
+            "metadata": {"user_id": word()},
+            **stream,
+        },
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": word()}]},
+        "/v1/embeddings": {"input": [word(), word()], "user": word()},
+        "/v1/rerank": {
+            "query": word(),
+            "documents": [word(), {"text": word()}],
+            "return_documents": True,
+        },
+        "/tokenize": {"content": word(), "with_pieces": True},
+        "/apply-template": {"messages": turns[:2], "tools": [{"function": function}]},
+        "/infer": {"prompt": word(), "system": word(), "stop": [word()]},
+    }
+    path = draw(st.sampled_from(ROUTES))
+    body = bodies[path]
+    broken = draw(st.sampled_from(["no", "no", "no", "unknown field", "no such model", "no JSON"]))
+    if broken == "unknown field":
+        body = {**body, word(): word()}
+    elif broken == "no such model":
+        body = {**body, "model": word()}
+    raw = json.dumps(body)
+    return path, raw[:-1] if broken == "no JSON" else raw, words
+
+
+def _answer(words: list[str]) -> list[Any]:
+    """A script that says every word in every way that an answer has."""
+    pieces = [Logprob(7, word.encode(), -0.5) for word in words]
+    script: list[Any] = [
+        ReasoningDelta(words[0]),
+        TextDelta(words[1], (TokenLogprobs(pieces[1], tuple(pieces)),)),
+    ]
+    script.append(ToolCallDelta(index=0, id=words[2], name=words[3], arguments=f'{{"{words[4]}":'))
+    script.append(ToolCallDelta(index=0, arguments=f'"{words[5]}"}}'))
+    end = Finished(reason="stop", usage=Usage(), timings=Timings(), stop_sequence=words[0])
+    return [*script, end]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asked=_asked(), said=st.lists(WORD, min_size=6, max_size=6))
+def test_no_word_of_a_request_or_an_answer_is_in_a_redacted_log(redacting, asked, said):
+    here, path, engine, until = redacting
+    engine.said = said
+    path.unlink(missing_ok=True)
+    route, body, words = asked
+    answer = here.client.post(route, content=body, headers={"content-type": "application/json"})
+    (line,) = _lines(path, until, 1)
+    assert line["status"] == answer.status_code
+    written = path.read_text()
+    for word in (*words, *said):
+        assert word not in written
+    if answer.status_code == 200:
+        assert isinstance(line["request"], dict)
+        assert isinstance(line["answer"], dict), line
+
+
+class _Speaker(FakeEngine):
+    """Answers every request with the words it was given last."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: _answer(self.said))
+        self.said: list[str] = []
+
+
+@pytest.fixture
+def redacting(serve, tmp_path, until):
+    path = tmp_path / "redacted.jsonl"
+    engine = _Speaker()
+    return serve(engine, payloads=PayloadLog(path, redact=True)), path, engine, until
+
+
+def test_the_property_reaches_every_route_that_reads_a_text():
+    asked = {operation.path for operation in OPERATIONS if operation.body is not None}
+    assert asked - set(ROUTES) == {"/detokenize"}
+
+
+def test_token_ids_are_words_in_another_spelling(serve, tmp_path, until):
+    path = tmp_path / "p"
+    here = serve(FakeEngine(), payloads=PayloadLog(path, redact=True))
+    here.client.post("/detokenize", json={"tokens": [104, 105]})
+    here.client.post("/v1/completions", json={"prompt": [104, 105]})
+    here.client.post("/tokenize", json={"content": "hi", "with_pieces": True})
+    back, completed, pieces = _lines(path, until, 3)
+    assert back["request"]["tokens"] == "<2 numbers>"
+    assert completed["request"]["prompt"] == "<2 numbers>"
+    assert pieces["answer"]["tokens"] == [{"id": "<a number>", "piece": "<1 characters>"}] * 2
+
+
+def test_payloads_rotate_and_only_so_many_are_kept(tmp_path):
+    log = PayloadLog(tmp_path / "p", max_bytes=300, keep=2)
+    for number in range(20):
+        log.write({"request_id": str(number)}, None, json.dumps({"pad": "x" * 60}).encode())
+    files = sorted(f.name for f in tmp_path.iterdir())
+    assert files == ["p", "p.1", "p.2"]
+    assert all(f.stat().st_size <= 300 for f in tmp_path.iterdir())
+    assert '"19"' in (tmp_path / "p").read_text()
+
+
+def test_a_payload_log_that_cannot_be_written_does_not_stop_serving(serve, tmp_path, until):
+    here = serve(FakeEngine(), payloads=PayloadLog(tmp_path / "no" / "such" / "folder"))
+    assert here.chat().status_code == 200
+    until(lambda: '"event":"payload-log"' in here.log.getvalue(), "the log to say so")
