@@ -138,7 +138,11 @@ static int run(const char *app, const char *file, int argc, char **argv)
     set_text("_edgeinfer_app", app);
     set_text("_edgeinfer_file", file);
     set_text("_edgeinfer_model", field(model_field, sizeof "EDGEINFER-MODEL=" - 1));
-    return ((int (*)(const char *))symbol("PyRun_SimpleString"))("import edgeinfer.shipping.shipped as s\ns.start()") ? 70 : 0;
+    return ((int (*)(const char *))symbol("PyRun_SimpleString"))(
+        "import sys, edgeinfer.shipping.shipped\n"
+        "edgeinfer.shipping.shipped.start()\n"
+        "from edgeinfer.launcher import main\n"
+        "sys.exit(main())") ? 70 : 0;
 }
 
 /* What an outer PyInstaller program of ours set must not reach the launcher and its children. */

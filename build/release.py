@@ -33,7 +33,7 @@ import pack  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
 from edgeinfer.cli import build_parser  # noqa: E402
-from edgeinfer.commands.completion import completion  # noqa: E402
+from edgeinfer.commands.completion import script  # noqa: E402
 
 WORK = ROOT / "work"
 CRIU_PROGRAM = "criu/bin/criu"
@@ -134,7 +134,7 @@ def publish(tree: Path, out: Path) -> None:
     (share / "edgeinfer.1").write_text(manual.page())
     shutil.copyfile(ROOT / "docs/install.md", share / "INSTALL.md")
     for shell, name in (("bash", "edgeinfer.bash"), ("zsh", "_edgeinfer"), ("fish", "edgeinfer.fish")):
-        (share / "completions" / name).write_text(completion(shell, build_parser()).text + "\n")
+        (share / "completions" / name).write_text(script(shell, build_parser()) + "\n")
     for name in ("edgeinfer.1", "INSTALL.md"):
         shutil.copyfile(share / name, out / name)
     shutil.copytree(share / "completions", out / "completions", dirs_exist_ok=True)

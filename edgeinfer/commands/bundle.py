@@ -9,7 +9,7 @@ from typing import ClassVar
 from edgeinfer.catalog import store
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress import Job
-from edgeinfer.commands.progress import progress_on
+from edgeinfer.catalog.progress_bar import progress_on
 from edgeinfer.errors import ShippingError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result

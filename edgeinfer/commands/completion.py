@@ -55,10 +55,13 @@ class Verb(msgspec.Struct, frozen=True):
 def completion(options: argparse.Namespace, _host: Host) -> CompletionResult:
     """Write the script for `options.shell`, or the models' names for the scripts (`models`)."""
     shell: str = options.shell
-    if shell == "models":
-        return CompletionResult(shell=shell, text="\n".join(_model_names()))
-    script = {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](list(verbs(options.parser)))
-    return CompletionResult(shell=shell, text=script.rstrip("\n"))
+    text = "\n".join(_model_names()) if shell == "models" else script(shell, options.parser)
+    return CompletionResult(shell=shell, text=text)
+
+
+def script(shell: str, parser: argparse.ArgumentParser) -> str:
+    """Write the script that completes the command lines of `parser` in bash, zsh or fish."""
+    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](list(verbs(parser))).rstrip("\n")
 
 
 def _model_names() -> list[str]:

@@ -9,8 +9,8 @@ from typing import ClassVar
 from edgeinfer.catalog import pull as catalog_pull
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress import PullProgress
+from edgeinfer.catalog.progress_bar import progress_on
 from edgeinfer.catalog.pull import PullOptions
-from edgeinfer.commands.progress import progress_on
 from edgeinfer.config import offline
 from edgeinfer.errors import InterruptedByUser
 from edgeinfer.host import Host

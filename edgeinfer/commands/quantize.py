@@ -6,8 +6,8 @@ import argparse
 import time
 from typing import ClassVar
 
+from edgeinfer.catalog.progress_bar import progress_on
 from edgeinfer.catalog.quantize import QuantizeOptions, quantize
-from edgeinfer.commands.progress import progress_on
 from edgeinfer.commands.table import table
 from edgeinfer.errors import InterruptedByUser
 from edgeinfer.host import Host

@@ -259,7 +259,7 @@ def main(argv: list[str]) -> int:
     """
     from edgeinfer import error_text
     from edgeinfer.catalog.progress import Job
-    from edgeinfer.commands.progress import progress_on
+    from edgeinfer.catalog.progress_bar import progress_on
 
     shipped = payload.open_shipped(Path(argv[0]))
     try:

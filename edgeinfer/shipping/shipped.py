@@ -15,7 +15,6 @@ import sys
 TYPE_CHECKING = False  # typing itself costs 3 ms, which the launcher would pay
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import NoReturn
 
 #: The shipped file that started this process or its launcher; absent in a checkout or an installation.
 FILE_VARIABLE = "EDGEINFER_FILE"
@@ -75,9 +74,10 @@ def trust_certificates() -> None:
         os.environ["SSL_CERT_FILE"] = found
 
 
-def start() -> NoReturn:
-    """The launcher's main, in the shipped file's own process. `handover.c` has put the places into
-    `sys`.
+def start() -> None:
+    """Tell this process that it is the shipped file, before anything else of ours is imported.
+
+    `handover.c` has put the places into `sys`, and goes on with the launcher's main.
     """
     app: str = sys._edgeinfer_app  # type: ignore[attr-defined]
     sys.frozen = True  # type: ignore[attr-defined]
@@ -86,6 +86,3 @@ def start() -> NoReturn:
     model: str = sys._edgeinfer_model  # type: ignore[attr-defined]
     if model:
         os.environ[MODEL_VARIABLE] = model.rpartition("-")[0]  # without the digits of its digest
-    from edgeinfer.launcher import main  # not before sys.frozen is set: the launcher asks for it
-
-    sys.exit(main())

@@ -13,7 +13,7 @@ import manual
 
 from edgeinfer import paths
 from edgeinfer.cli import build_parser
-from edgeinfer.commands.completion import completion, verbs
+from edgeinfer.commands.completion import script, verbs
 from edgeinfer.commands.licenses import licenses
 from edgeinfer.commands.self_check import self_check
 from edgeinfer.commands.uninstall import uninstall
@@ -107,8 +107,8 @@ def test_every_verb_is_completed():
     names = {verb.name for verb in verbs(parser)}
     assert {"chat", "run", "serve", "pull", "completion", "uninstall"} <= names
     for shell in ("bash", "zsh", "fish"):
-        script = completion(options(shell=shell, parser=parser), Host()).text
-        assert all(name in script for name in names)
+        text = script(shell, parser)
+        assert all(name in text for name in names)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_every_verb_is_completed():
 def test_bash_completes(typed, wanted):
     words = " ".join(f"'{word}'" for word in typed)
     code = f"COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _edgeinfer; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    script = completion(options(shell="bash", parser=build_parser()), Host()).text
+    functions = script("bash", build_parser())
     out = subprocess.run(
-        ["bash", "-c", f"{script}\n{code}"], capture_output=True, text=True, check=True
+        ["bash", "-c", f"{functions}\n{code}"], capture_output=True, text=True, check=True
     )
     assert out.stdout.split() == [wanted]
     assert out.stderr == ""

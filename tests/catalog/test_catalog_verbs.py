@@ -10,10 +10,10 @@ import pytest
 
 from edgeinfer import paths
 from edgeinfer.catalog.progress import Job, PullProgress
+from edgeinfer.catalog.progress_bar import progress_on
 from edgeinfer.catalog.progress_text import PlainLines, progress_text
 from edgeinfer.catalog.store import list_pulled
 from edgeinfer.cli import main
-from edgeinfer.commands.progress import progress_on
 from edgeinfer.snapshots.shelf.format import MANIFEST
 
 

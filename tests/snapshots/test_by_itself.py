@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.building import watch_build
+from edgeinfer.snapshots.resumed import watch_build
 
 pytestmark = pytest.mark.criu
 

@@ -22,8 +22,9 @@ from edgeinfer.errors import (
 from edgeinfer.host import Start
 from edgeinfer.result import error_envelope
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.building import build_order, builder, watch_build
+from edgeinfer.snapshots.building import build_order, builder
 from edgeinfer.snapshots.launching.launch import Launcher
+from edgeinfer.snapshots.resumed import watch_build
 from edgeinfer.snapshots.resumed.app_process import AppHost
 from edgeinfer.snapshots.shelf.choose import LaunchChoice
 from edgeinfer.workers.client import RemoteEngine

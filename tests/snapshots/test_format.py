@@ -14,7 +14,7 @@ from edgeinfer.errors import (
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
-from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.shelf import format
 
 words = st.text(

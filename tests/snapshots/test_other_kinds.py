@@ -14,7 +14,7 @@ pytestmark = pytest.mark.criu
 MODEL = "small"
 ASK = """
 import json, sys
-from edgeinfer.snapshots.building import facts
+from edgeinfer.snapshots.resumed import facts
 from edgeinfer.snapshots.shelf import choose
 folder, manifest = choose.find(sys.argv[1], {})
 sys.stdout.write(facts.ask(manifest, folder, "canary").hex())

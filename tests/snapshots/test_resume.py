@@ -21,8 +21,8 @@ MODEL = "small"
 SECRET = "planted-4f1d9a7c"
 FACTS = """
 import sys, os
-from edgeinfer.snapshots.building import facts
-from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots.resumed import facts
+from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.shelf import choose
 folder, manifest = choose.find("small", {})
 extra = dict(pair.split("=", 1) for pair in sys.argv[1:])

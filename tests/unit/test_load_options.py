@@ -16,7 +16,8 @@ from edgeinfer.host import Host
 from edgeinfer.load_options import LOAD_OPTIONS, LoadOption, snapshot_options
 from edgeinfer.runtime.loading.load import check_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.snapshots.building import build_order, watch_build
+from edgeinfer.snapshots.building import build_order
+from edgeinfer.snapshots.resumed import watch_build
 from edgeinfer.snapshots.shelf import choose
 
 TYPED = [option for option in LOAD_OPTIONS if option.flag]

@@ -19,8 +19,7 @@ from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, from_fields
 from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.snapshots import criu
-from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots import criu, frames
 from edgeinfer.snapshots.shelf import failures, fingerprint, format, prune
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.units import format_bytes

@@ -34,12 +34,11 @@ from edgeinfer.errors import (
     from_fields,
     to_fields,
 )
-from edgeinfer.snapshots import criu, linux
-from edgeinfer.snapshots.building import facts
+from edgeinfer.snapshots import criu, frames, linux
 from edgeinfer.snapshots.building.bake import Baked, bake
 from edgeinfer.snapshots.building.digests import digest
 from edgeinfer.snapshots.building.park import Parked
-from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots.resumed import facts
 from edgeinfer.snapshots.shelf import fingerprint, format
 from edgeinfer.snapshots.shelf.records import Details
 

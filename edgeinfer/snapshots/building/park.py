@@ -26,8 +26,8 @@ import msgspec
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.runtime.loading.mappings import areas
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
+from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.building.spill import Spilled, spill
-from edgeinfer.snapshots.launching import frames
 from edgeinfer.snapshots.resumed import app_process, freshness, residency
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable, actual
 from edgeinfer.snapshots.shelf.format import BUFFERS, LINK_FD, WAKE_FD

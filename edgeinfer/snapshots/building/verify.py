@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.snapshots.building import facts
 from edgeinfer.snapshots.building.digests import digest
+from edgeinfer.snapshots.resumed import facts
 from edgeinfer.snapshots.shelf import fingerprint, format, records
 
 

@@ -18,8 +18,8 @@ import sys
 import time
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
-from edgeinfer.snapshots import linux
-from edgeinfer.snapshots.launching import frames, guard, supervise, surroundings
+from edgeinfer.snapshots import frames, linux
+from edgeinfer.snapshots.launching import guard, supervise, surroundings
 from edgeinfer.snapshots.shelf import choose, format
 
 TYPE_CHECKING = False

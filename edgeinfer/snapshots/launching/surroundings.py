@@ -10,7 +10,8 @@ import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3
 import _socket
 import os
 
-from edgeinfer.snapshots.launching import frames, supervise
+from edgeinfer.snapshots import frames
+from edgeinfer.snapshots.launching import supervise
 from edgeinfer.snapshots.shelf import choose
 
 _LIMITS = (

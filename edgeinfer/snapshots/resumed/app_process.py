@@ -27,8 +27,8 @@ from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots import linux
-from edgeinfer.snapshots.launching import frames, kept_connections
+from edgeinfer.snapshots import frames, linux
+from edgeinfer.snapshots.launching import kept_connections
 from edgeinfer.snapshots.resumed import freshness
 from edgeinfer.snapshots.resumed.idle import IdleWatch
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
@@ -137,7 +137,7 @@ class AppHost(Host):
         """`edgeinfer warm` in a process of the launcher's: none can be dumped from inside a resumed
         one's namespaces.
         """
-        from edgeinfer.snapshots.building.watch_build import (  # only the model picker asks
+        from edgeinfer.snapshots.resumed.watch_build import (  # only the model picker asks
             listen,
             warm_argv,
         )
@@ -293,7 +293,7 @@ def _play(
         frames.send(link, {"op": "canary", "value": loaded.canary()})
         return 0
     if role == FACTS:
-        from edgeinfer.snapshots.building import facts  # 1 ms; a test's or a verification's process
+        from edgeinfer.snapshots.resumed import facts  # 1 ms; a test's or a verification's process
 
         frames.send(link, {"op": "facts", "value": msgspec.json.encode(facts.gather(loaded))})
         return 0

@@ -20,8 +20,7 @@ import time
 from collections.abc import Mapping
 
 from edgeinfer.runtime import SPIN_COUNT
-from edgeinfer.snapshots import linux
-from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots import frames, linux
 
 #: Limits that go with a launch; the kernel refuses to raise a hard one, so only soft ones are set.
 LIMITS = {

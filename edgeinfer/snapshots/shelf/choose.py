@@ -13,7 +13,7 @@ import os
 from edgeinfer import places
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
 from edgeinfer.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, unmet
-from edgeinfer.snapshots.launching import frames
+from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.shelf import fingerprint, format
 
 TYPE_CHECKING = False

@@ -23,7 +23,8 @@ import msgspec
 from edgeinfer.errors import RestoreError
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.snapshots.launching import frames, supervise
+from edgeinfer.snapshots import frames
+from edgeinfer.snapshots.launching import supervise
 from edgeinfer.snapshots.linux import getrandom
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
 from edgeinfer.snapshots.shelf.format import Manifest
