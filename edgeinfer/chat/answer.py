@@ -25,8 +25,9 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """One generation into one turn. `turn` is the stored turn as it stood when this began; `done` is
-    it, ended.
+    """One generation into one turn.
+
+    `turn` is the stored turn as it stood when this began; `done` is it, ended.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class Answer:
                 pass  # a tool call: the chat offers the model no tools
 
     def flush(self) -> Piece:
-        """Store what came since the last flush and return it. A store that fails does not stop the
-        answer: `store_error`.
+        """Store what came since the last flush and return it.
+
+        A store that fails does not stop the answer: `store_error`.
         """
         piece, self._new = self._new, Piece()
         if (piece.text or piece.reasoning) and self.done is None:

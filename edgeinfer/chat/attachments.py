@@ -1,6 +1,4 @@
-"""Text files that ride with a turn: finding `@path` in what was typed, reading them, and showing them
-to the model.
-"""
+"""Text files that ride with a turn: found as `@path`, read, and shown to the model."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))')
 
 
 def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
-    """The files that `text` names with `@`, in order, once each. A mention that is no file (`@home`) is
-    left as text.
+    """The files that `text` names with `@`, in order, once each.
+
+    A mention that is no file (`@home`) is left as text.
     """
     found: dict[Path, None] = {}
     for match in MENTION.finditer(text):
@@ -36,8 +35,9 @@ def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def read(path: Path) -> Attachment:
-    """The file as an attachment, uncounted. Raises UsageError when it is too large, not text, or cannot
-    be read.
+    """The file as an attachment, uncounted.
+
+    Raises UsageError when it is too large, not text, or cannot be read.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -76,9 +76,7 @@ def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
 
 
 def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
-    """Completions of a path typed after `@`: names beside it that begin so, folders with a slash,
-    hidden ones when asked.
-    """
+    """Return paths that begin as typed after `@`; folders with a slash, hidden ones when asked."""
     folder, _, start = typed.rpartition("/")
     base = (cwd or Path.cwd()) / Path(
         f"{folder}/" if folder or typed.startswith("/") else "."

@@ -1,5 +1,6 @@
-"""What each `/` command does to the session, for any front. A front shows things; it decides nothing
-here.
+"""What each `/` command does to the session, for any front.
+
+A front shows things; it decides nothing here.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class Front(Protocol):
 
 
 class Commander:
-    """Runs parsed commands. `config` is what the user saved; what is saved here is seen from the next
-    command on.
+    """Runs parsed commands.
+
+    `config` is what the user saved; what is saved here is seen from the next command on.
     """
 
     def __init__(self, session: ChatSession, front: Front, config: ChatConfig) -> None:
@@ -79,8 +81,9 @@ class Commander:
         self._deleted: int | None = None
 
     def run(self, line: str) -> None:
-        """Run one command line. Raises EdgeInferError with the words to show; nothing has changed
-        then.
+        """Run one command line.
+
+        Raises EdgeInferError with the words to show; nothing has changed then.
         """
         typed = slash.parse(line)
         handler = getattr(self, f"_{typed.name.replace('-', '_')}")

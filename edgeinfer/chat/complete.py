@@ -17,8 +17,9 @@ LIMIT = 60
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Replace the last `length` characters before the cursor by `text`. `whole` says the line needs
-    nothing more.
+    """Replace the last `length` characters before the cursor by `text`.
+
+    `whole` says the line needs nothing more.
     """
 
     text: str
@@ -33,9 +34,7 @@ Names = Mapping[slash.Kind, Callable[[], Sequence[tuple[str, str]]]]
 
 
 def complete(before: str, names: Names, cwd: Path | None = None) -> list[Completion]:
-    """Completions of the text before the cursor; empty when there are none, or when it is complete
-    already.
-    """
+    """Return completions of the text before the cursor; none when it is complete already."""
     if slash.is_command(before) or before == "/":
         word, space, argument = before.partition(" ")
         return _argument(word, argument, names, cwd) if space else _name(word)

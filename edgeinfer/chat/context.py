@@ -1,6 +1,4 @@
-"""When a conversation outgrows the context: how many of its oldest turns to leave out, and the request
-that summarises them.
-"""
+"""What a conversation that outgrew the context leaves out, and the request that summarises it."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:
-    """The question from which turns are still sent after a cut: the earliest that leaves room to
-    answer.
+    """Return the question from which turns are still sent: the earliest that leaves room to answer.
 
     Raises UsageError when there is nothing to leave out, ContextLengthError when even the last question
     is too long.
@@ -57,9 +54,7 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
 
 
 def summary_request(session: ChatSession, engine: Engine, kept: Turn) -> GenerateRequest:
-    """Ask for a summary of all that comes before `kept`, an earlier summary included; cut from the
-    front until it fits.
-    """
+    """Return the request for a summary of what precedes `kept`, cut from the front until it fits."""
     path = session.path
     summary, sent = tree.sent(path)
     before = sent[: [t.id for t in sent].index(kept.id)]

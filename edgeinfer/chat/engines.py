@@ -1,6 +1,4 @@
-"""The model that answers, and changing it: the first comes from the process itself, others may live in
-warm workers.
-"""
+"""The model that answers: the first one in this process, others in warm workers."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ from edgeinfer.runtime.options import LoadOptions
 
 
 class Engines:
-    """At most one engine besides the one this process was resumed with. Blocking: call it from a thread
-    of its own.
+    """At most one engine besides the one this process was resumed with.
+
+    Blocking: call it from a thread of its own.
     """
 
     def __init__(self, host: Host, options: LoadOptions) -> None:
@@ -28,8 +27,7 @@ class Engines:
         self._home_key: tuple[str, int] | None = None
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
-        """The engine of `model`, loaded or resumed if need be; the one before is closed once this one
-        is there.
+        """Return the engine of `model`, loaded or resumed if need be; the one before is closed then.
 
         `n_ctx` None keeps the launch's. Raises what `Host.engine` raises; then the engine before goes
         on.
@@ -57,8 +55,9 @@ class Engines:
         return new
 
     def _part(self, engine: Engine) -> None:
-        """A resumed engine costs no private memory and is there again at once: it is kept. Others are
-        closed.
+        """A resumed engine costs no private memory and is there again at once: it is kept.
+
+        Others are closed.
         """
         if engine is self._home:
             if self.host.start.how == "resumed":

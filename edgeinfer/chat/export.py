@@ -51,8 +51,9 @@ def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Write an export beside nothing else: a new file, 0600, whole or not at all. Raises StoreError;
-    never overwrites.
+    """Write an export beside nothing else: a new file, 0600, whole or not at all.
+
+    Raises StoreError; never overwrites.
     """
     target = path.expanduser()
     try:

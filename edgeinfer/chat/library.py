@@ -29,8 +29,7 @@ def listing(store: Store, limit: int = 500) -> list[Summary]:
 
 
 def search(store: Store, words: str, limit: int = 60) -> list[Summary]:
-    """Conversations with all the words in a turn or the title, the last word as a prefix; titles first,
-    then the newest.
+    """Return conversations with all the words, the last as a prefix: titles first, then the newest.
 
     One snippet each, from the newest turn that has them. Of a word in very many turns the newest `HITS`
     are looked at: ranking all of them would take a quarter of a second in 20,000 turns.
@@ -39,19 +38,25 @@ def search(store: Store, words: str, limit: int = 60) -> list[Summary]:
     if not query:
         return listing(store, limit)
     sql = f"""
-        WITH hit AS (SELECT rowid AS turn_id FROM turn_search WHERE turn_search MATCH :query ORDER BY rowid DESC LIMIT {HITS}),
+        WITH hit AS (
+            SELECT rowid AS turn_id FROM turn_search
+            WHERE turn_search MATCH :query ORDER BY rowid DESC LIMIT {HITS}
+        ),
         found AS MATERIALIZED (
-            SELECT t.conversation_id AS id, max(hit.turn_id) AS turn_id FROM hit JOIN turn t ON t.id = hit.turn_id GROUP BY 1
+            SELECT t.conversation_id AS id, max(hit.turn_id) AS turn_id
+            FROM hit JOIN turn t ON t.id = hit.turn_id GROUP BY 1
         ),
         named AS MATERIALIZED (SELECT rowid AS id FROM title_search WHERE title_search MATCH :query),
         every AS (SELECT id FROM found UNION SELECT id FROM named),
         shown AS MATERIALIZED (
-            SELECT c.id, c.title, c.model, c.updated_ms, coalesce(found.turn_id, 0) AS turn_id, c.id IN named AS named
+            SELECT c.id, c.title, c.model, c.updated_ms, coalesce(found.turn_id, 0) AS turn_id,
+                c.id IN named AS named
             FROM every JOIN conversation c ON c.id = every.id LEFT JOIN found ON found.id = every.id
             WHERE c.deleted_ms IS NULL ORDER BY named DESC, c.updated_ms DESC, c.id DESC LIMIT :limit
         )
         SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, coalesce(t.content, '')
-        FROM shown c LEFT JOIN turn t ON t.id = c.turn_id ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
+        FROM shown c LEFT JOIN turn t ON t.id = c.turn_id
+        ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
         """
     with speaking(store.name):
         rows = store.db.execute(sql, {"query": query, "limit": limit}).fetchall()
@@ -65,8 +70,9 @@ def search(store: Store, words: str, limit: int = 60) -> list[Summary]:
 
 
 def match_query(words: str) -> str:
-    """What a person typed as an FTS5 expression: every word, the last as a prefix. "" when there is no
-    word in it.
+    """What a person typed as an FTS5 expression: every word, the last as a prefix.
+
+    "" when there is no word in it.
     """
     found = _WORD.findall(words)
     return " ".join(f'"{w}"' for w in found) + "*" if found else ""
@@ -90,9 +96,7 @@ def typed(store: Store, limit: int = 200) -> list[str]:
 
 
 def snippet(text: str, words: Sequence[str], around: int = 40) -> str:
-    """The place in `text` where the first of `words` begins a word, with some text around and the words
-    marked.
-    """
+    """Return the place in `text` where the first of `words` begins a word, the words marked."""
     plain = text if text.isascii() else "".join(unicodedata.normalize("NFD", c)[0] for c in text)
     bare = ("".join(unicodedata.normalize("NFD", c)[0] for c in w) for w in words)
     pattern = re.compile("|".join(rf"\b{re.escape(w)}\w*" for w in bare), re.IGNORECASE)

@@ -17,8 +17,9 @@ _NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
 
 
 def available(folder: Path = FOLDER) -> list[Path]:
-    """The migrations, in order. Raises StoreError when the numbers have a gap: one was left out of the
-    build.
+    """The migrations, in order.
+
+    Raises StoreError when the numbers have a gap: one was left out of the build.
     """
     found = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
     if not found or list(found) != list(range(1, len(found) + 1)):
@@ -27,8 +28,9 @@ def available(folder: Path = FOLDER) -> list[Path]:
 
 
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
-    """Bring `db` (in autocommit mode) to the newest schema and return its number. `name` is for the
-    words of an error.
+    """Bring `db` (in autocommit mode) to the newest schema and return its number.
+
+    `name` is for the words of an error.
 
     Raises StoreError when it was made by a newer edgeinfer, sqlite3.Error when a statement fails
     (nothing is changed then).

@@ -1,5 +1,6 @@
-"""The plain chat: one line in, words out, no cursor movement and no colour. For screen readers, dumb
-terminals and pipes.
+"""The plain chat: one line in, words out, no cursor movement and no colour.
+
+For screen readers, dumb terminals and pipes.
 
 It understands the same commands as the app.
 """
@@ -245,7 +246,7 @@ class Repl:
 
     def pick_model(self) -> None:
         for row in shelf(self.launch.host.warm_models()):
-            state = ", warm" if row.warm else ", here" if row.pulled else ""
+            state = f", {row.state}" if row.state else ""
             size = f", {size_words(row.size_bytes)}" if row.size_bytes else ""
             fits = ", too big for the free memory" if row.fits is False else ""
             self.show_text(f"{row.name}: {row.parameters}{size}, {row.licence}{fits}{state}")

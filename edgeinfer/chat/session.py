@@ -1,5 +1,6 @@
-"""The chat without a screen: turns, branches, and generation into the store. The Textual app and the
-plain REPL drive it.
+"""The chat without a screen: turns, branches, and generation into the store.
+
+The Textual app and the plain REPL drive it.
 
 Order of things: a user's turn is stored, then the engine is asked, then the answer's turn is stored and
 grows. What fails is kept with its reason.
@@ -26,8 +27,9 @@ _TITLE_CELLS = 60
 
 
 class ChatSession:
-    """One open conversation. `engine` may come later than the first turn; `answer` is the generation
-    that runs, if any.
+    """One open conversation.
+
+    `engine` may come later than the first turn; `answer` is the generation that runs, if any.
     """
 
     def __init__(
@@ -85,9 +87,7 @@ class ChatSession:
             raise UsageError(f"this conversation has no turn {turn_id}", hint="") from None
 
     def new(self) -> None:
-        """Begin another conversation with the same model, system prompt and sampling; stored with its
-        first turn.
-        """
+        """Begin another conversation with the same model and options; stored with its first turn."""
         old = self.conversation
         self._leave()
         self.conversation = Conversation(
@@ -110,9 +110,7 @@ class ChatSession:
         return found is not None
 
     def set(self, **fields: Any) -> None:
-        """Change the conversation's title, model, system_prompt, sampling or draft; stored when the
-        conversation is.
-        """
+        """Change title, model, system_prompt, sampling or draft; stored when the conversation is."""
         self.conversation = msgspec.structs.replace(self.conversation, **fields)
         if self.conversation.id:
             self.store.update(self.conversation.id, **fields)
@@ -120,8 +118,9 @@ class ChatSession:
     # turns
 
     def ask(self, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store a user's turn at the end of the branch. One that follows a failed, empty answer takes
-        that question's place.
+        """Store a user's turn at the end of the branch.
+
+        One that follows a failed, empty answer takes that question's place.
 
         Raises UsageError when there is nothing in it, StoreError when it cannot be stored (then nothing
         has changed).
@@ -134,8 +133,9 @@ class ChatSession:
         return self._add_user(text, attachments, head.id if head else None)
 
     def edit(self, turn_id: int, text: str) -> Turn:
-        """Store `text` as an alternative of a user's turn and move to it: a fork. What followed stays
-        in its branch.
+        """Store `text` as an alternative of a user's turn and move to it: a fork.
+
+        What followed stays in its branch.
         """
         turn = self.turn(turn_id)
         if turn.role != "user":
@@ -163,9 +163,7 @@ class ChatSession:
         return self._begin(question.id)
 
     def continue_cut(self) -> Answer:
-        """Go on with an answer that was stopped, cut by length, interrupted or failed midway; it stays
-        one turn.
-        """
+        """Go on with an answer that was cut, for whatever reason; it stays one turn."""
         head = self.head
         if head is None or head.role != "assistant" or head.status not in CUT or not head.content:
             raise UsageError("the last answer was not cut", hint="")
@@ -253,9 +251,7 @@ class ChatSession:
         return found.index(turn_id) + 1, len(found)
 
     def page(self, turn_id: int, step: int) -> bool:
-        """Show the alternative `step` places on, with the branch last seen under it; False when there
-        is none.
-        """
+        """Show the alternative `step` places on, and its branch; False when there is none."""
         found = [t.id for t in tree.siblings(self._turns, turn_id)]
         index = found.index(turn_id) + step
         if not 0 <= index < len(found):
@@ -295,9 +291,7 @@ class ChatSession:
     # what the engine is asked
 
     def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
-        """The messages of a branch as the engine gets them: system prompt, the summary of what was cut,
-        the turns.
-        """
+        """Return the messages of a branch: system prompt with the summary of what was cut, turns."""
         summary, kept = tree.sent(list(turns))
         system = self.conversation.system_prompt or (
             self.engine.info.system_prompt if self.engine else ""

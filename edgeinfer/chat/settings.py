@@ -12,8 +12,10 @@ from edgeinfer.errors import ConfigError
 
 
 def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
-    """Set one key, e.g. `("chat", "theme")`, in config.toml; None removes it. Raises ConfigError, and
-    then changes nothing.
+    """Set one key, e.g.
+
+    `("chat", "theme")`, in config.toml; None removes it. Raises ConfigError, and then changes
+    nothing.
     """
     import tomlkit  # 30 ms, and only a changed setting needs it
 

@@ -1,10 +1,9 @@
-"""The models a person can pick from: the catalogue and what is pulled, with what each needs and whether
-it fits here.
-"""
+"""The models to pick from: the catalogue and what is pulled, and whether each fits here."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Literal
 
 import msgspec
 
@@ -34,8 +33,9 @@ _BITS = {
 
 
 class Shelved(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in the picker. Bytes are 0 where nobody knows; `guessed` says that they are a guess from
-    its parameters.
+    """A model in the picker.
+
+    Bytes are 0 where nobody knows; `guessed` says that they are a guess from its parameters.
     """
 
     name: str
@@ -52,6 +52,13 @@ class Shelved(msgspec.Struct, frozen=True, kw_only=True):
     warm: bool = False
 
     @property
+    def state(self) -> Literal["warm", "here", ""]:
+        """What is here of it: a snapshot, its files, or nothing."""
+        if self.warm:
+            return "warm"
+        return "here" if self.pulled else ""
+
+    @property
     def fits(self) -> bool | None:
         """Whether it fits into the memory that is free now; None when unknown."""
         return (
@@ -62,8 +69,9 @@ class Shelved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shelf(warm: Collection[str] = ()) -> list[Shelved]:
-    """Every model: pulled ones first, then the catalogue in its order. Reads headers: not for the first
-    paint.
+    """Every model: pulled ones first, then the catalogue in its order.
+
+    Reads headers: not for the first paint.
     """
     machine = read_machine()
     available = _available(machine)

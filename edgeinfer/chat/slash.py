@@ -1,5 +1,6 @@
-"""The `/` commands: one table that parsing, completion, help and documentation all read. It runs none
-of them.
+"""The `/` commands: one table that parsing, completion, help and documentation all read.
+
+It runs none of them.
 """
 
 from __future__ import annotations
@@ -83,16 +84,18 @@ BY_NAME: dict[str, Slash] = {name: c for c in COMMANDS for name in (c.name, *c.a
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is meant as a command: `/word`, on one line. `//` and paths (`/usr/bin`) are
-    text.
+    """Whether a line is meant as a command: `/word`, on one line.
+
+    `//` and paths (`/usr/bin`) are text.
     """
     word = line[1:].split(None, 1)[0] if len(line) > 1 and not line[1].isspace() else ""
     return line.startswith("/") and bool(word) and "/" not in word and "\n" not in line
 
 
 def parse(line: str) -> Typed:
-    """A line that `is_command`. Raises UsageError naming the nearest command, or the argument that is
-    missing or too much.
+    """A line that `is_command`.
+
+    Raises UsageError naming the nearest command, or the argument that is missing or too much.
     """
     word, _, argument = line[1:].strip().partition(" ")
     argument = argument.strip()
@@ -113,9 +116,7 @@ def parse(line: str) -> Typed:
 
 
 def complete_name(line: str) -> list[Slash]:
-    """The commands that a begun line may become, best first: by name, then by alias, then anywhere in
-    the name.
-    """
+    """Return what a begun line may become: matches of a name first, then of an alias, then inside."""
     word = line[1:].lower()
     first = [c for c in COMMANDS if c.name.startswith(word)]
     second = [c for c in COMMANDS if any(a.startswith(word) for a in c.aliases)]

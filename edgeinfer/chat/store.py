@@ -72,8 +72,9 @@ class Store:
 
     @classmethod
     def open(cls, path: Path | None = None, clock: Callable[[], int] = now_ms) -> Store:
-        """Open the file, made 0600 when it is not there, and bring it to the newest schema. Raises
-        StoreError.
+        """Open the file, made 0600 when it is not there, and bring it to the newest schema.
+
+        Raises StoreError.
         """
         file = path or store_path()
         try:
@@ -209,8 +210,9 @@ class Store:
         return msgspec.structs.replace(turn, id=row_id or 0, created_ms=now)
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
-        """All turns of a conversation by id, all branches. One that was being written is joined with
-        its journal.
+        """All turns of a conversation by id, all branches.
+
+        One that was being written is joined with its journal.
         """
         with speaking(self.name):
             rows = self._db.execute(
@@ -228,15 +230,14 @@ class Store:
         return found
 
     def reopen(self, turn_id: int) -> None:
-        """Go on writing a turn that had ended, or was interrupted: what its journal holds is folded in
-        first.
-        """
+        """Write on in a turn that had ended; what its journal holds is folded in first."""
         with self._transaction():
             self._fold(turn_id, "streaming")
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
-        """Add a piece of an answer that is being written. About 0.05 ms; nothing is shown before it
-        returns.
+        """Add a piece of an answer that is being written.
+
+        About 0.05 ms; nothing is shown before it returns.
         """
         self._write(
             "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
@@ -244,8 +245,9 @@ class Store:
         )
 
     def finish(self, turn: Turn) -> None:
-        """Write a turn's end: whole content, status, stats. Its journal is dropped in the same
-        transaction.
+        """Write a turn's end: whole content, status, stats.
+
+        Its journal is dropped in the same transaction.
         """
         with self._transaction():
             self._db.execute(
@@ -268,8 +270,9 @@ class Store:
             )
 
     def cut(self, turn_id: int, summary: str | None) -> None:
-        """What precedes this turn is no longer sent; `summary` stands for it. None takes the cut
-        back.
+        """What precedes this turn is no longer sent; `summary` stands for it.
+
+        None takes the cut back.
         """
         self._write("UPDATE turn SET cut_summary = ? WHERE id = ?", (summary, turn_id))
 

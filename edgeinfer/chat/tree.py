@@ -1,5 +1,6 @@
-"""The tree of a conversation's turns: paths, siblings, and the leaf a branch ends in. Pure functions
-over values.
+"""The tree of a conversation's turns: paths, siblings, and the leaf a branch ends in.
+
+Pure functions over values.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ def leaf(turns: Turns, turn_id: int) -> int:
 
 
 def sent(turns_of_path: list[Turn]) -> tuple[str, list[Turn]]:
-    """What is still sent to the engine: the summary of what was cut off ("" when nothing was), and the
-    turns after the cut.
-    """
+    """Return the summary of what was cut off ("" when nothing was), and the turns after the cut."""
     for index in range(len(turns_of_path) - 1, -1, -1):
         summary = turns_of_path[index].cut_summary
         if summary is not None:

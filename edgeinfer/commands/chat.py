@@ -26,8 +26,7 @@ class ChatResult(Result, frozen=True, kw_only=True):
 
 
 def chat(options: argparse.Namespace, host: Host) -> ChatResult:
-    """Run the chat on this process's terminal; a line REPL when `--plain` is given or there is no
-    terminal to draw on.
+    """Run the chat on this process's terminal; line by line with `--plain` or where none can draw.
 
     Raises EdgeInferError when the app broke; the conversation is stored then too.
     """
@@ -53,7 +52,8 @@ def chat(options: argparse.Namespace, host: Host) -> ChatResult:
             raise app.crash
         raise EdgeInferError(
             f"the chat broke: {type(app.crash).__name__}: {app.crash}",
-            hint="`edgeinfer chat --continue` brings everything back; EDGEINFER_DEBUG=1 shows where it broke",
+            hint="`edgeinfer chat --continue` brings everything back; EDGEINFER_DEBUG=1 shows where "
+            "it broke",
         )
     return ChatResult(
         model=app.chat.session.conversation.model, conversation=app.chat.session.conversation.id
@@ -88,8 +88,9 @@ def _launch(options: argparse.Namespace, host: Host) -> Launch:
 
 
 def _piped(*, plain: bool) -> Attachment | None:
-    """What is piped in, as an attachment. With `--plain` and no terminal at all, stdin is what the user
-    types instead.
+    """What is piped in, as an attachment.
+
+    With `--plain` and no terminal at all, stdin is what the user types instead.
     """
     if sys.stdin is None or sys.stdin.isatty():
         return None

@@ -1,6 +1,4 @@
-"""`edgeinfer completion`: what a shell needs to complete our command lines, made from the parser
-itself.
-"""
+"""`edgeinfer completion`: a shell's script to complete our command lines, made from the parser."""
 
 from __future__ import annotations
 
@@ -15,6 +13,8 @@ from edgeinfer.result import Result
 
 #: Positionals with this metavar are names of models; anything that ends in FILE or DIR is a path.
 _MODELS = "MODEL"
+#: The command with which a script asks for the models' names.
+_LIST_MODELS = "edgeinfer completion models 2>/dev/null"
 
 
 class CompletionResult(Result, frozen=True, kw_only=True):
@@ -30,8 +30,9 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 
 
 class Option(msgspec.Struct, frozen=True):
-    """One option of a verb. `values` are its choices; `takes` says what follows: "", "word", "file" or
-    "model".
+    """One option of a verb.
+
+    `values` are its choices; `takes` says what follows: "", "word", "file" or "model".
     """
 
     flags: tuple[str, ...]
@@ -41,8 +42,10 @@ class Option(msgspec.Struct, frozen=True):
 
 
 class Verb(msgspec.Struct, frozen=True):
-    """One verb. `operand` says what its positionals are: "", "word", "file" or "model"; `words` are
-    their choices.
+    """One verb.
+
+    `operand` says what its positionals are: "", "word", "file" or "model"; `words` are their
+    choices.
     """
 
     name: str
@@ -114,17 +117,18 @@ def _takes(action: argparse.Action) -> str:
 
 
 # --- bash
-# --------------------------------------------------------------------------------
 
 
 def _bash(found: list[Verb]) -> str:
     cases = "".join(_bash_case(verb) for verb in found)
+    names = " ".join(verb.name for verb in found)
     return f"""# edgeinfer completion for bash: eval "$(edgeinfer completion bash)", or a file in
 # ~/.local/share/bash-completion/completions named edgeinfer
 _edgeinfer() {{
-    local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} verb=${{COMP_WORDS[1]}} words= takes=
+    local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}}
+    local verb=${{COMP_WORDS[1]}} words= takes=
     if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "{" ".join(verb.name for verb in found)} --help --version" -- "$current"))
+        COMPREPLY=($(compgen -W "{names} --help --version" -- "$current"))
         return
     fi
     case $verb in
@@ -132,12 +136,14 @@ _edgeinfer() {{
     esac
     case $current in -*) takes= ;; *) words= ;; esac
     case $takes in
-    model) words="$words $(edgeinfer completion models 2>/dev/null)" ;;
+    model) words="$words $({_LIST_MODELS})" ;;
     file) COMPREPLY=($(compgen -f -- "$current")); return ;;
     esac
     [ -n "$words" ] || words=$flags
     COMPREPLY=($(compgen -W "$words" -- "$current"))
-    case $verb in pull | run | chat | serve | warm) COMPREPLY+=($(compgen -f -X '!*.gguf' -- "$current")) ;; esac
+    case $verb in
+    pull | run | chat | serve | warm) COMPREPLY+=($(compgen -f -X '!*.gguf' -- "$current")) ;;
+    esac
 }}
 complete -o filenames -F _edgeinfer edgeinfer
 """
@@ -152,7 +158,7 @@ def _bash_case(verb: Verb) -> str:
         elif option.takes == "file":
             answer = 'COMPREPLY=($(compgen -f -- "$current")); return'
         elif option.takes == "model":
-            answer = 'COMPREPLY=($(compgen -W "$(edgeinfer completion models 2>/dev/null)" -- "$current")); return'
+            answer = f'COMPREPLY=($(compgen -W "$({_LIST_MODELS})" -- "$current")); return'
         elif option.takes:
             answer = "return"
         else:
@@ -170,17 +176,17 @@ def _bash_case(verb: Verb) -> str:
 
 
 # --- zsh
-# --------------------------------------------------------------------------------
 
 
 def _zsh(found: list[Verb]) -> str:
     names = "\n".join(f"        {_quoted(f'{verb.name}:{verb.help}')}" for verb in found)
     cases = "".join(_zsh_case(verb) for verb in found)
     return f"""#compdef edgeinfer
-# edgeinfer completion for zsh: a file named _edgeinfer in a folder of $fpath, or eval "$(edgeinfer completion zsh)"
+# edgeinfer completion for zsh: a file named _edgeinfer in a folder of $fpath,
+# or eval "$(edgeinfer completion zsh)"
 _edgeinfer_models() {{
     local -a models
-    models=(${{(f)"$(edgeinfer completion models 2>/dev/null)"}})
+    models=(${{(f)"$({_LIST_MODELS})"}})
     compadd -a models
     _files -g '*.gguf'
 }}
@@ -233,7 +239,6 @@ def _quoted(text: str) -> str:
 
 
 # --- fish
-# --------------------------------------------------------------------------------
 
 
 def _fish(found: list[Verb]) -> str:
@@ -251,9 +256,7 @@ def _fish(found: list[Verb]) -> str:
         if verb.words:
             lines.append(f"complete -c edgeinfer {inside} -a {_fish_quoted(' '.join(verb.words))}")
         if verb.operand == "model":
-            lines.append(
-                f"complete -c edgeinfer {inside} -a '(edgeinfer completion models 2>/dev/null)'"
-            )
+            lines.append(f"complete -c edgeinfer {inside} -a '({_LIST_MODELS})'")
             lines.append(f"complete -c edgeinfer {inside} -a '(__fish_complete_suffix .gguf)'")
         elif verb.operand == "file":
             lines.append(f"complete -c edgeinfer {inside} -F")
@@ -269,7 +272,7 @@ def _fish_option(option: Option) -> str:
     elif option.takes == "file":
         parts.append("-r -F")
     elif option.takes == "model":
-        parts.append("-x -a '(edgeinfer completion models 2>/dev/null)'")
+        parts.append(f"-x -a '({_LIST_MODELS})'")
     elif option.takes:
         parts.append("-x")
     return " ".join(parts)

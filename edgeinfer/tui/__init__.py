@@ -1,16 +1,16 @@
-"""The Textual front of the chat: screens, widgets, drawing. What is said and stored belongs to
-`edgeinfer.chat`.
+"""The Textual front of the chat: screens, widgets, drawing.
+
+What is said and stored belongs to `edgeinfer.chat`.
 """
 
 from __future__ import annotations
 
 
 def preload() -> None:
-    """Make the first paint cheap: import every part, parse every style, and run the app once without a
-    terminal.
+    """Import every part, parse every style and run the app once without a terminal.
 
-    For a process that will be parked. It leaves no thread, no descriptor, no file and no setting
-    behind. About 1.2 s.
+    That makes the first paint cheap, in a process that will be parked. It leaves no thread, no
+    descriptor, no file and no setting behind. About 1.2 s.
     """
     from edgeinfer.tui.rehearsal import rehearse
 

@@ -1,5 +1,6 @@
-"""Every key of the chat: an id to rebind it by (`[chat.keys]`), what it does, and why. Help and
-settings read this.
+"""Every key of the chat: an id to rebind it by (`[chat.keys]`), what it does, and why.
+
+Help and settings read this.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ Where = Literal["chat", "composer", "turn", "models", "sessions"]
 
 
 class Key(NamedTuple):
-    """One binding. `keys` are comma-separated; `priority` takes the key even where a text field has the
-    focus.
+    """One binding.
+
+    `keys` are comma-separated; `priority` takes the key even where a text field has the focus.
     """
 
     id: str

@@ -34,9 +34,7 @@ class TerminalDriver(LinuxDriver):
         self._waker: tuple[int, int] | None = None
 
     def _get_terminal_size(self) -> tuple[int, int]:
-        """The window's size; COLUMNS and LINES are not believed, they were true when the shell
-        started.
-        """
+        """Return the window's size now; COLUMNS and LINES are those the shell started with."""
         with contextlib.suppress(OSError):
             columns, rows = os.get_terminal_size(self.fileno)
             if columns > 0 and rows > 0:
@@ -44,9 +42,10 @@ class TerminalDriver(LinuxDriver):
         return 80, 24
 
     def run_input_thread(self) -> None:
-        """Read keys until told to stop. Unlike Textual's: ends at once, not at the next tenth of a
-        second; takes any byte for what it may be; and a terminal that is gone ends the app instead of
-        breaking it.
+        """Read keys until told to stop.
+
+        Unlike Textual's: ends at once, not at the next tenth of a second; takes any byte for what
+        it may be; and a terminal that is gone ends the app instead of breaking it.
         """
         self._waker = os.pipe()
         parser = XTermParser(self._debug)
@@ -103,8 +102,7 @@ class TerminalDriver(LinuxDriver):
 
 
 def claim_terminal() -> TextIO | None:
-    """Make descriptor 0 a terminal when stdin is a pipe, and return a stream to the terminal; None
-    where there is none.
+    """Make descriptor 0 a terminal where stdin is a pipe. Return a stream to it, None without one.
 
     Output goes to the first of stdout, stderr, stdin that is a terminal. Nothing needs a controlling
     terminal.

@@ -1,5 +1,4 @@
-"""The app once, without a terminal: whatever is imported, parsed or compiled on first use is here
-afterwards.
+"""Runs the app once, without a terminal, so that what first use imports and parses is there.
 
 No user, no configuration, no file: the store is in memory, and the engine is a scripted one.
 """

@@ -255,8 +255,8 @@ def test_every_migration_step_leads_to_the_same_schema(tmp_path):
         assert migrate.migrate(stepped, "stepped", scripts[:count]) == count
         stepped.execute("INSERT INTO conversation (created_ms, updated_ms) VALUES (1, 1)")
         stepped.execute(
-            "INSERT INTO turn (conversation_id, role, content, status, created_ms) VALUES (1,'user','w',"
-            "'complete',1)"
+            "INSERT INTO turn (conversation_id, role, content, status, created_ms)"
+            " VALUES (1, 'user', 'w', 'complete', 1)"
         )
     schema = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
     assert stepped.execute(schema).fetchall() == whole.execute(schema).fetchall()

@@ -1,6 +1,4 @@
-"""What is typed: commands, completions, `@paths`, options; and what is written out: exports,
-settings.
-"""
+"""What is typed (commands, completions, `@paths`, options) and what is written out."""
 
 import json
 

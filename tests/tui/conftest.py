@@ -10,8 +10,11 @@ class Driven:
     """A running app with its pilot."""
 
     def __init__(self, app, pilot, host):
-        self.app, self.pilot, self.host = app, pilot, host
-        self.chat, self.session = app.chat, app.chat.session
+        self.app = app
+        self.pilot = pilot
+        self.host = host
+        self.chat = app.chat
+        self.session = app.chat.session
 
     async def until(self, condition):
         return await wait_until(self.pilot, condition)

@@ -1,6 +1,4 @@
-"""A chat whose clock, engine and model store are fixed: what the pilot tests, the snapshots and the
-screenshots drive.
-"""
+"""A chat with a fixed clock, engine and model store, for tests, snapshots and screenshots."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ SHELF = [
 
 
 class FixedHost(Host):
-    """Resumed in 84 ms; its engines are the ones given, by model; `errors` are raised instead of
-    loading.
-    """
+    """Resumed in 84 ms; hands out the engine given; `errors` are raised instead of loading."""
 
     def __init__(self, engine=None, start=None, errors=(), config=None):
         super().__init__(start or Start(how="resumed", stages_ms={"ready": 84.0}), config or Config())

@@ -1,5 +1,6 @@
-"""Scenes: what each screen needs before it is looked at. The snapshots and the README's screenshots are
-taken of them.
+"""Scenes: what each screen needs before it is looked at.
+
+The snapshots and the README's screenshots are taken of them.
 """
 
 import re

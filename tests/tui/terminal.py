@@ -23,8 +23,9 @@ def shell_environment(home):
 
 
 class Terminal:
-    """An 80 by 24 terminal with an interactive bash. Everything is found on the screen; nothing is
-    waited for by time.
+    """An 80 by 24 terminal with an interactive bash.
+
+    Everything is found on the screen; nothing is waited for by time.
     """
 
     def __init__(self, folder: Path, environment: dict[str, str]):
@@ -84,9 +85,7 @@ class Terminal:
         return self.until(lambda: text in self.screen(), seconds)
 
     def modes(self):
-        """(alternate screen, mouse, cursor shown, bracketed paste) as tmux sees them, and the tty's
-        own.
-        """
+        """The modes that tmux sees (alternate screen, mouse, cursor, paste), and the tty's own."""
         flags = self._tmux(
             "display-message",
             "-p",

@@ -1,6 +1,4 @@
-"""The chat screen with a scripted engine: asking, streaming, stopping, branches, commands, files,
-trouble.
-"""
+"""The chat screen with a scripted engine: asking, stopping, branches, commands, files, trouble."""
 
 import threading
 

@@ -1,6 +1,4 @@
-"""Markdown as lines: what it looks like, that growing gives what drawing whole gives, and that nothing
-escapes.
-"""
+"""Markdown as lines: drawn whole as grown, and nothing a terminal would obey."""
 
 import random
 
@@ -14,7 +12,8 @@ from edgeinfer.tui.drawing.lines import Line, Span, clean, fold, wrap
 
 DOCUMENT = """# Title
 
-Some *em* **bold with `code`** and a [link](https://example.com/x), long enough to be wrapped around the edge of the screen.
+Some *em* **bold with `code`** and a [link](https://example.com/x), long enough\
+ to be wrapped around the edge of the screen.
 Soft break\\
 hard break, ~~struck~~
 
@@ -135,7 +134,10 @@ def test_an_unknown_language_is_plain():
 
 def test_what_a_terminal_would_obey_is_taken_out():
     assert clean("a\x1b[31m\x07\x9bb\u202ec\td\n") == "a[31mbc    d\n"
-    evil = "x\x1b]0;title\x07\n\n```\n\x1b[2J\n```\n`\x1b[H` [\x1b](https://a\x1b.b) ![\x1b](x)\n\n| \x1b |\n|---|\n| \x9b |"
+    evil = (
+        "x\x1b]0;title\x07\n\n```\n\x1b[2J\n```\n`\x1b[H` [\x1b](https://a\x1b.b) ![\x1b](x)\n\n"
+        "| \x1b |\n|---|\n| \x9b |"
+    )
     for line in Body(evil, 40).lines:
         assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in line.text)
         assert not any("\x1b" in s.style for s in line.spans)

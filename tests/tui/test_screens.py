@@ -28,9 +28,7 @@ def shelf(monkeypatch):
 
 @pytest.fixture
 def pulling(monkeypatch):
-    """`pull` under the test's control: reports once, then waits for `go` or the cancellation; `error`
-    is raised then.
-    """
+    """`pull` as the test wants: reports once, waits for `go` or the cancellation, raises `error`."""
 
     class Pulling:
         go = threading.Event()

@@ -1,5 +1,6 @@
-"""Every screen as SVG: 80×24 and 120×40, dark and light. `pytest --snapshot-update` accepts what is on
-show now; look first.
+"""Every screen as SVG: 80×24 and 120×40, dark and light.
+
+`pytest --snapshot-update` accepts what is on show now; look first.
 """
 
 import pytest

@@ -70,8 +70,9 @@ def begin(terminal, how, *words):
 
 
 def start(terminal, line, how):
-    """Type the command. A snapshot that a change of our own sources has made stale meanwhile is built
-    again.
+    """Type the command.
+
+    A snapshot that a change of our own sources has made stale meanwhile is built again.
     """
     terminal.run(f"{line} --resume={'always' if how == 'resumed' else 'never'}")
     terminal.until(

@@ -8,8 +8,9 @@ from edgeinfer.tui.drawing.markdown import Drawer
 
 
 class Body:
-    """A document and its lines. `settled` blocks can no longer change when text is appended behind
-    them.
+    """A document and its lines.
+
+    `settled` blocks can no longer change when text is appended behind them.
     """
 
     def __init__(self, source: str, width: int) -> None:

@@ -1,6 +1,4 @@
-"""A code block as lines: highlighted, folded at the edge, with a label that says its language and its
-number for copying.
-"""
+"""A code block as lines: highlighted, folded at the edge, labelled with language and number."""
 
 from __future__ import annotations
 
@@ -52,7 +50,8 @@ def highlight(text: str, language: str) -> list[Line]:
         for index, part in enumerate(value.split("\n")):
             if index:
                 lines.append(Line(row, tuple(spans)))
-                row, spans, at = "", [], 0
+                row, at = "", 0
+                spans = []
             if part:
                 if style:
                     spans.append(Span(at, at + len(part), style))

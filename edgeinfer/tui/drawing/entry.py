@@ -1,5 +1,6 @@
-"""What the transcript shows, one entry a turn: a question, an answer, or a remark of ours. An entry
-draws itself when asked.
+"""What the transcript shows, one entry a turn: a question, an answer, or a remark of ours.
+
+An entry draws itself when asked.
 
 Drawing is put off until an entry comes into view; until then its height is an estimate.
 """
@@ -55,8 +56,9 @@ def _rows(text: str, width: int) -> int:
 
 
 class Question(Entry):
-    """A user's turn: its words as typed, its attachments as names. `page` is (which, of how many)
-    alternatives.
+    """A user's turn: its words as typed, its attachments as names.
+
+    `page` is (which, of how many) alternatives.
     """
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1)) -> None:
@@ -133,7 +135,10 @@ class AnswerEntry(Entry):
 
     def finish(self, turn: Turn, page: tuple[int, int]) -> None:
         """The answer has ended as `turn`: one full drawing."""
-        self.turn, self.page, self.streaming, self.waiting = turn, page, False, ""
+        self.turn = turn
+        self.page = page
+        self.streaming = False
+        self.waiting = ""
         self._body = self._thought = None
         self.invalidate()
 

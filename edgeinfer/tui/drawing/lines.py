@@ -1,5 +1,4 @@
-"""A line of text with named styles, and the few things one does with it: wrap, indent, pad, cut out of
-a selection.
+"""A line of text with named styles: wrap it, indent it, pad it, cut it.
 
 The names are the transcript's component classes, so a theme decides what they look like; `link:URL` is
 a link.

@@ -1,5 +1,6 @@
-"""Markdown as lines of a given width: headings, paragraphs, lists, quotes, tables, code. Every block a
-small function.
+"""Markdown as lines of a given width: headings, paragraphs, lists, quotes, tables, code.
+
+Every block a small function.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _LINKS = ("http://", "https://", "mailto:")
 
 
 class Drawer:
-    """Draws blocks, counting the code blocks it meets so that each has its number. `first_code` is the
-    next one's.
+    """Draws blocks, counting the code blocks it meets so that each has its number.
+
+    `first_code` is the next one's.
     """
 
     def __init__(self, width: int, first_code: int = 1) -> None:

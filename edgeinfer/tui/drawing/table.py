@@ -1,6 +1,4 @@
-"""A table as lines: columns as wide as their words need, narrowed together where the screen is too
-small.
-"""
+"""A table as lines: columns as wide as their words need, narrowed together on a small screen."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ class ChoiceScreen(ModalScreen[str | None]):
 
     def __init__(self, title: str, text: str, choices: Sequence[tuple[str, str, str]]) -> None:
         super().__init__()
-        self._title, self._text, self._choices = title, text, choices
+        self._title = title
+        self._text = text
+        self._choices = choices
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="sheet -small") as sheet:

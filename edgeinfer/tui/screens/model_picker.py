@@ -1,6 +1,4 @@
-"""The model picker: what there is, what fits, what is here; pulls and warms with progress, and can be
-stopped.
-"""
+"""The model picker: what there is, what fits, what is here; pulls and warms with progress."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ _KEYS = "Enter uses or pulls · w warm · x stop · Esc"
 
 
 class ModelScreen(ModalScreen[str | None]):
-    """The answer is the model to use. `first`: nothing can answer yet, so the wanted model is
-    offered.
+    """The answer is the model to use.
+
+    `first`: nothing can answer yet, so the wanted model is offered.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -41,7 +40,9 @@ class ModelScreen(ModalScreen[str | None]):
 
     def __init__(self, launch: Launch, wanted: str, *, first: bool = False) -> None:
         super().__init__()
-        self.launch, self.wanted, self.first = launch, wanted, first
+        self.launch = launch
+        self.wanted = wanted
+        self.first = first
         self.rows: list[Shelved] = []
         self._stop = threading.Event()
         self._working = ""
@@ -69,7 +70,7 @@ class ModelScreen(ModalScreen[str | None]):
         try:
             rows = shelf(self.launch.host.warm_models())
         except EdgeInferError as error:
-            self.app.call_from_thread(self._say, error)
+            self.app.call_from_thread(self._show_error, error)
             return
         self.app.call_from_thread(self._show, rows)
 
@@ -97,7 +98,7 @@ class ModelScreen(ModalScreen[str | None]):
             self.query_one(".detail", Static).update(detail(self.chosen))
 
     @on(OptionList.OptionSelected)
-    def _take(self) -> None:
+    def _use_or_pull(self) -> None:
         chosen = self.chosen
         if chosen is None or self._working:
             return
@@ -178,18 +179,16 @@ class ModelScreen(ModalScreen[str | None]):
         if isinstance(error, InterruptedByUser):
             self.notify("Stopped. What was fetched is kept.")
         elif error is not None:
-            self._say(error)
+            self._show_error(error)
 
-    def _say(self, error: EdgeInferError) -> None:
+    def _show_error(self, error: EdgeInferError) -> None:
         self.query_one(".detail", Static).update(f"✗ {error.message}\n{hint(error)}".strip())
 
 
 def _row(row: Shelved, current: bool, room: int) -> Content:
-    """One line of `room` cells: mark, name, parameters, size, licence where there is room, whether it
-    fits, warm or here.
-    """
-    state = "warm" if row.warm else "here" if row.pulled else ""
-    size = f"{'~' if row.guessed else ''}{size_words(row.size_bytes)}" if row.size_bytes else ""
+    """Return one line of `room` cells for a model; the licence only where there is room."""
+    about = "~" if row.guessed else ""
+    size = f"{about}{size_words(row.size_bytes)}" if row.size_bytes else ""
     fits = {True: "fits", False: "too big", None: ""}[row.fits]
     licence = 18 if room >= 80 else 0
     width = max(12, min(36, room - 34 - licence))
@@ -199,7 +198,7 @@ def _row(row: Shelved, current: bool, room: int) -> Content:
         f"{row.parameters:>6} {size:>8}  ",
         (f"{_cut(row.licence, licence - 1):<{licence}}" if licence else "", "dim"),
         (f"{fits:<8}", "$error" if row.fits is False else "dim"),
-        (state, "$success"),
+        (row.state, "$success"),
     )
 
 
@@ -208,26 +207,22 @@ def _cut(text: str, width: int) -> str:
 
 
 def detail(row: Shelved) -> str:
-    """Two lines about the chosen model."""
+    """Return up to three lines about the chosen model."""
     facts = [
         row.title,
         row.purpose,
         f"{row.context_length:,} tokens of context" if row.context_length else "",
         row.licence,
     ]
-    needs = ""
+    lines = [" · ".join(f for f in facts if f)]
     if row.needs_bytes:
-        verb = "Fits" if row.fits else "Does not fit" if row.fits is False else "Needs"
+        verb = {True: "Fits", False: "Does not fit", None: "Needs"}[row.fits]
         about = "about " if not row.pulled else ""
-        needs = f"{verb}: {about}{size_words(row.needs_bytes)} needed, {size_words(row.available_bytes)} free"
-    state = (
-        ""
-        if row.pulled
-        else f"Enter fetches {size_words(row.size_bytes)}."
-        if row.size_bytes
-        else "Enter fetches it."
-    )
-    return "\n".join(line for line in (" · ".join(f for f in facts if f), needs, state) if line)
+        free = size_words(row.available_bytes)
+        lines.append(f"{verb}: {about}{size_words(row.needs_bytes)} needed, {free} free")
+    if not row.pulled:
+        lines.append(f"Enter fetches {size_words(row.size_bytes) if row.size_bytes else 'it'}.")
+    return "\n".join(line for line in lines if line)
 
 
 def pull_text(progress: PullProgress) -> str:

@@ -1,6 +1,4 @@
-"""Conversations: newest first, searched as one types, opened, renamed, deleted and brought back,
-exported.
-"""
+"""The list of conversations: searched as one types; opens, renames, deletes, exports."""
 
 from __future__ import annotations
 
@@ -44,7 +42,9 @@ class SessionScreen(ModalScreen[int | None]):
 
     def __init__(self, session: ChatSession, commander: Commander, words: str = "") -> None:
         super().__init__()
-        self.session, self.commander, self._words = session, commander, words
+        self.session = session
+        self.commander = commander
+        self._words = words
         self.found: list[Summary] = []
 
     def compose(self) -> ComposeResult:
@@ -70,7 +70,7 @@ class SessionScreen(ModalScreen[int | None]):
                 else library.listing(self.session.store)
             )
         except EdgeInferError as error:
-            self._say(error)
+            self._show_error(error)
             return
         listed = self.query_one(OptionList)
         listed.clear_options()
@@ -113,7 +113,7 @@ class SessionScreen(ModalScreen[int | None]):
                 else:
                     self.session.store.update(conversation_id, title=title.strip())
             except EdgeInferError as error:
-                self._say(error)
+                self._show_error(error)
             self._search()
 
     def action_delete(self) -> None:
@@ -123,7 +123,7 @@ class SessionScreen(ModalScreen[int | None]):
         try:
             self.commander.delete(chosen.id)
         except EdgeInferError as error:
-            self._say(error)
+            self._show_error(error)
             return
         self.notify(f"Deleted “{chosen.title}”. Ctrl+U brings it back.", timeout=4)
         self._search()
@@ -132,7 +132,7 @@ class SessionScreen(ModalScreen[int | None]):
         try:
             self.commander.undelete()
         except EdgeInferError as error:
-            self._say(error)
+            self._show_error(error)
             return
         self._search()
 
@@ -147,11 +147,11 @@ class SessionScreen(ModalScreen[int | None]):
                 Path(export.file_name(conversation, ".md")), export.to_markdown(conversation, turns)
             )
         except EdgeInferError as error:
-            self._say(error)
+            self._show_error(error)
             return
         self.notify(f"Written to {path}", timeout=4, markup=False)
 
-    def _say(self, error: EdgeInferError) -> None:
+    def _show_error(self, error: EdgeInferError) -> None:
         self.notify(f"{error.message}\n{hint(error)}".strip(), severity="error", markup=False)
 
 

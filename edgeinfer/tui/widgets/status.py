@@ -1,5 +1,6 @@
-"""The one status line: model, how this launch started, context, speed. What does not fit is left out,
-least important first.
+"""The one status line: model, how this launch started, context, speed.
+
+What does not fit is left out, least important first.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from textual.widget import Widget
 
 
 class Part(NamedTuple):
-    """A piece of the line. Higher `weight` stays longer when room is short; `shortens` may lose its
-    end.
+    """A piece of the line.
+
+    Higher `weight` stays longer when room is short; `shortens` may lose its end.
     """
 
     text: str

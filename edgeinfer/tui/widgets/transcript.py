@@ -1,5 +1,4 @@
-"""The conversation: one widget that draws the lines in view, whatever its length (see
-docs/decisions/060).
+"""The conversation: one widget that draws the lines in view, whatever its length (decision 060).
 
 It follows the tail only when it is already there.
 """
@@ -66,8 +65,9 @@ _NAMES = (
 
 
 class Transcript(ScrollView, can_focus=True):
-    """Entries, top to bottom. `cursor` is the index of the chosen entry while the user walks among
-    turns, else None.
+    """Entries, top to bottom.
+
+    `cursor` is the index of the chosen entry while the user walks among turns, else None.
     """
 
     FOCUS_ON_CLICK = False  # whoever clicks to mark text goes on typing where they typed
@@ -77,9 +77,10 @@ class Transcript(ScrollView, can_focus=True):
     class Clicked(Message):
         """A mark in an entry was clicked: `what` is "copy:N", "fold" or "page"."""
 
-        def __init__(self, entry: Entry, what: str, x: int) -> None:
+        def __init__(self, entry: Entry, what: str) -> None:
             super().__init__()
-            self.entry, self.what, self.x = entry, what, x
+            self.entry = entry
+            self.what = what
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -145,9 +146,7 @@ class Transcript(ScrollView, can_focus=True):
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
 
     def _draw_in_view(self) -> None:
-        """Draw what is in view and a screen around it; where an estimate was wrong above the view, keep
-        the view still.
-        """
+        """Draw what is in view and a screen around it, and keep the view still."""
         width, height = self.text_width, max(self.size.height, 1)
         if not self._bottoms or not self.is_attached:
             return
@@ -188,18 +187,13 @@ class Transcript(ScrollView, can_focus=True):
     # the cursor among turns
 
     def move_cursor(self, step: int) -> bool:
-        """Choose the turn before (-1) or after (1) the chosen one; False when there is none that
-        way.
-        """
+        """Choose the turn before (-1) or after (1) the chosen one; False where there is none."""
         turns = [i for i, e in enumerate(self.entries) if e.turn_id]
-        if self.cursor is None:
-            wanted = turns[-1] if turns and step < 0 else None
-        else:
-            rest = [i for i in turns if (i < self.cursor if step < 0 else i > self.cursor)]
-            wanted = (rest[-1] if step < 0 else rest[0]) if rest else None
-        if wanted is None:
+        at = len(self.entries) if self.cursor is None else self.cursor
+        ahead = [i for i in turns if (i - at) * step > 0]
+        if not ahead:
             return False
-        self._choose(wanted)
+        self._choose(ahead[-1] if step < 0 else ahead[0])
         return True
 
     def clear_cursor(self) -> None:
@@ -302,9 +296,7 @@ class Transcript(ScrollView, can_focus=True):
         return found
 
     def _blended(self, name: str) -> Style:
-        """A component's style to put on any background: translucent colours are mixed with ours, which
-        Rich cannot do.
-        """
+        """Return a component's style, translucent colours mixed with ours, which Rich cannot do."""
         partial = self.get_component_rich_style(name, partial=True)
         return (
             partial + Style(color=self.get_component_rich_style(name).color)
@@ -320,7 +312,7 @@ class Transcript(ScrollView, can_focus=True):
             return
         index = bisect_right(self._bottoms, round(self.scroll_y) + event.y)
         if index < len(self.entries):
-            self.post_message(self.Clicked(self.entries[index], mark, event.x))
+            self.post_message(self.Clicked(self.entries[index], mark))
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
         width = self.text_width
