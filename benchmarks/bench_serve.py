@@ -389,7 +389,7 @@ def others(report: dict[str, Any]) -> str:
         )
     if row := report.get("switch"):
         lines.append(
-            f"| ten models in turn, {row['resumed']} of {row['switches']} switches resumed | "
+            f"| ten names of the one file in turn, {row['resumed']} of {row['switches']} switches resumed | "
             f"resume {row['resume_p50_ms']:.0f} ms p50, {row['resume_p95_ms']:.0f} ms p95; "
             f"request → first token "
             f"{row['first_token_p50_ms']:.0f} ms p50, {row['first_token_p95_ms']:.0f} ms p95 "

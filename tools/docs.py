@@ -143,12 +143,24 @@ def quantizations() -> str:
     )
 
 
+def metrics() -> str:
+    """Every Prometheus metric of the endpoint."""
+    from edgeinfer.server.observe.metrics import Metrics
+
+    rows = [
+        f"| `{name}` | {kind} | {labels} | {text} |"
+        for name, kind, labels, text in Metrics(lambda: []).described()
+    ]
+    return "\n".join(["| metric | kind | labels | |", "|---|---|---|---|", *rows]) + "\n"
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "chat-commands": chat_commands,
     "chat-keys": chat_keys,
     "command-line": command_line,
     "configuration": configuration,
     "exit-codes": exit_codes,
+    "metrics": metrics,
     "models": models,
     "model-keys": model_keys,
     "quantizations": quantizations,

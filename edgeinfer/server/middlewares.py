@@ -72,7 +72,7 @@ class RecordMiddleware:
     def _record(self, exchange: Exchange, method: str) -> None:
         metrics = self._endpoint.metrics
         model = (exchange.model, exchange.version)
-        metrics.requests.labels(exchange.route, str(exchange.status), *model).inc()
+        metrics.request_ended(exchange.route, exchange.status, exchange.key, *model)
         if exchange.completion_tokens:
             metrics.e2e.labels(*model).observe(exchange.seconds)
         if exchange.route in ("/health", "/metrics"):

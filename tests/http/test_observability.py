@@ -16,10 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.metrics import Metrics, TokenClock, version_of
+from edgeinfer.server.observe.metrics import MAX_KEYS, Metrics, TokenClock, version_of
 
 DOCS = Path(__file__).parents[2] / "docs"
+KEY = "test-key-0123456789abcdef"
 SHA = "0123456789abcdef" * 4
 END = Finished(
     reason="stop",
@@ -40,8 +43,8 @@ def test_requests_tokens_and_times_are_counted(serve):
     text = here.client.get("/metrics").text
     version = 'model_name="fake",model_version="0123456789ab"'
     for line in (
-        f'edgeinfer_requests_total{{{version},route="/v1/chat/completions",status="200"}} 2.0',
-        'edgeinfer_requests_total{model_name="",model_version="",route="/v1/chat/completions",status="400"} 1.0',
+        f'edgeinfer_requests_total{{key="",{version},route="/v1/chat/completions",status="200"}} 2.0',
+        'edgeinfer_requests_total{key="",model_name="",model_version="",route="/v1/chat/completions",status="400"} 1.0',
         f"edgeinfer_prompt_tokens_total{{{version}}} 20.0",
         f"edgeinfer_prompt_tokens_cached_total{{{version}}} 8.0",
         f"edgeinfer_generation_tokens_total{{{version}}} 6.0",
@@ -75,18 +78,40 @@ def test_a_loaded_model_is_counted_with_its_stages():
     assert 'edgeinfer_model_load_seconds_count{how="resumed",model_name="m",stage="total"} 1.0' in text
 
 
-def test_every_metric_is_in_the_docs_and_the_other_way_round(serve):
+def test_what_is_described_is_what_a_scrape_shows(serve):
+    """docs/serve.md is generated from the description; `tools/docs.py --check` compares them."""
     here = serve(_engine())
     here.chat()
-    shown = {f.name for f in text_string_to_metric_families(here.client.get("/metrics").text)}
-    described = set(
-        re.findall(
-            r"^\| `(edgeinfer_\w+?)(?:_total)?` \|",
-            (DOCS / "serve.md").read_text("utf-8"),
-            re.MULTILINE,
-        )
-    )
-    assert shown == described
+    shown = {}
+    for family in text_string_to_metric_families(here.client.get("/metrics").text):
+        labels = {name for sample in family.samples for name in sample.labels} - {"le"}
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        shown[name] = (family.type, ", ".join(sorted(labels)))
+    described = here.endpoint.metrics.described()
+    assert set(shown) == {name for name, _, _, _ in described}
+    for name, kind, labels, _ in described:
+        assert shown[name][0] == kind
+        assert shown[name][1] in (labels, "")  # nothing was counted in this one yet
+
+
+def test_requests_are_counted_by_key_and_the_number_of_keys_is_bounded(serve):
+    gate = Gate(keys=Keys([KEY]))
+    here = serve(FakeEngine(), gate=gate)
+    name = gate.keys.name(KEY)
+    for _ in range(2):
+        here.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
+    here.client.get("/v1/models")
+    scrape = here.client.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
+    route = 'model_name="",model_version="",route="/v1/models"'
+    assert f'edgeinfer_requests_total{{key="{name}",{route},status="200"}} 2.0' in scrape
+    assert f'edgeinfer_requests_total{{key="",{route},status="401"}} 1.0' in scrape
+    assert KEY not in scrape
+    metrics = Metrics(lambda: [])
+    for number in range(200):
+        metrics.request_ended("/infer", 200, f"{number:08x}", "m", "v")
+    text = metrics.exposition().decode()
+    assert len(set(re.findall(r'key="([^"]*)"', text))) < MAX_KEYS
+    assert re.search(r'key="other",.* 138\.0', text)
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(serve):

@@ -3,13 +3,13 @@ front.
 
 One registry an endpoint, none global. What happens per request or per load is counted here; what only
 the engine knows (queue, running, KV use) is asked of it when somebody scrapes. docs/serve.md lists
-them; a test compares the two.
+them, generated from `Metrics.described`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,6 +20,7 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from edgeinfer.errors import EdgeInferError
@@ -73,6 +74,8 @@ E2E_BUCKETS = (
 )
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
+#: Values of the label `key`, with "" for none and "other" for those beyond.
+MAX_KEYS = 64
 
 
 class TokenClock:
@@ -93,14 +96,16 @@ class Metrics:
     """Everything an endpoint counts."""
 
     def __init__(self, engines: Callable[[], list[tuple[str, Engine]]]) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a "_created" series for every series doubles a scrape and nobody plots it
+        # a "_created" series for every series doubles a scrape and nobody plots it
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._clocks: dict[tuple[str, str], TokenClock] = {}
+        self._keys = {"", "other"}
         r = self.registry
         self.requests = Counter(
             "edgeinfer_requests",
-            "Requests by route and outcome.",
-            ("route", "status", *_MODEL),
+            "Requests by route, outcome and API key (8 hex digits of its digest).",
+            ("route", "status", "key", *_MODEL),
             registry=r,
         )
         self.ttft = Histogram(
@@ -173,7 +178,15 @@ class Metrics:
         self.refused = Counter(
             "edgeinfer_requests_refused", "Requests refused by a limit.", ("limit",), registry=r
         )
-        r.register(_Engines(engines, self._clocks))
+        self._engines = _Engines(engines, self._clocks)
+        r.register(self._engines)
+
+    def request_ended(self, route: str, status: int, key: str, model: str, version: str) -> None:
+        """Count a request. Beyond `MAX_KEYS` keys, those not seen before are counted as "other"."""
+        if key not in self._keys and len(self._keys) >= MAX_KEYS:
+            key = "other"
+        self._keys.add(key)
+        self.requests.labels(route, str(status), key, model, version).inc()
 
     def clock(self, model: str, version: str) -> TokenClock:
         """The token clock of a model."""
@@ -196,6 +209,23 @@ class Metrics:
         self.load_time.labels(how, "total", model).observe(seconds)
         for stage, stage_ms in stages_ms.items():
             self.load_time.labels(how, stage, model).observe(stage_ms / 1000)
+
+    def described(self) -> list[tuple[str, str, str, str]]:
+        """Name, kind, labels and sentence of every metric, as a scrape shows them."""
+        families: list[tuple[Metric, Sequence[str]]] = []
+        for metric in vars(self).values():
+            if isinstance(metric, MetricWrapperBase):
+                families += [(family, metric._labelnames) for family in metric.collect()]
+        families += [(family, getattr(family, "_labelnames", ())) for family in self._engines.collect()]
+        return [
+            (
+                f"{family.name}_total" if family.type == "counter" else family.name,
+                family.type,
+                ", ".join(sorted(labels)),
+                family.documentation,
+            )
+            for family, labels in families
+        ]
 
     def exposition(self) -> bytes:
         """The Prometheus text format. Asks every engine, which may be another process: call it in a
