@@ -3,8 +3,9 @@ resumable after anything.
 
 OUT is the record of what is done: an answer is one line, appended in one write. A run begins by reading
 OUT, cutting off a torn last line, and skipping the `custom_id`s it finds; so after a kill nothing is
-lost and nothing is done twice. Lines come in the order of completion, as OpenAI's do. OUT is locked, so
-that two runs cannot both append.
+lost and nothing is done twice. Only final answers are written: a failure that may pass is tried again
+with growing pauses, and then left to the next run. Lines come in the order of completion, as OpenAI's
+do. OUT is locked, so that two runs cannot both append.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.tracing import NoTracer
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-#: A status that says "not now": such a line is tried again instead of being written as done.
-_LATER = (429, 503)
-_ATTEMPTS = 5
+#: Pauses between the tries of a request that failed in a way that may pass.
+_BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)
+_DEFECT_PAUSES_S = (0.4, 1.6)
+#: Statuses of an endpoint that is busy or loading; a 500 is a defect, which rarely passes.
+_BUSY = (429, 503)
+#: After so many lines in a row without a final answer the run ends: what fails is not the request.
+_LEFT_IN_A_ROW = 16
 
 
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +72,7 @@ class _Done(msgspec.Struct, frozen=True):
 
 class BatchResult(Result, frozen=True, kw_only=True):
     """`done` lines of this run, of which `failed` have a status of 400 or more; `skipped` were there
-    already.
+    already. `left` lines have no answer yet: their failure, `left_reason`, may pass.
     """
 
     kind: ClassVar[str] = "batch"
@@ -80,15 +84,21 @@ class BatchResult(Result, frozen=True, kw_only=True):
     seconds: float
     completion_tokens: int
     output: str
+    left: int = 0
+    left_reason: str = ""
 
     @property
     def exit_code(self) -> int:
-        return 1 if self.failed else 0
+        return 1 if self.failed or self.left else 0
 
     def human(self) -> str:
         rate = self.completion_tokens / self.seconds if self.seconds else 0.0
-        said = f"{self.done} done, {self.skipped} already there, {self.failed} failed, of {self.total}: {self.output}"
-        return f"{said}\n{self.completion_tokens} tokens in {self.seconds:.1f} s ({rate:.1f} tokens/s)"
+        counts = f"{self.done} done, {self.skipped} already there, {self.failed} failed"
+        lines = [f"{counts}, of {self.total}: {self.output}"]
+        if self.left:
+            lines.append(f"{self.left} left ({self.left_reason}): the same command asks them again")
+        lines.append(f"{self.completion_tokens} tokens in {self.seconds:.1f} s ({rate:.1f} tokens/s)")
+        return "\n".join(lines)
 
 
 def batch(options: argparse.Namespace, host: Host) -> BatchResult:
@@ -184,11 +194,20 @@ class _Tally:
         self.done = 0
         self.failed = 0
         self.tokens = 0
+        self.left_in_a_row = 0
+        self.left_reason = ""
         self.begun = time.perf_counter()
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.begun
+
+    def count(self, reply: offline.Reply) -> None:
+        """Count a final answer."""
+        self.done += 1
+        self.failed += reply.status >= 400
+        self.tokens += _completion_tokens(reply)
+        self.left_in_a_row = 0
 
 
 async def _run(
@@ -240,11 +259,15 @@ async def _work(
     async def worker() -> None:
         for line in todo:
             reply = await _ask(app, line)
-            _append(output, line, reply)
-            tally.done += 1
-            tally.failed += reply.status >= 400
-            tally.tokens += _completion_tokens(reply)
-            moved()
+            if _may_pass(reply):
+                tally.left_in_a_row += 1
+                tally.left_reason = _reason(reply)
+            else:
+                _append(output, line, reply)
+                tally.count(reply)
+                moved()
+            if tally.left_in_a_row >= _LEFT_IN_A_ROW:
+                return
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -255,13 +278,27 @@ async def _work(
 
 
 async def _ask(app: Any, line: BatchLine) -> offline.Reply:
+    """The final answer, or the last failure when the pauses are used up."""
     body = msgspec.json.encode(line.body)
-    for attempt in range(1, _ATTEMPTS + 1):
+    tries = 0
+    while True:
         reply = await offline.post(app, line.url, body)
-        if reply.status not in _LATER or attempt == _ATTEMPTS:
-            break
-        await asyncio.sleep(0.2 * 2**attempt)
-    return reply
+        pauses_s = _BUSY_PAUSES_S if reply.status in _BUSY else _DEFECT_PAUSES_S
+        if not _may_pass(reply) or tries >= len(pauses_s):
+            return reply
+        await asyncio.sleep(pauses_s[tries])
+        tries += 1
+
+
+def _may_pass(reply: offline.Reply) -> bool:
+    """Whether the same request may be answered another time: the endpoint failed, not the request."""
+    return reply.status in _BUSY or reply.status >= 500
+
+
+def _reason(reply: offline.Reply) -> str:
+    """`503 queue_full`, as the error says it."""
+    error = msgspec.json.decode(reply.body).get("error") or {}
+    return f"{reply.status} {error.get('code') or error.get('message') or ''}".rstrip()
 
 
 def _append(output: int, line: BatchLine, reply: offline.Reply) -> None:
@@ -332,4 +369,6 @@ def _result(tally: _Tally, total: int, seconds: float, output: str) -> BatchResu
         seconds=seconds,
         completion_tokens=tally.tokens,
         output=output,
+        left=tally.todo - tally.done,
+        left_reason=tally.left_reason,
     )

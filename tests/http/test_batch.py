@@ -14,9 +14,10 @@ import sys
 import pytest
 
 from edgeinfer.arguments import launch_args
+from edgeinfer.commands import batch as batches
 from edgeinfer.commands.batch import batch
 from edgeinfer.config import Config
-from edgeinfer.errors import DiskFullError, ModelBusyError, UsageError
+from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import ModelFiles
@@ -77,6 +78,15 @@ def _answers(path: str) -> dict[str, dict]:
         lines = [json.loads(line) for line in file]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line for line in lines}
+
+
+def _lines(path: str) -> list[bytes]:
+    """The whole lines that are there so far."""
+    try:
+        with open(path, "rb") as file:
+            return [line for line in file if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return []
 
 
 def test_every_line_is_answered_in_openais_format(files):
@@ -175,6 +185,96 @@ def test_a_full_queue_is_waited_for(files):
     assert (result.done, result.failed) == (12, 0)
 
 
+@pytest.fixture
+def hasty(monkeypatch):
+    """Tries again at once."""
+    monkeypatch.setattr(batches, "_BUSY_PAUSES_S", (0.0,) * 7)
+    monkeypatch.setattr(batches, "_DEFECT_PAUSES_S", (0.0, 0.0))
+
+
+def _failing(*scripts):
+    """An engine that plays `scripts` for the request that says "b", the last one for ever."""
+    left = list(scripts)
+
+    def choose(request):
+        if request.messages[-1].content != "b":
+            return ["fine"]
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return FakeEngine(choose)
+
+
+def test_what_passes_within_the_run_is_an_answer_like_any_other(files, hasty):
+    paths = files(_chat("a"), _chat("b"))
+    broken = [DecodeError("llama_decode failed")]
+    result, engine = _run(paths, _failing(broken, broken, ["late"]))
+    assert (result.done, result.left, result.exit_code) == (2, 0, 0)
+    assert _answers(paths[1])["b"]["response"]["status_code"] == 200
+    assert len(engine.requests) == 4
+
+
+def test_what_fails_in_a_way_that_may_pass_is_left_to_the_next_run(files, hasty):
+    paths = files(_chat("a"), _chat("b"), _chat("c"))
+    result, engine = _run(paths, _failing([DecodeError("llama_decode failed")]))
+    assert (result.done, result.failed, result.left, result.exit_code) == (2, 0, 1, 1)
+    assert "1 left (500 decode): the same command asks them again" in result.human()
+    assert set(_answers(paths[1])) == {"a", "c"}
+    assert len(engine.requests) == 5
+    result, engine = _run(paths)
+    assert (result.done, result.skipped, result.left, result.exit_code) == (1, 2, 0, 0)
+    assert set(_answers(paths[1])) == {"a", "b", "c"}
+
+
+def test_a_run_in_which_nothing_is_answered_ends(files, hasty):
+    paths = files(*(_chat(str(n)) for n in range(200)))
+    result, engine = _run(
+        paths, FakeEngine([[DecodeError("llama_decode failed")]]), "--concurrency", "2"
+    )
+    assert (result.done, result.left) == (0, 200)
+    assert len(engine.requests) < 60
+    assert _answers(paths[1]) == {}
+
+
+#: A run whose engine fails every third request, and which can be killed in its middle.
+_SHAKY = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import test_batch as t
+from edgeinfer.commands import batch
+from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.fake import Delay, FakeEngine
+batch._DEFECT_PAUSES_S = ()
+def script(request):
+    broken = int(request.messages[-1].content) % 3 == 0
+    return [Delay(0.01), DecodeError("broken") if broken else "fine"]
+result = batch.batch(t._options(*sys.argv[1:], "--quiet", "--concurrency", "2"), t.FakeHost(FakeEngine(script)))
+print(result.done, result.left)
+"""
+
+
+def test_failures_and_a_kill_in_their_midst_lose_nothing(files, until):
+    paths = files(*(_chat(str(n)) for n in range(90)))
+    words = [sys.executable, "-c", _SHAKY, os.path.dirname(__file__), *paths]
+
+    def lines() -> int:
+        return len(_lines(paths[1]))
+
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        until(lambda: lines() >= 9 or process.poll() is not None, "some answers", 60)
+        process.kill()
+    killed_at = lines()
+    assert 9 <= killed_at < 60
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    answered, left = map(int, done.stdout.split())
+    assert left == 30
+    assert answered in (60 - killed_at, 61 - killed_at)  # the last line may have been torn
+    result, _ = _run(paths)
+    assert (result.done, result.skipped, result.left) == (30, 60, 0)
+    answers = _answers(paths[1])
+    assert set(answers) == {str(n) for n in range(90)}
+    assert {line["response"]["status_code"] for line in answers.values()} == {200}
+
+
 def test_a_full_disk_ends_the_run_and_says_that_it_goes_on(files, monkeypatch):
     paths = files(*(_chat(str(n)) for n in range(6)))
     real_write, written = os.write, []
@@ -215,11 +315,7 @@ def test_after_a_kill_nothing_is_lost_and_nothing_is_doubled(files, smollm2, unt
     code = "import sys; from edgeinfer.cli import main; sys.exit(main())"
 
     def lines() -> int:
-        try:
-            with open(paths[1], "rb") as file:
-                return file.read().count(b"\n")
-        except FileNotFoundError:
-            return 0
+        return len(_lines(paths[1]))
 
     for wanted in (3, 9):
         with subprocess.Popen(
