@@ -13,15 +13,9 @@ import msgspec
 from edgeinfer.chat.store import Store
 from edgeinfer.chat.values import Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
-from edgeinfer.runtime.events import Event, Finished, Progress, ReasoningDelta, TextDelta
+from edgeinfer.runtime.collected import Collected
+from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.interface import Generation
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """What came since the last flush, now stored."""
-
-    text: str = ""
-    reasoning: str = ""
 
 
 class Answer:
@@ -40,54 +34,48 @@ class Answer:
     ) -> None:
         self.turn = turn
         self.generation = generation
-        self.progress: Progress | None = None
         self.done: Turn | None = None
         self.store_error: StoreError | None = None
         self._store = store
         self._n_ctx = n_ctx
         self._ended = ended
-        self._text: list[str] = [turn.content]
-        self._reasoning: list[str] = [turn.reasoning]
-        self._new = Piece()
+        self._all = Collected(turn.content, turn.reasoning)
+        self._new = Collected()
 
     @property
     def text(self) -> str:
         """The answer so far."""
-        return "".join(self._text)
+        return self._all.text
 
     @property
     def reasoning(self) -> str:
         """The reasoning so far."""
-        return "".join(self._reasoning)
+        return self._all.reasoning
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far the prompt is, once the engine has said so."""
+        return self._all.progress
 
     def add(self, event: Event) -> None:
         """Add one event of the generation; `Finished` ends the answer."""
-        match event:
-            case TextDelta(text=text):
-                self._text.append(text)
-                self._new = Piece(self._new.text + text, self._new.reasoning)
-            case ReasoningDelta(text=text):
-                self._reasoning.append(text)
-                self._new = Piece(self._new.text, self._new.reasoning + text)
-            case Progress():
-                self.progress = event
-            case Finished():
-                self._finish(event)
-            case _:
-                pass  # a tool call: the chat offers the model no tools
+        self._all.add(event)
+        self._new.add(event)
+        if isinstance(event, Finished):
+            self._finish(event)
 
-    def flush(self) -> Piece:
+    def flush(self) -> Collected:
         """Store what came since the last flush and return it.
 
         A store that fails does not stop the answer: `store_error`.
         """
-        piece, self._new = self._new, Piece()
-        if (piece.text or piece.reasoning) and self.done is None:
+        new, self._new = self._new, Collected()
+        if (new.text or new.reasoning) and self.done is None:
             try:
-                self._store.append(self.turn.id, piece.text, piece.reasoning)
+                self._store.append(self.turn.id, new.text, new.reasoning)
             except StoreError as error:
                 self.store_error = error
-        return piece
+        return new
 
     def stop(self) -> None:
         """Ask the engine to stop; the partial answer is kept."""

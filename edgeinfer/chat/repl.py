@@ -15,7 +15,7 @@ from typing import TextIO
 
 from edgeinfer.catalog.progress_text import PlainLines
 from edgeinfer.chat import attachments, context, slash
-from edgeinfer.chat.answer import Answer, Piece
+from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.safe_text import without_controls
@@ -24,6 +24,7 @@ from edgeinfer.chat.shelf import shelf, size_words
 from edgeinfer.chat.values import Attachment, Turn
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
+from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Progress, TextDelta
 
 
@@ -186,7 +187,7 @@ class Repl:
         if answer.store_error is not None:
             self._trouble(answer.store_error)
 
-    def _show(self, piece: Piece, thinking: bool) -> bool:
+    def _show(self, piece: Collected, thinking: bool) -> bool:
         if piece.reasoning:
             if not thinking:
                 self._write("(thinking…) " if not self._unfolded else "(thinking) ")

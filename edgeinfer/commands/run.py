@@ -15,7 +15,8 @@ from edgeinfer import requesting
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.result import Result
-from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.collected import Collected
+from edgeinfer.runtime.events import TextDelta, Timings, Usage
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.units import format_ms
@@ -124,33 +125,26 @@ def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[Generation]:
 
 
 def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO | None) -> RunResult:
-    text: list[str] = []
-    reasoning: list[str] = []
-
-    def show(piece: str) -> None:
-        if stream_to is not None:
-            stream_to.write(piece)
-            stream_to.flush()
-
+    answer = Collected()
     for event in generation:
-        if isinstance(event, TextDelta):
-            text.append(event.text)
-            show(event.text)
-        elif isinstance(event, ReasoningDelta):
-            reasoning.append(event.text)
-        elif isinstance(event, Finished):
-            show("\n")
-            return RunResult(
-                model=model,
-                text="".join(text),
-                reasoning="".join(reasoning),
-                finish_reason=event.reason,
-                usage=event.usage,
-                timings=event.timings,
-                start=start,
-                startup=_startup(start, event.timings),
-            )
-    raise AssertionError("a generation always ends with Finished")
+        answer.add(event)
+        if stream_to is not None and isinstance(event, TextDelta):
+            stream_to.write(event.text)
+            stream_to.flush()
+    if stream_to is not None:
+        stream_to.write("\n")
+        stream_to.flush()
+    end = answer.finished
+    return RunResult(
+        model=model,
+        text=answer.text,
+        reasoning=answer.reasoning,
+        finish_reason=end.reason,
+        usage=end.usage,
+        timings=end.timings,
+        start=start,
+        startup=_startup(start, end.timings),
+    )
 
 
 def _startup(start: Start, timings: Timings) -> Startup:
