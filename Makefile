@@ -22,26 +22,31 @@ test: setup      ## the whole test suite
 	@tools/setup.sh test
 	$(PYTEST) $(ARGS)
 
-check: setup     ## ruff, mypy --strict, import-linter, generated docs are current
+check: setup     ## ruff, mypy, house style, import-linter, generated docs are current
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy edgeinfer
+	$(BIN)/mypy
+	$(BIN)/python tools/style.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/docs.py --check
 
 docs: setup      ## write the generated parts of the docs again
 	$(BIN)/python tools/docs.py
 
-bench: setup     ## load, prefill and decode rates beside a bare llama_decode loop
+bench: setup     ## load, prefill and decode rates beside a bare llama_decode loop and llama-bench
+	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 bench-engine: setup ## many streams, shared prefixes, stalls, schemas, beside llama-server
+	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
 bench-resume: setup ## launches of warm models, 135M to 14B-shaped, beside cold starts and llama-server; 30 GB of disk
+	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_resume.py $(ARGS)
 
-bench-serve: setup ## the endpoint beside llama-server (PATH, or EDGEINFER_LLAMA_SERVER), 1 to 32 clients
+bench-serve: setup ## the endpoint beside llama-server, 1 to 32 clients
+	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
 
 bench-tui: setup  ## the chat: first paint and first token, 10,000 lines, what showing costs, the store
@@ -56,13 +61,14 @@ fuzz-http: setup ## schemathesis over the OpenAPI document, 5,000 cases and more
 	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/http/test_openapi.py -s $(ARGS)
 
 leak-http: setup ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
+	@tools/setup.sh bench
 	$(BIN)/python benchmarks/leak_http.py $(ARGS)
 
 binary: setup    ## dist/edgeinfer, one file (MODEL=NAME puts a model inside; ARGS=--without-criu leaves CRIU out)
 	$(BIN)/python build/release.py $(if $(filter command line environment,$(origin MODEL)),--model $(MODEL)) $(ARGS)
 
 bench-binary: binary ## stages of a launch of the file beside the virtual environment, the first launch, sizes
-	@tools/setup.sh test
+	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
 
 clean:           ## what tools leave behind

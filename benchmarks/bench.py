@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
+from common import NAMES, model_path, peer_program, write_figure
 
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -27,8 +26,6 @@ from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
-MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models")
-NAMES = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
 PREFILL, DECODE, N_CTX = 512, 128, 2048
 
 
@@ -120,7 +117,7 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def measure(name: str, rounds: int) -> dict[str, object]:
-    path = MODELS / NAMES[name]
+    path = model_path(name)
     files = ModelFiles(name=name, paths=(str(path),))
     options = LoadOptions(n_ctx=N_CTX, n_parallel=1)
     rows: dict[str, list[float]] = {}
@@ -157,7 +154,7 @@ def measure(name: str, rounds: int) -> dict[str, object]:
 
 
 def llama_bench(path: Path, threads: int) -> dict[str, object]:
-    tool = shutil.which("llama-bench")
+    tool = peer_program("llama-bench")
     if tool is None:
         return {}
     command = [
@@ -211,14 +208,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     options = parser.parse_args()
     results = {name: measure(name, options.rounds) for name in options.models}
-    options.out.mkdir(exist_ok=True)
-    info = libllama.build_info()
-    text = f"llama.cpp {info.llama_version} ({info.ggml_commit}), CPU variant {info.cpu_variant}\n\n{table(results)}"
-    (options.out / "bench.md").write_text(text)
-    (options.out / "bench.json").write_text(
-        json.dumps({"models": results, "cpu_variant": info.cpu_variant}, indent=1)
-    )
-    print(text)
+    print(write_figure(options.out, "bench", table(results)))
+    (options.out / "bench.json").write_text(json.dumps({"models": results}, indent=1))
 
 
 if __name__ == "__main__":

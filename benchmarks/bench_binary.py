@@ -36,7 +36,9 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from edgeinfer.shipping.payload import open_shipped, read_index  # noqa: E402  the checkout this script is in
+from common import model_path, write_figure  # noqa: E402  the folders this script is in
+
+from edgeinfer.shipping.payload import open_shipped, read_index  # noqa: E402
 
 LAYERS = {"small": 0, "7b": 32}
 STAGES = ("launcher", "restore", "running", "request")
@@ -290,14 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cache = (
-        os.environ.get("EDGEINFER_TEST_MODELS")
-        or Path.home() / ".cache/edgeinfer-build/test-home/data/models"
-    )
-    found = sorted(Path(cache).rglob("SmolLM2-135M-Instruct.Q4_1.gguf")) if Path(cache).is_dir() else []
-    parser.add_argument(
-        "--small", default=str(found[0]) if found else None, help="the small model's file"
-    )
+    parser.add_argument("--small", type=Path, help="the small model's file; left out: the tests'")
     parser.add_argument("--binary", type=Path, default=HERE.parent / "dist/edgeinfer")
     parser.add_argument("--models", default="small,7b")
     parser.add_argument("--runs", type=int, default=10)
@@ -309,8 +304,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     options = parser.parse_args()
-    if not options.small:
-        parser.error("the small model is not there: `make setup`, or --small FILE")
+    options.small = str(options.small or model_path("smollm2"))
     with (
         tempfile.TemporaryDirectory(prefix="bench-binary-", dir=options.work) as folder,
         sides(options, Path(folder)) as both,
@@ -321,7 +315,7 @@ def main() -> None:
             results["models"][name] = measure(name, both, options, Path(folder))
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "binary.json").write_text(json.dumps(results, indent=1))
-        (options.out / "binary.md").write_text(table(results))
+        write_figure(options.out, "binary", table(results))
     print(table(results))
 
 

@@ -1,8 +1,7 @@
 """`make bench-engine`: what continuous batching, prefix reuse and constraints give and cost, on both
 real models in one run.
 
-Beside us: a bare llama_decode loop in the same process, and llama-server with as many slots when
-EDGEINFER_LLAMA_SERVER or PATH has one. Sides alternate; figures are medians of the rounds, latencies
+Beside us: a bare llama_decode loop in the same process, and llama-server with as many slots. Sides alternate; figures are medians of the rounds, latencies
 percentiles over all streams of all rounds. Writes bench-out/bench-engine.md and
 bench-out/bench-engine.json.
 """
@@ -18,9 +17,9 @@ import time
 from pathlib import Path
 
 import peer_server
-from bench import MODELS, NAMES, Bare, beside, finished
+from bench import Bare, beside, finished
+from common import NAMES, model_path, peer_program, write_figure
 
-from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, Progress, TextDelta
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -284,8 +283,8 @@ def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
 
 
 def measure(name: str, rounds: int, sections: set[str]) -> dict:
-    path = MODELS / NAMES[name]
-    program = peer_server.find()
+    path = model_path(name)
+    program = peer_program("llama-server")
     options = LoadOptions(n_ctx=min(N_CTX, 4096), n_parallel=16)
     engine = load_engine(ModelFiles(name=name, paths=(str(path),)), options)
     engine.warm_up()
@@ -374,12 +373,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     options = parser.parse_args()
     results = {name: measure(name, options.rounds, set(options.sections)) for name in options.models}
-    options.out.mkdir(exist_ok=True)
-    info = libllama.build_info()
-    text = f"llama.cpp {info.llama_version} ({info.ggml_commit}), CPU variant {info.cpu_variant}\n\n{table(results)}"
-    (options.out / "bench-engine.md").write_text(text)
+    print(write_figure(options.out, "bench-engine", table(results)))
     (options.out / "bench-engine.json").write_text(json.dumps(results, indent=1))
-    print(text)
 
 
 if __name__ == "__main__":

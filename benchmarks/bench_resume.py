@@ -22,7 +22,6 @@ import http.client
 import json
 import mmap
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -32,6 +31,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from common import model_path, peer_program, write_figure
 
 from edgeinfer.machine import read_memory
 
@@ -50,7 +51,7 @@ class Bench:
         self.options, self.work = options, work
         self.models = Path(options.model_folder) if options.model_folder else work / "models"
         self.environment = os.environ | {"EDGEINFER_HOME": str(work / "home")}
-        self.server = os.environ.get("EDGEINFER_LLAMA_SERVER") or shutil.which("llama-server")
+        self.server = peer_program("llama-server")
         self.results: dict[str, Any] = {"models": {}}
         if options.keep:
             self.results = json.loads((options.out / "resume.json").read_text())
@@ -105,10 +106,10 @@ class Bench:
         """After every part: a run that is cut short leaves what it has."""
         self.options.out.mkdir(parents=True, exist_ok=True)
         (self.options.out / "resume.json").write_text(json.dumps(self.results, indent=1))
-        (self.options.out / "resume.md").write_text(table(self.results))
+        write_figure(self.options.out, "resume", table(self.results))
 
     def _model(self, name: str) -> Path:
-        tokenizer = Path(self.options.small)
+        tokenizer = self.options.small or model_path("smollm2")
         if not MODELS[name]:
             return tokenizer
         out = self.models / f"random-{name}.gguf"
@@ -469,10 +470,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cache = os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models"
-    parser.add_argument(
-        "--small", default=str(Path(cache) / "SmolLM2-135M-Instruct.Q4_1.gguf"), help="the small model"
-    )
+    parser.add_argument("--small", type=Path, help="the small model; left out: the tests'")
     parser.add_argument("--models", default="small,7b,14b")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=32, help="tokens of a steady decode")

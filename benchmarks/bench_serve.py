@@ -11,8 +11,8 @@ GOMP_SPINCOUNT says otherwise. `start`: exec of `edgeinfer serve MODEL` to the f
 warm and cold. `switch`: a catalogue of ten models asked in turn, each resumed. `worker`: what streaming
 through a worker adds to a token. `crash`: `kill -9` of the application under twenty streaming clients.
 
-llama-server is taken from PATH or EDGEINFER_LLAMA_SERVER; without it that side is left out and the
-table says so. Writes Markdown tables to stdout and JSON to bench-out/.
+Without llama-server that side is left out and the table says so. Writes Markdown tables to stdout and JSON to
+bench-out/.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import statistics
@@ -37,10 +36,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_serve_models import crash_section, percentile, start_section, switch_section, worker_section
+from common import ROOT, model_path, peer_program, write_figure
 
-ROOT = Path(__file__).parents[1]
-MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path.home() / ".cache/edgeinfer-build/models")
-MODEL = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL = model_path("smollm2")
 PARALLEL = 8
 CONTEXT = 8192
 TOPICS = [
@@ -242,10 +240,6 @@ def their_command(server: str, port: int, threads: int) -> list[str]:
     ]
 
 
-def llama_server() -> str | None:
-    return os.environ.get("EDGEINFER_LLAMA_SERVER") or shutil.which("llama-server")
-
-
 class Server:
     """A running server of either side. It stays for the whole run: idle, it costs nothing to the other
     side.
@@ -327,7 +321,7 @@ def engine_main(threads: int) -> None:
 
 
 def load_section(options: argparse.Namespace) -> list[dict[str, Any]]:
-    theirs = llama_server()
+    theirs = peer_program("llama-server")
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         port, other = free_port(), free_port()
@@ -435,8 +429,8 @@ def main() -> None:
         report["load"] = load_section(options)
         missing = (
             ""
-            if llama_server()
-            else "\n\nllama-server was not found (EDGEINFER_LLAMA_SERVER names it): that side is missing."
+            if peer_program("llama-server")
+            else "\n\nllama-server is not here (tools/setup.sh bench fetches it): that side is missing."
         )
         texts.append(table(report["load"]) + missing)
     if "start" in options.sections:
@@ -449,12 +443,10 @@ def main() -> None:
         report["crash"] = crash_section(MODEL, free_port)
     texts.append(others(report))
     text = "\n\n".join(filter(None, texts)) + "\n"
-    print(text)
     out = ROOT / "bench-out"
-    out.mkdir(exist_ok=True)
-    name = f"serve-{options.sections.replace(',', '-')}.json"
-    (out / name).write_text(json.dumps(report, indent=1))
-    (out / name).with_suffix(".md").write_text(text)
+    name = f"serve-{options.sections.replace(',', '-')}"
+    print(write_figure(out, name, text))
+    (out / f"{name}.json").write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from common import ROOT, write_figure
+
 EDGEINFER = Path(sys.executable).with_name("edgeinfer")
 PARAGRAPH = "A paragraph with **bold words** and `code` in it, long enough to be wrapped at least once at eighty columns, as most.\n"
 CODE = "```python\nfor i in range(10):\n    print(i)  # {}\n```\n"
@@ -392,9 +393,7 @@ def main() -> None:
         elif part == "store":
             found[part] = bench_store(max(20, options.runs))
     record.write_text(json.dumps(found, indent=2))
-    text = table(found)
-    (out / "tui.md").write_text(text)
-    print(text)
+    print(write_figure(out, "tui", table(found)))
 
 
 def default_model() -> str:

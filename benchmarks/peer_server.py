@@ -6,17 +6,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import shutil
 import socket
 import subprocess
 import time
 from pathlib import Path
-
-
-def find() -> str | None:
-    """EDGEINFER_LLAMA_SERVER, else the one on PATH."""
-    return os.environ.get("EDGEINFER_LLAMA_SERVER") or shutil.which("llama-server")
 
 
 class Server:

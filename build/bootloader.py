@@ -17,7 +17,13 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import floor
+
 HANDOVER = Path(__file__).with_name("handover.c")
+#: What the compiled bootloader depends on besides PyInstaller's version.
+SOURCES = [HANDOVER, floor.SOURCE, Path(floor.__file__), Path(__file__)]
 MAIN = "\nmain(int argc, char **argv)\n"
 #: zlib is linked statically: a bare machine has none. No build-id, no paths: the same sources give the
 #: same bytes.
@@ -47,7 +53,7 @@ def build(cache: Path | None = None) -> Path:
     same.
     """
     version = importlib.metadata.version("pyinstaller")
-    key = hashlib.sha256(HANDOVER.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest()[:16]
     folder = (cache or cache_dir()) / "bootloader"
     finished = folder / f"run-{version}-{key}"
     if not finished.exists():
@@ -76,7 +82,8 @@ def _unpack(sdist: Path, scratch: Path) -> Path:
     if text.count(MAIN) != 1:
         raise SystemExit(f"{main} has changed: no single {MAIN.strip()!r} to rename")
     main.write_text(text.replace(MAIN, MAIN.replace("main", "pyinstaller_main")))
-    shutil.copy(HANDOVER, source / "src/handover.c")
+    for part in (HANDOVER, floor.SOURCE):
+        shutil.copy(part, source / "src")
     return source
 
 
@@ -100,14 +107,16 @@ def _compile(source: Path, out: Path) -> None:
         *zlib,
         "-o",
         str(out),
-        "-ldl",
-        "-lpthread",
+        "-Wl,--no-as-needed",  # an older libc has them apart
+        "-l:libdl.so.2",
+        "-l:libpthread.so.0",
     ]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(
             "error: the bootloader did not compile\n\nhint: it needs gcc and libc6-dev; gcc's words "
             "are above"
         )
+    floor.lower(out, link=False)
 
 
 if __name__ == "__main__":

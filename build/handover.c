@@ -10,7 +10,6 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <limits.h>
-#include <locale.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -106,12 +105,12 @@ static void set_arguments(int argc, char **argv)
 /* sys.path: the launcher's modules, then the extension modules that libpython does not contain. */
 static int set_path(const char *app)
 {
+    wchar_t *(*decode)(const char *, size_t *) = (wchar_t * (*)(const char *, size_t *)) symbol("Py_DecodeLocale");
     char bytes[2 * PATH_MAX];
-    static wchar_t wide[2 * PATH_MAX];
     snprintf(bytes, sizeof bytes, "%s/launcher.zip:%s/_internal/python3.11/lib-dynload", app, app);
-    setlocale(LC_CTYPE, "C.UTF-8"); /* part of glibc since 2.35; Python sets the user's own a moment later */
-    if (mbstowcs(wide, bytes, sizeof wide / sizeof *wide) == (size_t)-1) return 0;
-    setlocale(LC_CTYPE, "C");
+    wchar_t *wide = decode(bytes, NULL); /* UTF-8 whatever the locale: Py_UTF8Mode is set */
+    for (const wchar_t *at = wide; *at; at++)
+        if (*at >= 0xdc80 && *at <= 0xdcff) return 0; /* a byte that is no part of any letter */
     ((void (*)(const wchar_t *))symbol("Py_SetPath"))(wide);
     return 1;
 }

@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "build")]
 
 import assemble  # noqa: E402  the two folders above come first
 import bootloader  # noqa: E402
+import floor  # noqa: E402
 import launcher_zip  # noqa: E402
 import manual  # noqa: E402
 import notices  # noqa: E402
@@ -113,6 +114,8 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
     shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(frozen / "app", tree, symlinks=True)
     _make_libraries_find_each_other(tree / "_internal")
+    floor.build(tree / "_internal")
+    floor.lower_all(tree)
     # our bootloader here too: PyInstaller's own needs a libz.so.1 that a bare machine has not
     (tree / "edgeinfer-app").write_bytes(
         run.read_bytes() + (WORK / "cache/app/edgeinfer-app.pkg").read_bytes()

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-#: Where `make test` pulls the two real models to. EDGEINFER_TEST_MODELS names another folder.
-_CACHE = os.environ.get("EDGEINFER_BUILD_CACHE") or (
-    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer-build"
+#: Where tools/setup.sh keeps what it makes. EDGEINFER_BUILD_CACHE names another folder.
+BUILD_CACHE = Path(
+    os.environ.get("EDGEINFER_BUILD_CACHE")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer-build"
 )
-TEST_MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or Path(_CACHE) / "test-home/data/models")
+#: Where `make test` pulls the two real models to. EDGEINFER_TEST_MODELS names another folder.
+TEST_MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or BUILD_CACHE / "test-home/data/models")
 SMOLLM2 = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA3 = "gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 _OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SOCKET", "LISTEN_")

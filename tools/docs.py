@@ -16,6 +16,8 @@ from pathlib import Path
 import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
+#: DATE, … commit HASH, … cores of …; `COMMAND` and an empty line.
+FIGURE_HEAD = re.compile(r"\d{4}-\d\d-\d\d, .*commit \w+.*, \d+ cores of .*; `[^`]+`.*\.\n\n")
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -168,8 +170,13 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def figure(name: str) -> str:
-    """A table that a benchmark wrote, as it was written: `figure-resume` is docs/figures/resume.md."""
-    return (ROOT / "docs" / "figures" / f"{name}.md").read_text("utf-8").rstrip() + "\n"
+    """Read a table that a benchmark wrote: `figure-resume` is docs/figures/resume.md. Raises SystemExit
+    for one that does not begin with its date, commit, machine and command (benchmarks/common.py).
+    """
+    text = (ROOT / "docs" / "figures" / f"{name}.md").read_text("utf-8")
+    if not FIGURE_HEAD.match(text):
+        raise SystemExit(f"error: docs/figures/{name}.md does not say where it is from")
+    return text.rstrip() + "\n"
 
 
 def generate(name: str) -> str:

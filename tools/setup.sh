@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# setup.sh [test]: everything a fresh machine needs, once; a second call takes milliseconds.
+# setup.sh [test|bench]: everything a fresh machine needs, once; a second call takes milliseconds.
 #
 #   .venv                a virtual environment with this project in it, editable
 #   llama-cpp-python     compiled once and kept as a wheel in the build cache (8 to 15 minutes on 2 cores the first time).
@@ -7,7 +7,9 @@
 #                        takes this machine's at run time (docs/decisions/001-one-build.md)
 #   .venv/criu           CRIU >= 4.1 beside the system's, where the system has none that works and apt is there
 #   with `test`:         the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some tests drive,
-#                        through apt where this is root's call (else it says what to type, and those tests are skipped)
+#                        through apt where this is root's call (else it says what to type, and those tests are skipped);
+#                        glibc 2.31, which the shipped file is tested on
+#   with `bench`:        the same two models; llama-server and llama-bench in the build cache, to measure beside
 #
 # Needs: Python >= 3.11 with venv, gcc, cmake, make. EDGEINFER_BUILD_CACHE moves the cache.
 set -euo pipefail
@@ -98,6 +100,7 @@ test_programs() {
   command -v curl >/dev/null || missing+=(curl)
   command -v zsh >/dev/null || missing+=(zsh)
   command -v fish >/dev/null || missing+=(fish)
+  command -v node >/dev/null || missing+=(nodejs npm)
   [ ${#missing[@]} = 0 ] && return
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "installing ${missing[*]} for the tests"
@@ -106,6 +109,19 @@ test_programs() {
   say "tests that need ${missing[*]} are skipped: apt-get install ${missing[*]}"
 }
 
+test_libc() {
+  [ -d "$cache/glibc-2.31" ] || ! command -v apt-get >/dev/null || tools/fetch_libc.sh "$cache/glibc-2.31" >&2 ||
+    say "could not get glibc 2.31: the tests of the shipped file are skipped"
+}
+
+peers() {
+  [ -n "${EDGEINFER_LLAMA_SERVER:-}" ] || command -v llama-server >/dev/null ||
+    tools/fetch_llama_server.sh "$cache/llama-server" >/dev/null || say "could not get llama-server: nothing to measure beside"
+}
+
 mkdir -p "$cache"; exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
 make_venv; build_llama; install; install_criu
-[ "${1:-}" != test ] || { test_programs; test_models; }
+case ${1:-} in
+  test) test_programs; test_models; test_libc ;;
+  bench) test_models; peers ;;
+esac

