@@ -76,6 +76,11 @@ class Host:
         return self._config
 
     @property
+    def loaded_model(self) -> str:
+        """The model this process was resumed with; "" when it holds none."""
+        return ""
+
+    @property
     def listeners(self) -> tuple[socket.socket, ...]:
         """Listening sockets the launcher bound for `serve`; empty when the verb has to bind its own."""
         return ()
@@ -116,6 +121,17 @@ class Host:
             self.start = msgspec.structs.replace(
                 self.start, stages_ms={**self.start.stages_ms, stage: now_ms}
             )
+
+    def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+        """Open `model` beside an engine that stays: in a process of its own where a launcher can start one.
+
+        Raises what `engine` raises.
+        """
+        return self.engine(model, options, progress)
+
+    def worker_start(self, engine: Engine) -> Start | None:
+        """Tell how the worker behind `engine` started; None for an engine of this process."""
+        return None
 
     def keep_copies(self, replies: Sequence[bytes]) -> Copies | None:
         """Where `serve` gives copies of its connections; None where no process outlives this one.

@@ -18,15 +18,29 @@ _XDG = {
 }
 
 
-def base(kind: str) -> str:
-    """The directory of one kind of data ("config", "data", "cache", "state") on Linux, absolute."""
-    home = os.environ.get("EDGEINFER_HOME")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Name the directory of one kind of data ("config", "data", "cache", "state") on Linux, absolute.
+
+    `environment` is that of the process whose directory it is.
+    """
+    home = environment.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), kind)
     variable, default = _XDG[kind]
-    value = os.environ.get(variable, "")
-    root = value if value.startswith("/") else os.path.join(os.path.expanduser("~"), default)
-    return os.path.join(root, "edgeinfer")
+    value = environment.get(variable, "")
+    if not value.startswith("/"):
+        value = os.path.join(environment.get("HOME") or os.path.expanduser("~"), default)
+    return os.path.join(value, "edgeinfer")
+
+
+def shared_with(environment: Mapping[str, str]) -> bool:
+    """Tell whether a process with this environment has any of its directories where this one has it."""
+    return any(base(kind, environment) == base(kind) for kind in _XDG)
 
 
 def config_file() -> str:

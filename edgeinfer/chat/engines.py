@@ -47,8 +47,7 @@ class Engines:
             new = self._home = self.host.engine(model, options, progress)
             self._home_key = key
         else:
-            open_worker = getattr(self.host, "worker", self.host.engine)
-            new = open_worker(model, options, progress)
+            new = self.host.worker(model, options, progress)
         before, self.engine = self.engine, new
         if before is not None and before is not new:
             self._part(before)

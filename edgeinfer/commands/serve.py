@@ -7,7 +7,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
@@ -19,7 +19,6 @@ from edgeinfer.config import offline
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.result import Result
-from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.limits import Limits
@@ -64,7 +63,7 @@ def _name(options: argparse.Namespace, host: Host) -> str:
     to read.
     """
     wanted: str = options.model or host.config.default_model
-    return wanted if wanted == getattr(host, "loaded_model", "") else host.files(wanted).name
+    return wanted if wanted == host.loaded_model else host.files(wanted).name
 
 
 async def _serve(
@@ -109,9 +108,7 @@ async def _serve(
 
 
 class Loader:
-    """Brings models into memory: the default one into this process the first time, every other into a
-    worker of its own.
-    """
+    """Loads models: the default one into this process the first time, every other into a worker."""
 
     def __init__(self, typed: str | None, name: str, host: Host, options: LoadOptions) -> None:
         self._typed = typed or host.config.default_model
@@ -122,9 +119,6 @@ class Loader:
 
     def __call__(self, name: str, progress: LoadProgress) -> Loaded:
         """Runs in a thread. Raises what loading raises."""
-        worker: Callable[[str, LoadOptions, LoadProgress], Engine] | None = getattr(
-            self._host, "worker", None
-        )
         if name == self._name and self._own:
             self._own = False
             engine = self._host.engine(self._typed, self._options, progress)
@@ -137,23 +131,17 @@ class Loader:
         target, options = self._typed, self._options
         if name != self._name:
             target, options = name, msgspec.structs.replace(options, lora="")  # adapters fit one model
-        if worker is None:
-            return Loaded(engine=self._host.engine(target, options, progress))
-        engine = worker(target, options, progress)
-        start = getattr(engine, "start", None)
-        return Loaded(
-            engine=engine,
-            where="worker",
-            how=getattr(start, "how", "cold"),
-            stages_ms=getattr(start, "stages_ms", {}),
-        )
+        engine = self._host.worker(target, options, progress)
+        start = self._host.worker_start(engine)
+        if start is None:
+            return Loaded(engine=engine)
+        return Loaded(engine=engine, where="worker", how=start.how, stages_ms=start.stages_ms)
 
 
 def pulled_models() -> Sequence[Pulled]:
     """Every pulled model, as the endpoint lists them."""
-    from edgeinfer.catalog.store import (
-        list_pulled,
-    )  # the catalogue is not needed until a second model is named
+    # the catalogue is not needed until a second model is named
+    from edgeinfer.catalog.store import list_pulled
 
     return [
         Pulled(name=m.name, size_bytes=m.size_bytes, sha256=m.sha256, created=_unix(m.pulled_at))

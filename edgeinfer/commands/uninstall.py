@@ -1,6 +1,4 @@
-"""`edgeinfer uninstall`: lists everything edgeinfer put on this machine for this user, asks, removes
-it.
-"""
+"""`edgeinfer uninstall`: lists everything edgeinfer has here for this user, asks, removes it."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.shipping import shipped, unpack
+from edgeinfer.snapshots.running import processes, shares_folders
 from edgeinfer.units import format_bytes
 
 #: Shows the text and returns whether the person agreed.
@@ -51,8 +50,10 @@ class UninstallResult(Result, frozen=True, kw_only=True):
 
 
 def uninstall(options: argparse.Namespace, _host: Host, ask: Ask | None = None) -> UninstallResult:
-    """Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while
-    something runs.
+    """List what is here, ask, and remove it.
+
+    Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while a launch
+    runs that uses it.
     """
     every = parts()
     kept = tuple(part for part in every if options.keep_data and part.mine)
@@ -112,8 +113,11 @@ def _size(path: Path) -> int:
 
 
 def _refuse_while_running() -> None:
+    """Raise EdgeInferError when a launch keeps its data here, or a process runs from what would go."""
     family = {os.getpid(), os.getppid()}  # this process, and the launcher that waits for it
-    running = sorted({pid for folder in unpack.versions() for pid in unpack.users(folder)} - family)
+    unpacked = {pid for folder in unpack.versions() for pid in unpack.users(folder)}
+    launches = {one.pid for one in processes() if shares_folders(one.pid)}
+    running = sorted((unpacked | launches) - family)
     if running:
         raise EdgeInferError(
             f"edgeinfer is running: process {', '.join(map(str, running))}",

@@ -73,6 +73,11 @@ class LlamaEngine:
         self._closed = False
 
     @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet."""
+        return not self._closed
+
+    @property
     def info(self) -> EngineInfo:
         return self._info
 

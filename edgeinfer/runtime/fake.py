@@ -103,6 +103,11 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
 
     @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet."""
+        return not self._closed
+
+    @property
     def info(self) -> EngineInfo:
         return self._info
 

@@ -1,5 +1,4 @@
-"""Which of our processes run: found in /proc, where a launcher and its workers cannot lie about being
-alive.
+"""Finds which of our processes run: in /proc, where a launcher and its workers cannot lie about it.
 
 No records are written: an app has the same pid in a namespace of its own every time it is resumed, and
 files named after pids would outlive a `kill -9`. A launcher is known by its program and its arguments,
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer import places
 from edgeinfer.launch_verbs import LAUNCH_VERBS
 
 _APP_NAMES = ("edgeinfer",)
@@ -59,9 +59,21 @@ def processes() -> list[Running]:
     return sorted(found, key=lambda running: -running.age_s)
 
 
+def shares_folders(pid: int) -> bool:
+    """Tell whether a process keeps its data where this one does; True where its environment is hidden."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return True
+    pairs = (os.fsdecode(entry).partition("=") for entry in raw.split(b"\0"))
+    return places.shared_with({name: value for name, _, value in pairs})
+
+
 def _parents() -> dict[int, int]:
-    """Parent of every process of this user."""
-    found = {}
+    """Find the parent of every process of this user; none where there is no /proc (not Linux)."""
+    found: dict[int, int] = {}
+    if not os.path.isdir("/proc/self"):
+        return found
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue

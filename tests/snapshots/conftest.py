@@ -85,6 +85,7 @@ class Person:
     def __init__(self, place: Place, uid: int, gid: int, home: Path, model: Path) -> None:
         self.place, self.uid, self.gid, self.home = place, uid, gid, home
         self.data = home / "ei"
+        self.model = model
         home.mkdir(mode=0o755, exist_ok=True)
         os.chown(home, uid, gid)
         self.environment = {

@@ -120,10 +120,14 @@ class AppHost(Host):
             raise from_fields(answer[0])
         return RemoteEngine(socket.socket(fileno=answer[1][0]), progress)
 
+    def worker_start(self, engine: Engine) -> Start | None:
+        from edgeinfer.workers.client import RemoteEngine  # as in `worker`
+
+        return engine.start if isinstance(engine, RemoteEngine) else None
+
     def warm_models(self) -> frozenset[str]:
-        from edgeinfer.snapshots.shelf.records import (
-            listed,
-        )  # reads every manifest: only the model picker asks
+        # reads every manifest: only the model picker asks
+        from edgeinfer.snapshots.shelf.records import listed
 
         return frozenset(one.details.model for one in listed() if one.fresh)
 

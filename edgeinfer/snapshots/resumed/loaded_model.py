@@ -24,6 +24,9 @@ _CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy d
 class Parkable(Engine, Protocol):
     """What the engine of this process can do besides."""
 
+    @property
+    def is_open(self) -> bool: ...
+
     def warm_up(self) -> None: ...
 
     def prefill_system(self, text: str) -> int: ...
@@ -52,7 +55,8 @@ class LoadedModel:
 
     @property
     def is_open(self) -> bool:
-        return not getattr(self._engine, "_closed", False)
+        """Whether the engine still takes requests."""
+        return self._engine.is_open
 
     @property
     def engine(self) -> Parkable:
