@@ -14,20 +14,7 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.load_options import LOAD_OPTIONS
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import Sampling
-
-SAMPLING_OPTIONS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repeat_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "mirostat",
-    "seed",
-)
+from edgeinfer.sampling_options import TYPED
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
@@ -43,9 +30,12 @@ def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions
     return msgspec.convert(configured | given, LoadOptions)
 
 
+def typed_sampling(options: argparse.Namespace) -> dict[str, float | int | None]:
+    """The sampling options that were typed, by field."""
+    typed = {option.field: getattr(options, option.field, None) for option in TYPED}
+    return {field: value for field, value in typed.items() if value is not None}
+
+
 def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:
     """The model's sampling defaults with what was typed on top."""
-    typed = {name: getattr(options, name, None) for name in SAMPLING_OPTIONS}
-    return msgspec.structs.replace(
-        default, **{name: value for name, value in typed.items() if value is not None}
-    )
+    return msgspec.structs.replace(default, **typed_sampling(options))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
+from edgeinfer import sampling_options
 from edgeinfer.arguments.verb import Verbs, add_verb
 from edgeinfer.load_options import LOAD_OPTIONS, N_THREADS, LoadOption
+from edgeinfer.sampling_options import SamplingOption
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -28,22 +31,28 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 def add_load_option(parser: argparse._ActionsContainer, option: LoadOption) -> None:
     """A row of the table as an argument; its value stands under the field's name."""
 
-    def parse(text: str) -> int | str:
-        try:
-            return option.parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {option.allowed()}") from None
-
     choices = option.words if option.metavar is None else None
     parser.add_argument(
         option.flag,
         action=_Join if option.many else "store",
         dest=option.field,
-        type=parse,
+        type=_parser_of(option),
         choices=choices,
         metavar=option.metavar,
         help=option.help,
     )
+
+
+def _parser_of(option: LoadOption | SamplingOption) -> Callable[[str], Any]:
+    """`option.parse` with an error that argparse shows."""
+
+    def parse(text: str) -> Any:
+        try:
+            return option.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {option.allowed()}") from None
+
+    return parse
 
 
 class _Join(argparse.Action):
@@ -69,18 +78,11 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Options of request time; None means: the model's defaults."""
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", "--temp", type=float, help="0 is greedy")
-    sampling.add_argument("--top-k", type=int)
-    sampling.add_argument("--top-p", type=float)
-    sampling.add_argument("--min-p", type=float)
-    sampling.add_argument("--typical-p", type=float)
-    sampling.add_argument("--repeat-penalty", type=float)
-    sampling.add_argument("--presence-penalty", type=float)
-    sampling.add_argument("--frequency-penalty", type=float)
-    sampling.add_argument("--dry-multiplier", type=float)
-    sampling.add_argument("--mirostat", type=int, choices=(0, 1, 2))
-    sampling.add_argument("--seed", type=int, help="the same seed gives the same answer")
+    group = parser.add_argument_group("sampling")
+    for option in sampling_options.TYPED:
+        flags = (option.flag, "--temp") if option.field == "temperature" else (option.flag,)
+        metavar = "N" if option.kind is int else "X"
+        group.add_argument(*flags, type=_parser_of(option), metavar=metavar, help=option.help)
 
 
 def _add_chat(verbs: Verbs[argparse.ArgumentParser]) -> None:

@@ -21,6 +21,7 @@ from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
 from edgeinfer.config import refuse_unknown_keys
 from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
 from edgeinfer.runtime.requests import Sampling
+from edgeinfer.sampling_options import SAMPLING_OPTIONS
 
 FILE_NAME = "models.toml"
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[MB]")
@@ -34,17 +35,25 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A table of models.toml."""
 
 
-class SamplingDefaults(_Table, frozen=True, kw_only=True):
-    """A model's own sampling defaults; what is left out is the program's default."""
+_SamplingKeys = msgspec.defstruct(
+    "_SamplingKeys",
+    [
+        (
+            option.field,
+            Annotated[option.kind, _about(option.help, ge=option.low, le=option.high)] | None,
+            None,
+        )
+        for option in SAMPLING_OPTIONS
+        if option.field != "seed"
+    ],
+    bases=(_Table,),
+    frozen=True,
+    kw_only=True,
+)
 
-    temperature: Annotated[float, _about("0 is greedy.", ge=0, le=10)] | None = None
-    top_k: Annotated[int, _about("Tokens kept; 0 keeps all.", ge=0)] | None = None
-    top_p: Annotated[float, _about("Nucleus.", gt=0, le=1)] | None = None
-    min_p: Annotated[float, _about("Share of the best token's probability.", ge=0, le=1)] | None = None
-    typical_p: Annotated[float, _about("Locally typical.", gt=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, _about("1 is none.", gt=0, le=10)] | None = None
-    presence_penalty: Annotated[float, _about("0 is none.", ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, _about("0 is none.", ge=-2, le=2)] | None = None
+
+class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
+    """A model's own sampling defaults; what is left out is the program's default."""
 
     def given(self) -> dict[str, float]:
         """Only what the catalogue says, by Sampling's field names."""

@@ -120,7 +120,7 @@ class Commander:
     def _set(self, argument: str) -> None:
         name, _, text = argument.replace("=", " ").partition(" ")
         if not name:
-            lines = [f"{k.replace('_', '-'):<18} {o.summary}" for k, o in presets.OPTIONS.items()]
+            lines = [f"{option.label:<18} {option.help}" for option in presets.OPTIONS.values()]
             self.front.show_text(
                 f"Sampling: {presets.describe(self.session.conversation.sampling)}\n\n"
                 + "\n".join(lines)

@@ -84,7 +84,7 @@ def _commands() -> Sequence[tuple[str, str]]:
 
 
 def _settings() -> Sequence[tuple[str, str]]:
-    return [(f"{name.replace('_', '-')} ", o.summary) for name, o in presets.OPTIONS.items()]
+    return [(f"{option.label} ", option.help) for option in presets.OPTIONS.values()]
 
 
 def _copies() -> Sequence[tuple[str, str]]:

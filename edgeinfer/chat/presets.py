@@ -1,4 +1,4 @@
-"""Sampling a person sets: options by name with their ranges, and presets of several at once."""
+"""Sampling a person sets in the chat: options by name, and presets of several at once."""
 
 from __future__ import annotations
 
@@ -9,32 +9,14 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.requests import Sampling
+from edgeinfer.sampling_options import TYPED, SamplingOption
 
 Value = float | int | None
 
 
-class Option(msgspec.Struct, frozen=True):
-    """An option with its range, both ends allowed. The engine checks once more."""
-
-    kind: type[int] | type[float]
-    low: float
-    high: float
-    summary: str
-
-
-OPTIONS: dict[str, Option] = {
-    "temperature": Option(float, 0, 10, "0 is greedy, higher is freer"),
-    "top_k": Option(int, 0, 1_000_000, "sample from so many tokens; 0 from all"),
-    "top_p": Option(float, 0, 1, "sample from the tokens that make up this probability"),
-    "min_p": Option(float, 0, 1, "leave out tokens less likely than this share of the best"),
-    "typical_p": Option(float, 0, 1, "locally typical sampling; 1 is off"),
-    "repeat_penalty": Option(float, 0, 10, "against repeats; 1 is off"),
-    "presence_penalty": Option(float, -2, 2, "against tokens that were there"),
-    "frequency_penalty": Option(float, -2, 2, "against tokens that were there often"),
-    "dry_multiplier": Option(float, 0, 100, "against repeated phrases; 0 is off"),
-    "mirostat": Option(int, 0, 2, "0 off, or version 1 or 2"),
-    "seed": Option(int, 0, (1 << 32) - 1, "the same seed gives the same answer"),
-    "max_tokens": Option(int, 1, 1 << 24, "longest answer"),
+#: What `/set` knows by name: every sampling option that can be typed, and the length of an answer.
+OPTIONS = {option.field: option for option in TYPED} | {
+    "max_tokens": SamplingOption("max_tokens", int, 1, 1 << 24, "longest answer")
 }
 
 #: Presets everyone has; the user's own (`[chat.presets]`) come beside and over them. `model` is the
@@ -49,15 +31,13 @@ PRESETS: dict[str, dict[str, Value]] = {
 
 
 def option(name: str) -> str:
-    """The field an option's name means: `top-p`, `temp` and `TOP_P` are understood. Raises
-    UsageError.
-    """
+    """The field that a name means, `top-p`, `temp` and `TOP_P` alike. Raises UsageError."""
     key = name.lower().replace("-", "_")
     key = {"temp": "temperature"}.get(key, key)
     if key not in OPTIONS:
         near = difflib.get_close_matches(key, OPTIONS, n=1)
-        known = ", ".join(k.replace("_", "-") for k in OPTIONS)
-        step = f"did you mean {near[0].replace('_', '-')}?" if near else f"the options: {known}"
+        known = ", ".join(option.label for option in OPTIONS.values())
+        step = f"did you mean {OPTIONS[near[0]].label}?" if near else f"the options: {known}"
         raise UsageError(f"there is no sampling option {name!r}", hint=step)
     return key
 
@@ -68,16 +48,12 @@ def value(name: str, text: str) -> Value:
     if text.lower() in ("default", "none", "model"):
         return None
     try:
-        number = wanted.kind(text)
+        return wanted.parse(text)
     except ValueError:
-        number = float("nan")
-    if not wanted.low <= number <= wanted.high:
-        label = name.replace("_", "-")
         raise UsageError(
-            f"{label} is a number from {wanted.low:g} to {wanted.high:g}",
-            hint=f"or `default`: /set {label} default",
-        )
-    return number
+            f"{wanted.label} is a number {wanted.allowed()}",
+            hint=f"or `default`: /set {wanted.label} default",
+        ) from None
 
 
 def changed(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Value]:
@@ -87,9 +63,7 @@ def changed(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, V
 
 
 def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:
-    """The model's sampling with what the user set; `max_tokens` belongs to the request and is
-    left out.
-    """
+    """The model's sampling with what the user set; `max_tokens` is the request's and left out."""
     return msgspec.structs.replace(
         base, **{k: v for k, v in sampling.items() if k in Sampling.__struct_fields__}
     )

@@ -69,8 +69,7 @@ def _plain(launch: Launch) -> ChatResult:
 
 
 def _launch(options: argparse.Namespace, host: Host) -> Launch:
-    given = {name: getattr(options, name, None) for name in requesting.SAMPLING_OPTIONS}
-    sampling = {name: value for name, value in given.items() if value is not None}
+    sampling = requesting.typed_sampling(options)
     if options.max_tokens:
         sampling["max_tokens"] = options.max_tokens
     config = host.config

@@ -1,6 +1,4 @@
-"""What can be asked of the engine: plain values, checked by `validate` in the engine before anything is
-computed.
-"""
+"""What can be asked of the engine: plain values that `validate` checks before anything is computed."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. `tool_call_id` and `name` belong to role "tool"; `tool_calls` and `reasoning` to
-    "assistant".
-    """
+    """One turn. `tool_call_id`, `name` are of role "tool"; `tool_calls`, `reasoning` of "assistant"."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = ""
@@ -49,7 +45,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling options in llama.cpp's terms and order. Neutral values switch a stage off.
 
-    `temperature` 0 is greedy. `seed` None draws one from the kernel. Ranges are checked by the engine.
+    `seed` None draws one from the kernel. `edgeinfer.sampling_options` says what each is and may be.
     """
 
     temperature: float = 0.8

@@ -6,25 +6,8 @@ import math
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.sampling_options import SAMPLING_OPTIONS
 
-#: field → (least, most)
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_k": (0, 1 << 20),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "typical_p": (0.0, 1.0),
-    "repeat_penalty": (0.01, 100.0),
-    "repeat_last_n": (-1, 1 << 20),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
-    "dry_multiplier": (0.0, 100.0),
-    "dry_base": (1.0, 100.0),
-    "dry_allowed_length": (0, 1 << 20),
-    "dry_penalty_last_n": (-1, 1 << 20),
-    "mirostat_tau": (0.0, 100.0),
-    "mirostat_eta": (0.0, 100.0),
-}
 _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0
 _MAX_STOPS = 64
@@ -38,25 +21,18 @@ def _refuse(param: str, message: str) -> None:
 
 def check_sampling(s: Sampling, n_vocab: int) -> None:
     """Raises InvalidRequestError naming the field."""
-    for name, (least, most) in _RANGES.items():
-        value = getattr(s, name)
-        if not math.isfinite(value) or not least <= value <= most:
-            _refuse(name, f"{value} is not between {least} and {most}")
-    if s.mirostat not in (0, 1, 2):
-        _refuse("mirostat", "0, 1 or 2")
-    if s.seed is not None and not 0 <= s.seed < 1 << 32:
-        _refuse("seed", f"{s.seed} is not between 0 and 2**32 - 1")
+    for option in SAMPLING_OPTIONS:
+        value = getattr(s, option.field)
+        if value is None and option.field == "seed":
+            continue
+        if not option.low <= value <= option.high:  # a NaN is in no range
+            _refuse(option.field, f"{value} is not {option.allowed()}")
     if len(s.logit_bias) > _MAX_BIASES:
         _refuse("logit_bias", f"more than {_MAX_BIASES} tokens")
     for token, bias in s.logit_bias.items():
         if not 0 <= token < n_vocab:
             _refuse("logit_bias", f"token {token} is not in the vocabulary of {n_vocab}")
-        if (
-            math.isnan(bias)
-            or bias == math.inf
-            or (bias < -_MAX_BIAS and bias != -math.inf)
-            or bias > _MAX_BIAS
-        ):
+        if not (-_MAX_BIAS <= bias <= _MAX_BIAS or bias == -math.inf):
             _refuse("logit_bias", f"{bias} is not between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
     if len(s.dry_sequence_breakers) > _MAX_STOPS or any(
         "\0" in b or not b for b in s.dry_sequence_breakers

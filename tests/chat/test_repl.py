@@ -69,7 +69,7 @@ def test_commands_work_and_mistakes_are_said(tmp_path):
     )
     assert "Error: there is no command /modle" in out
     assert "Next: did you mean /model?" in out
-    assert "temperature is a number from 0 to 10" in out
+    assert "temperature is a number between 0 and 10" in out
     assert repl.session.path[0].content == "anew"
     assert "/set [OPTION VALUE]: a sampling option" in out
 

@@ -21,6 +21,7 @@ from edgeinfer.server.core.wire import (
     Reply,
     ShortText,
     StopList,
+    Temperature,
     Text,
     TokenCount,
     ToolName,
@@ -163,7 +164,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     max_tokens: TokenCount
     stream: bool = False
     stop_sequences: StopList | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None
     metadata: Metadata | None = None

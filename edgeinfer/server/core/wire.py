@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from edgeinfer.sampling_options import BY_FIELD
 from edgeinfer.server.observe.redaction import WORDS
 
 
@@ -21,6 +22,11 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """A response body or a part of one. Clients read it leniently, so it may grow."""
+
+
+def _range(field: str) -> Meta:
+    """The range of a sampling option."""
+    return Meta(ge=BY_FIELD[field].low, le=BY_FIELD[field].high)
 
 
 #: Most tokens a request may ask for; the engine limits it further to its context.
@@ -34,10 +40,12 @@ TokenId = Annotated[int, Meta(ge=0, lt=_INT32, extra=WORDS)]
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-Probability = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
+# The ranges of sampling are `sampling_options`'; OpenAI's document says less for two of its numbers.
+OpenAITemperature = Annotated[float, Meta(ge=0, le=2)]
+OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
+Temperature = Annotated[float, _range("temperature")]
+Probability = Annotated[float, _range("top_p")]
+TopK = Annotated[int, _range("top_k")]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopList = Annotated[list[StopString], Meta(max_length=16)]
@@ -61,16 +69,16 @@ class SamplingFields(Wire, frozen=True, kw_only=True):
     top_k: TopK | None = None
     min_p: Probability | None = None
     typical_p: Probability | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    repeat_last_n: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
-    dry_multiplier: Annotated[float, Meta(ge=0, le=10)] | None = None
-    dry_base: Annotated[float, Meta(ge=1, le=10)] | None = None
-    dry_allowed_length: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    repeat_penalty: Annotated[float, _range("repeat_penalty")] | None = None
+    repeat_last_n: Annotated[int, _range("repeat_last_n")] | None = None
+    dry_multiplier: Annotated[float, _range("dry_multiplier")] | None = None
+    dry_base: Annotated[float, _range("dry_base")] | None = None
+    dry_allowed_length: Annotated[int, _range("dry_allowed_length")] | None = None
+    dry_penalty_last_n: Annotated[int, _range("dry_penalty_last_n")] | None = None
     dry_sequence_breakers: Annotated[list[StopString], Meta(max_length=32)] | None = None
-    mirostat: Literal[0, 1, 2] | None = None
-    mirostat_tau: Annotated[float, Meta(gt=0, le=100)] | None = None
-    mirostat_eta: Annotated[float, Meta(gt=0, le=1)] | None = None
+    mirostat: Annotated[int, _range("mirostat")] | None = None
+    mirostat_tau: Annotated[float, _range("mirostat_tau")] | None = None
+    mirostat_eta: Annotated[float, _range("mirostat_eta")] | None = None
     ignore_eos: bool = False
     cache_prompt: bool = True
     overflow: Literal["refuse", "shift"] = "refuse"

@@ -25,6 +25,7 @@ from edgeinfer.runtime.requests import (
     ToolCall,
     ToolChoice,
 )
+from edgeinfer.sampling_options import BY_FIELD
 from edgeinfer.server.core.request_parts import (
     named_tool,
     required_tool,
@@ -36,25 +37,6 @@ from edgeinfer.server.core.request_parts import (
 from edgeinfer.server.core.wire import LoraChoice, SamplingFields
 from edgeinfer.server.openai import wire
 
-#: Fields that carry one name on the wire and in `Sampling`.
-_SAME_NAME = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repeat_penalty",
-    "repeat_last_n",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-)
 _JSON_OBJECT = JsonSchema({"type": "object"})
 
 
@@ -239,7 +221,7 @@ def prompts(
 
 def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
     """The model's defaults with what the request gives."""
-    given: dict[str, Any] = {name: getattr(body, name, None) for name in _SAME_NAME}
+    given: dict[str, Any] = {field: getattr(body, field, None) for field in BY_FIELD}
     given = {name: value for name, value in given.items() if value is not None}
     if body.dry_sequence_breakers is not None:
         given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)

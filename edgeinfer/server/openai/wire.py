@@ -18,14 +18,14 @@ from edgeinfer.server.core.wire import (
     KeepAlive,
     LoraChoice,
     ModelName,
-    Penalty,
+    OpenAIPenalty,
+    OpenAITemperature,
     Probability,
     SamplingFields,
     Seed,
     ShortText,
     StopList,
     StopString,
-    Temperature,
     Text,
     TokenCount,
     TokenId,
@@ -191,10 +191,10 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     """What chat and plain completions share."""
 
     model: ModelName | None = None
-    temperature: Temperature | None = None
+    temperature: OpenAITemperature | None = None
     top_p: Probability | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    presence_penalty: OpenAIPenalty | None = None
+    frequency_penalty: OpenAIPenalty | None = None
     logit_bias: LogitBias | None = None
     seed: Seed | None = None
     stop: StopString | StopList | None = None

@@ -16,10 +16,10 @@ from edgeinfer.server.core.wire import (
     JsonObject,
     KeepAlive,
     ModelName,
+    OpenAITemperature,
     Probability,
     Reply,
     ShortText,
-    Temperature,
     Text,
     TokenCount,
     ToolName,
@@ -136,7 +136,7 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     model: ModelName | None = None
     instructions: Text | None = None
     max_output_tokens: TokenCount | None = None
-    temperature: Temperature | None = None
+    temperature: OpenAITemperature | None = None
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None

@@ -1,0 +1,68 @@
+"""The options of sampling, a row each: field, kind, range, help, and who may set it.
+
+Whoever names them reads this table: the parser (`arguments.launch_args`), the chat (`chat.presets`),
+the catalogue (`catalog.models`), the engine (`runtime.validate`) and the endpoint (`server.core.wire`,
+`server.openai.translate`). Defaults are `runtime.requests.Sampling`'s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SamplingOption(NamedTuple):
+    """A numeric option; both ends of its range are allowed. `flag` is "" where a person cannot type it."""
+
+    field: str
+    kind: type[int] | type[float]
+    low: float
+    high: float
+    help: str
+    flag: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name a person types: `top-p`."""
+        return self.field.replace("_", "-")
+
+    def parse(self, text: str) -> float | int:
+        """The value of a text that was typed. Raises ValueError outside the range."""
+        value = self.kind(text)
+        if not self.low <= value <= self.high:
+            raise ValueError(f"{text} is not {self.allowed()}")
+        return value
+
+    def allowed(self) -> str:
+        """The range in words."""
+        return f"between {self.low} and {self.high}"
+
+
+def _row(
+    field: str, kind: type[int] | type[float], low: float, high: float, help: str
+) -> SamplingOption:
+    return SamplingOption(field, kind, low, high, help, f"--{field.replace('_', '-')}")
+
+
+_TOKENS = 1 << 20
+SAMPLING_OPTIONS = (
+    _row("temperature", float, 0, 10, "0 is greedy, higher is freer"),
+    _row("top_k", int, 0, 1_000_000, "sample from so many tokens; 0 from all"),
+    _row("top_p", float, 0, 1, "sample from the tokens that make up this probability"),
+    _row("min_p", float, 0, 1, "leave out tokens less likely than this share of the best"),
+    _row("typical_p", float, 0, 1, "locally typical sampling; 1 is off"),
+    _row("repeat_penalty", float, 0.01, 10, "against repeats; 1 is off"),
+    SamplingOption("repeat_last_n", int, -1, _TOKENS, "tokens that penalties look back on; -1 all"),
+    _row("presence_penalty", float, -2, 2, "against tokens that were there"),
+    _row("frequency_penalty", float, -2, 2, "against tokens that were there often"),
+    _row("dry_multiplier", float, 0, 100, "against repeated phrases; 0 is off"),
+    SamplingOption("dry_base", float, 1, 100, "growth of that penalty with a phrase's length"),
+    SamplingOption("dry_allowed_length", int, 0, _TOKENS, "longest phrase that may repeat"),
+    SamplingOption("dry_penalty_last_n", int, -1, _TOKENS, "tokens it looks back on; -1 all"),
+    _row("mirostat", int, 0, 2, "0 off, or version 1 or 2"),
+    SamplingOption("mirostat_tau", float, 0, 100, "surprise that mirostat aims at"),
+    SamplingOption("mirostat_eta", float, 0, 1, "how fast mirostat learns"),
+    _row("seed", int, 0, (1 << 32) - 1, "the same seed gives the same answer"),
+)
+BY_FIELD = {option.field: option for option in SAMPLING_OPTIONS}
+#: What a person can type, in every front.
+TYPED = tuple(option for option in SAMPLING_OPTIONS if option.flag)
