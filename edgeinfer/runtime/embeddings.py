@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from llama_cpp import llama_cpp as L
 
 from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
 from edgeinfer.runtime.decoding.batch import Batch
+from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
 

@@ -66,6 +66,7 @@ class LlamaEngine:
             lora=self._lora,
             n_ctx=loaded.n_ctx,
             max_draft=MAX_DRAFT,
+            can_shift=bool(loaded.memory and libllama.L.llama_memory_can_shift(loaded.memory)),
         )
         self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
         self._preparer.draft_model = self._draft
@@ -175,7 +176,7 @@ class LlamaEngine:
         """After a restore: decode with `n_threads` (0 keeps the count) and stir `entropy` into every
         seed drawn.
         """
-        self._preparer.seeds.entropy = entropy
+        self._preparer.entropy = entropy
         if n_threads:
             self._loaded.n_threads = n_threads
             libllama.lib().llama_set_n_threads(self._loaded.context, n_threads, n_threads)

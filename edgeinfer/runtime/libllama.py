@@ -1,7 +1,8 @@
 """llama.cpp itself: finding its CPU variants, catching what it logs, and saying how it was built.
 
-The portable wheel keeps one library per instruction set beside the package; nothing loads them by
-itself. Everything native goes through `lib()`, which does so once per process.
+The only module that imports llama_cpp. The portable wheel keeps one library per instruction set beside
+the package; nothing loads them by itself. `lib()` does so once per process, and whoever opens a model
+calls it. `L` is the same binding for those who are handed a model, a context or a memory already.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any
 
 import llama_cpp
 import msgspec
-from llama_cpp import llama_cpp as _llama
+from llama_cpp import llama_cpp as _binding
 
 from edgeinfer.errors import EngineError
 
+L: Any = _binding
 #: llama.cpp's log levels (ggml.h); a line of level CONT goes on with the one before.
 _INFO, _WARN, _CONT = 2, 3, 5
 
@@ -48,15 +50,13 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lib() -> Any:
-    """The low-level binding, backends loaded and logs captured. Raises EngineError when no CPU backend
-    can be loaded.
-    """
+    """Load the backends and capture the logs, once; the binding. Raises EngineError without a CPU backend."""
     with _lock:
         if "ggml" not in _state:
             _capture_logs()
             _state["ggml"] = _load_backends()
-            _llama.llama_backend_init()
-    return _llama
+            L.llama_backend_init()
+    return L
 
 
 def _capture_logs() -> None:
@@ -72,9 +72,9 @@ def _capture_logs() -> None:
             for listener in _listeners:
                 listener.append(line)
 
-    callback = _llama.llama_log_callback(on_line)
+    callback = L.llama_log_callback(on_line)
     _state["log"] = callback  # the library keeps the pointer and not the object
-    _llama.llama_log_set(callback, ctypes.c_void_p(0))
+    L.llama_log_set(callback, ctypes.c_void_p(0))
 
 
 def recent_log(lines: int = 10) -> list[str]:

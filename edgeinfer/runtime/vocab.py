@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from llama_cpp import llama_cpp as L
+from edgeinfer.runtime.libllama import L
 
 #: Longest piece read in one call, bytes; a longer one takes a second call.
 _PIECE_BYTES = 512

@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from made_decoders import make_qwen2vl
 
 from edgeinfer.cli import main
 from edgeinfer.errors import (
@@ -155,6 +156,20 @@ def test_run_warns_of_weights_read_from_the_disk(
     out, err = capsys.readouterr()
     assert "Paris" in out
     assert err.startswith("warning: weights of 96.6 MB do not fit into the 83.9 MB of memory")
+
+
+def test_a_model_whose_cache_cannot_shift_refuses_to_go_on(tmp_path: Path, smollm2: Path) -> None:
+    """llama.cpp asserts where M-RoPE positions are moved, which ends the process."""
+    engine = load_engine(files(make_qwen2vl(tmp_path / "m.gguf", smollm2)), SMALL)
+    try:
+        with pytest.raises(InvalidRequestError, match="full context") as refused:
+            ask(engine, overflow="shift")
+        assert refused.value.param == "overflow"
+        last = ask(engine, max_tokens=1000)[-1]
+        assert isinstance(last, Finished)
+        assert last.reason == "length"
+    finally:
+        engine.close()
 
 
 def _cells(n: int) -> object:

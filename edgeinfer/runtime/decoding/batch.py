@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import llama_cpp as L
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.libllama import L
 
 _I32 = ctypes.POINTER(ctypes.c_int32)
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from llama_cpp import llama_cpp as L
 
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.runtime.decoding.batch import Batch, Logits
 from edgeinfer.runtime.decoding.kvcache import common_prefix
+from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context, open_model
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.vocab import Vocab

@@ -55,9 +55,11 @@ class LlamaMemory:
     """`Memory` over llama.cpp's pointer."""
 
     def __init__(self, memory: Any) -> None:
-        from llama_cpp import llama_cpp  # only this class needs it: the books are tested without
+        from edgeinfer.runtime.libllama import (
+            L,
+        )  # only this class needs it: the books are tested without
 
-        self._llama, self._memory = llama_cpp, memory
+        self._llama, self._memory = L, memory
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:
         return bool(self._llama.llama_memory_seq_rm(self._memory, seq_id, start, end))

@@ -4,12 +4,7 @@ thread.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import os
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,23 +20,10 @@ from edgeinfer.runtime.language.constraint_api import CompiledConstraint, Compil
 from edgeinfer.runtime.language.parsers_api import Conversations, Prepared
 from edgeinfer.runtime.loading.lora import LoraAdapters
 from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.randomness import random_bytes
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message
 from edgeinfer.runtime.validate import check_request
 from edgeinfer.runtime.vocab import Vocab
-
-
-@dataclass(slots=True)
-class Seeds:
-    """Fresh 32-bit seeds from the kernel's randomness, stirred with what a resume brought (a snapshot
-    repeats the rest).
-    """
-
-    entropy: bytes = b""
-    _count: Any = field(default_factory=itertools.count)
-
-    def draw(self) -> int:
-        stirred = os.urandom(16) + self.entropy + next(self._count).to_bytes(8, "little")
-        return int.from_bytes(hashlib.blake2b(stirred, digest_size=4).digest(), "little")
 
 
 class Preparer:
@@ -57,27 +39,36 @@ class Preparer:
         lora: LoraAdapters,
         n_ctx: int,
         max_draft: int,
+        can_shift: bool,
     ) -> None:
-        self._files, self._vocab, self._conversations, self._constraints = (
-            files,
-            vocab,
-            conversations,
-            constraints,
-        )
-        self._lora, self._n_ctx, self._max_draft = lora, n_ctx, max_draft
-        self.seeds = Seeds()
+        self._files = files
+        self._vocab = vocab
+        self._conversations = conversations
+        self._constraints = constraints
+        self._lora = lora
+        self._n_ctx = n_ctx
+        self._max_draft = max_draft
+        self._can_shift = can_shift
+        #: What a resume brought, for every seed drawn.
+        self.entropy = b""
         self.draft_model: DraftModel | None = None
 
     def sequence(self, request: GenerateRequest) -> Sequence:
         """A sequence ready to be queued. Raises InvalidRequestError and its kin."""
         check_request(request, self._vocab.n_vocab)
+        if request.overflow == "shift" and not self._can_shift:
+            raise InvalidRequestError(
+                'overflow: this model cannot go on beyond a full context; leave it at "refuse"',
+                param="overflow",
+            )
         adapters = self._lora.key(request.lora)
         prepared = self._conversations.prepare(request) if request.messages else None
         tokens = self._fit(request, self._tokens(request, prepared))
         matcher = self._matcher(request, prepared)
         stops = (*request.stop, *self._files.stop, *(prepared.stop if prepared else ()))
         s = request.sampling
-        seed = self.seeds.draw() if s.seed is None else s.seed
+        fresh = int.from_bytes(random_bytes(4, self.entropy), "little")
+        seed = fresh if s.seed is None else s.seed
         return Sequence(
             request=request,
             tokens=tokens,

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import llama_cpp as L
 
+from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.runtime.vocab import Vocab
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from edgeinfer.runtime.language.markers import held_back
+
 
 class TextStream:
     """One generation's text. Feed bytes as tokens come; what could still become a stop string is held
@@ -14,7 +16,6 @@ class TextStream:
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = tuple(stop for stop in stops if stop)
-        self._longest = max((len(stop) for stop in self._stops), default=0)
         self._held = ""
         self.stopped_by: str | None = None
 
@@ -45,14 +46,6 @@ class TextStream:
             place, self.stopped_by = min(found, key=lambda hit: (hit[0], -len(hit[1])))
             self._held = ""
             return text[:place]
-        keep = self._tail(text)
+        keep = held_back(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-    def _tail(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-size:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return size
-        return 0

@@ -15,12 +15,12 @@ import shutil
 import sys
 from typing import Any
 
-import llama_cpp
 import msgspec
 import numpy as np
 
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.helpers.child import die_with_parent, say
+from edgeinfer.runtime.libllama import L
 
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
 _SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")
@@ -61,37 +61,54 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     job = msgspec.json.decode(argv[0], type=QuantizeJob)
     libllama.lib()  # the backends; then the log is taken over
-    heard: list[str] = []
-    callback = llama_cpp.llama_log_callback(
-        lambda _level, text, _data: _hear(text.decode("utf-8", "replace"), heard)
-    )
-    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
-    planned = _planned_bytes(job, heard)
+    log = _Log()
+    L.llama_log_set(log.callback, ctypes.c_void_p(0))
+    failed = _run(job, _params(job, dry=True))
+    planned = 0 if failed else log.planned_bytes()
     free = shutil.disk_usage(os.path.dirname(job.target)).free
     if planned + min(_HEADER_BYTES, os.path.getsize(job.source)) > free:
         return say(
             1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free"
         )
     say(event="planned", bytes=planned)
-    heard.append("live")
-    params, kept = _params(job), _imatrix(job)
+    log.reports_progress = True
+    params = _params(job)
+    kept = _imatrix(job)
     if kept:
         params.imatrix = kept[0]
     if _run(job, params) != 0:
-        return say(1, event="error", kind="refused", message=_reason(heard))
+        return say(1, event="error", kind="refused", message=log.reason())
     return say(0, event="done")
 
 
-def _hear(text: str, heard: list[str]) -> None:
-    """Keep what may explain a failure, and pass on progress once the real run began."""
-    heard.append(text)
-    match = _TENSOR.search(text)
-    if match and "live" in heard:
-        say(event="tensor", done=int(match[1]), total=int(match[2]), name=match[3])
+class _Log:
+    """What llama.cpp says: kept, because it may explain a failure, and passed on as progress if wanted."""
+
+    def __init__(self) -> None:
+        self.reports_progress = False
+        self._lines: list[str] = []
+        self.callback = L.llama_log_callback(self._on_line)  # llama.cpp keeps the pointer alone
+
+    def _on_line(self, _level: int, text: bytes, _data: object) -> None:
+        line = text.decode("utf-8", "replace")
+        self._lines.append(line)
+        match = _TENSOR.search(line)
+        if match and self.reports_progress:
+            say(event="tensor", done=int(match[1]), total=int(match[2]), name=match[3])
+
+    def planned_bytes(self) -> int:
+        """The size llama.cpp expects; 0 when it did not say."""
+        match = _SIZE.search("".join(self._lines))
+        return int(float(match[1]) * (1 << 20)) if match else 0
+
+    def reason(self) -> str:
+        """Why it failed, in llama.cpp's words."""
+        match = _FAILED.search("".join(self._lines))
+        return match[1].strip() if match else "llama.cpp gave no reason"
 
 
 def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
-    params = llama_cpp.llama_model_quantize_default_params()
+    params = L.llama_model_quantize_default_params()
     params.ftype = job.ftype
     params.nthread = job.threads or len(os.sched_getaffinity(0))
     params.allow_requantize = True
@@ -102,13 +119,13 @@ def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
 
 
 def _imatrix(job: QuantizeJob) -> list[Any]:
-    """The importance matrix as llama.cpp takes it, first, and what its pointers point to; [] without
-    one.
+    """The importance matrix as llama.cpp takes it, first, and the float32[n_sums] means that its
+    pointers point to; [] without one.
     """
     if not job.spans:
         return []
     table = (
-        llama_cpp.llama_model_imatrix_data * (len(job.spans) + 1)
+        L.llama_model_imatrix_data * (len(job.spans) + 1)
     )()  # the last one stays empty: it ends the table
     kept: list[Any] = [table]
     for row, span in zip(table, job.spans, strict=False):
@@ -124,22 +141,7 @@ def _imatrix(job: QuantizeJob) -> list[Any]:
 
 
 def _run(job: QuantizeJob, params: Any) -> int:
-    return int(
-        llama_cpp.llama_model_quantize(job.source.encode(), job.target.encode(), ctypes.byref(params))
-    )
-
-
-def _planned_bytes(job: QuantizeJob, heard: list[str]) -> int:
-    """The size llama.cpp expects, from a run without computing; 0 when it does not say."""
-    if _run(job, _params(job, dry=True)) != 0:
-        return 0
-    match = _SIZE.search("".join(heard))
-    return int(float(match[1]) * (1 << 20)) if match else 0
-
-
-def _reason(heard: list[str]) -> str:
-    match = _FAILED.search("".join(heard))
-    return match[1].strip() if match else "llama.cpp gave no reason"
+    return int(L.llama_model_quantize(job.source.encode(), job.target.encode(), ctypes.byref(params)))
 
 
 if __name__ == "__main__":

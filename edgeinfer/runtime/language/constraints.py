@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import llguidance
 import msgspec
 import numpy as np
-from llama_cpp import llama_cpp as L
 
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.language.constraint_api import Lark, VocabView
 from edgeinfer.runtime.language.gbnf import to_lark
 from edgeinfer.runtime.language.schema_check import locate, normalise
+from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ import math
 import os
 from typing import Any
 
-from llama_cpp import llama_cpp as L
-
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.kvcache import AdapterKey
+from edgeinfer.runtime.libllama import L
 
 
 class LoraAdapters:

@@ -9,11 +9,7 @@ as they arrive.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import os
 import string
-import time
 from collections.abc import Callable, Sequence
 
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
@@ -21,23 +17,18 @@ from edgeinfer.runtime.language.markers import first_marker, held_back
 from edgeinfer.runtime.language.tool_formats.families import ToolFormat
 from edgeinfer.runtime.language.tool_formats.section import Section
 from edgeinfer.runtime.language.tool_formats.xml_calls import Tools
+from edgeinfer.runtime.randomness import random_bytes
 
 Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 
 _ALPHABET = string.ascii_letters + string.digits
-_count = itertools.count()
 
 
 def call_id(*, short: bool = False) -> str:
-    """An id that no other call has: nine letters and digits for Mistral's templates, `call_` and 24
-    elsewhere.
-
-    Stirred from the kernel's randomness, the time and a count, because a resumed process may repeat any
-    one of them.
+    """Make an id that no other call has: nine letters and digits for Mistral's templates, `call_` and
+    24 elsewhere.
     """
-    stirred = os.urandom(16) + time.time_ns().to_bytes(8, "little") + next(_count).to_bytes(8, "little")
-    digest = hashlib.blake2b(stirred, digest_size=24).digest()
-    drawn = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest)
+    drawn = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in random_bytes(24))
     return drawn[:9] if short else f"call_{drawn}"
 
 
