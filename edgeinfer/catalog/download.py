@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 import msgspec
 
-from edgeinfer.catalog.disk import need_room, room_errors, write_whole
-from edgeinfer.catalog.progress import Job, Patience
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, Patience
+from edgeinfer.disk import need_room, room_errors, write_whole
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
 from edgeinfer.units import format_bytes
 
@@ -152,7 +152,7 @@ def _receive(remote: Remote, response: httpx2.Response, part: Path, start: int, 
     existing = "r+b" if part.exists() else "w+b"
     with (
         job.waking(lambda: _hang_up(response)),
-        room_errors(part),
+        room_errors(part, FETCHED_IS_KEPT),
         open(part, existing, buffering=0) as file,
     ):
         file.seek(offset)

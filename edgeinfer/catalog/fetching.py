@@ -4,20 +4,16 @@ yet.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
 import msgspec
 
 from edgeinfer.catalog import names, sources, store
-from edgeinfer.catalog.disk import CHUNK_BYTES, need_room, room_errors
 from edgeinfer.catalog.plan import Plan
 from edgeinfer.catalog.progress import Job
+from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
 from edgeinfer.errors import ChecksumError, SourceNotFoundError, UsageError
-
-#: ioctl number of FICLONE (linux/fs.h): share the blocks of another file of the same filesystem.
-_FICLONE = 0x40049409
 
 
 class Fetched(msgspec.Struct, kw_only=True):
@@ -168,11 +164,9 @@ def _copied(source: Path, work: Path, job: Job, index: int, n_files: int) -> Pat
         room_errors(target),
         open(target, "wb", buffering=0) as new,
     ):
-        try:
-            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+        if share_blocks(old.fileno(), new.fileno()):
             return target
-        except OSError:
-            need_room(work, size, source.name)
+        need_room(work, size, source.name)
         done = 0
         while sent := os.sendfile(new.fileno(), old.fileno(), done, CHUNK_BYTES):
             done += sent

@@ -1,16 +1,15 @@
-"""One lock per model: whoever changes it holds a flock on its own small file. The kernel lets go when
-the holder dies.
-"""
+"""One lock per model: whoever changes it holds the lock of its own small file."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from edgeinfer import paths
 from edgeinfer.catalog.names import Reference
+from edgeinfer.disk import locked
 from edgeinfer.errors import ModelBusyError
 
 LOCKS = ".locks"
@@ -23,21 +22,17 @@ def model_lock(ref: Reference) -> Iterator[None]:
     """
     folder = paths.models_dir() / LOCKS
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(
-        folder / ref.folder, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-    )
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ModelBusyError(f"{ref} is being changed by {_holder(descriptor)}") from None
+    path = folder / ref.folder
+
+    def busy() -> None:
+        raise ModelBusyError(f"{ref} is being changed by {_holder(path)}")
+
+    with locked(path, busy) as descriptor:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
-    finally:
-        os.close(descriptor)
 
 
-def _holder(descriptor: int) -> str:
-    pid = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+def _holder(path: Path) -> str:
+    pid = path.read_text("ascii", "replace").strip()
     return f"process {pid}" if pid.isdecimal() else "another process"

@@ -15,9 +15,9 @@ from typing import Literal
 import msgspec
 
 from edgeinfer import paths
-from edgeinfer.catalog.disk import write_whole
 from edgeinfer.catalog.fetching import Fetched
 from edgeinfer.catalog.names import Reference
+from edgeinfer.disk import write_whole
 from edgeinfer.errors import CatalogError
 
 SUFFIX = ".lock.json"

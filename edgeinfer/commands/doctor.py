@@ -19,6 +19,7 @@ import msgspec
 
 from edgeinfer import __version__, error_text, paths
 from edgeinfer.config import Config, config_path, load_config, offline
+from edgeinfer.disk import free_bytes
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
@@ -186,7 +187,7 @@ def _directories() -> Check:
                 "set EDGEINFER_HOME to a folder of yours",
             )
     data = places["data"]
-    free = shutil.disk_usage(next(p for p in (data, *data.parents) if p.exists())).free
+    free = free_bytes(data)
     text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
     return Check(
         "directories",

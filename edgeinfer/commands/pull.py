@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from edgeinfer.catalog import pull as catalog_pull
 from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.progress import PullProgress
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, PullProgress
 from edgeinfer.catalog.progress_bar import progress_on
 from edgeinfer.catalog.pull import PullOptions
 from edgeinfer.config import offline
@@ -74,7 +74,7 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
             record = catalog_pull.pull(options.model or host.config.default_model, heard, options=wish)
         except KeyboardInterrupt as error:
             raise InterruptedByUser(
-                "stopped; what was fetched is kept",
+                f"stopped; {FETCHED_IS_KEPT}",
                 hint="type the same command again: it goes on where it stopped",
             ) from error
     entry = load_catalog().get(record.base)

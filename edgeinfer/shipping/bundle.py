@@ -10,8 +10,6 @@ file.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import struct
 import sys
@@ -23,17 +21,14 @@ from typing import BinaryIO
 import msgspec
 
 from edgeinfer.catalog import store
-from edgeinfer.catalog.disk import flush, need_room, room_errors
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.store import PulledFile, PulledModel
+from edgeinfer.disk import need_room, sha256_of_part, share_blocks, sync, whole_file
 from edgeinfer.errors import ChecksumError, EdgeInferError, ShippingError
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 
 _CHUNK = 4 << 20
-#: ioctl that makes a file share another's blocks (linux/fs.h); fails where the file system cannot.
-_FICLONERANGE = 0x4020940D
-
 #: (bytes done, bytes in all)
 Progress = Callable[[int, int], None]
 
@@ -69,22 +64,13 @@ def write(shipped: Shipped, record: PulledModel, out: Path, progress: Progress) 
     """
     total = shipped.payload_offset + shipped.payload_length + record.size_bytes + (32 << 20)
     need_room(out.absolute().parent, total, f"the file with {record.name} inside")
-    scratch = out.absolute().with_name(f".{out.name}.{os.getpid()}.new")
-    try:
-        with room_errors(out), shipped.path.open("rb") as old, scratch.open("wb") as new:
-            _head(old, new, shipped, field(record))
-            at = new.tell()
-            length = _bundle(new, record, progress)
-            new.write(payload.TRAILER.pack(payload.TRAILER_MAGIC, *_payload_place(shipped), at, length))
-            old.seek(shipped.archive_offset)
-            new.write(old.read())
-            new.flush()
-            os.fsync(new.fileno())
-        scratch.chmod(0o755)
-        os.replace(scratch, out)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    with shipped.path.open("rb") as old, whole_file(out.absolute(), 0o755) as new:
+        _head(old, new, shipped, field(record))
+        at = new.tell()
+        length = _bundle(new, record, progress)
+        new.write(payload.TRAILER.pack(payload.TRAILER_MAGIC, *_payload_place(shipped), at, length))
+        old.seek(shipped.archive_offset)
+        new.write(old.read())
     return out.stat().st_size
 
 
@@ -124,17 +110,18 @@ def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
     new.write((struct.pack("<Q", len(header)) + header).ljust(files[0].offset, b"\0"))
     done = 0
     for path, bundled in zip(record.paths, files, strict=True):
-        hasher = hashlib.sha256()
+
+        def copy(chunk: bytes, of_this: int, before: int = done) -> None:
+            new.write(chunk)
+            progress(before + of_this, record.size_bytes)
+
         with path.open("rb") as source:
-            while chunk := source.read(_CHUNK):
-                new.write(chunk)
-                hasher.update(chunk)
-                done += len(chunk)
-                progress(done, record.size_bytes)
-        if hasher.hexdigest() != bundled.sha256:
+            digest = sha256_of_part(source.fileno(), 0, bundled.size_bytes, copy)
+        if digest != bundled.sha256:
             raise ChecksumError(
                 f"{path} is not what was pulled", hint=f"`edgeinfer pull {record.name} --again`"
             )
+        done += bundled.size_bytes
         _pad(new)
     return new.tell() - start
 
@@ -198,7 +185,7 @@ def _store(shipped: Shipped, bundle: Bundle, progress: Progress) -> PulledModel:
                 mtime_ns=info.st_mtime_ns,
             )
         )
-    flush(folder)
+    sync(folder)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = msgspec.structs.replace(bundle.record, files=tuple(files), pulled_at=now)
     store.write_record(record)
@@ -213,30 +200,19 @@ def _take(
     already.
     """
     start = shipped.bundle_offset + bundled.offset
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.new")
-    try:
-        with room_errors(target), shipped.path.open("rb") as source, scratch.open("w+b") as out:
-            cloned = _clone(source.fileno(), start, bundled.size_bytes, out.fileno())
-            hasher, done = hashlib.sha256(), 0
-            while done < bundled.size_bytes:
-                chunk = os.pread(source.fileno(), min(_CHUNK, bundled.size_bytes - done), start + done)
-                if not chunk:
-                    break
-                hasher.update(chunk)
-                if not cloned:
-                    out.write(chunk)
-                done += len(chunk)
-                progress(before + done, shipped.bundle_length)
-            out.flush()
-            os.fsync(out.fileno())
-        if hasher.hexdigest() != bundled.sha256:
+    with shipped.path.open("rb") as source, whole_file(target, 0o600) as out:
+        cloned = _clone(source.fileno(), start, bundled.size_bytes, out.fileno())
+
+        def copy(chunk: bytes, done: int) -> None:
+            if not cloned:
+                out.write(chunk)
+            progress(before + done, shipped.bundle_length)
+
+        digest = sha256_of_part(source.fileno(), start, bundled.size_bytes, copy)
+        if digest != bundled.sha256:
             raise ChecksumError(
                 f"{bundled.name} in {shipped.path} is damaged", hint="fetch the file again"
             )
-        scratch.chmod(0o600)
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _clone(source: int, start: int, length: int, target: int) -> bool:
@@ -244,13 +220,9 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
     is cut off again.
     """
     whole = length + (-length % PAGE)
-    try:
-        fcntl.ioctl(target, _FICLONERANGE, struct.pack("<qQQQ", source, start, whole, 0))
-        os.ftruncate(target, length)
-        return True
-    except OSError:
-        os.ftruncate(target, 0)
-        return False
+    shared = share_blocks(source, target, start, whole)
+    os.ftruncate(target, length if shared else 0)
+    return shared
 
 
 def main(argv: list[str]) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import sys
@@ -25,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from edgeinfer import paths
+from edgeinfer import disk, paths
 from edgeinfer.errors import DiskFullError, EdgeInferError, ShippingError, SnapshotUnsafeError
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import Index, Shipped
@@ -81,7 +80,7 @@ def _words_for_os_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(_existing(folder)).free
+            free = disk.free_bytes(folder)
             raise DiskFullError(
                 f"the disk of {folder.parent} became full while unpacking ({free >> 20} MiB free); "
                 f"nothing is left behind"
@@ -92,22 +91,12 @@ def _words_for_os_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.parent)
-
-
 @contextlib.contextmanager
 def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the lock of the application folder; `waiting` is called once when somebody else has it."""
     root = app_root()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(root / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waiting:
-                waiting()
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with disk.locked(root / ".lock", waiting):
         yield
 
 
@@ -115,7 +104,7 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
     """Write the whole application to a folder of its own, then rename it."""
     with shipped.path.open("rb") as file:
         index = payload.read_index(file, shipped)
-        free = shutil.disk_usage(folder.parent).free
+        free = disk.free_bytes(folder.parent)
         if free < index.size + _MARGIN_BYTES:
             raise DiskFullError(
                 f"{folder.parent} has {free >> 20} MiB free, and the application needs "
@@ -208,9 +197,7 @@ def _write(path: Path, data: bytes | memoryview, mode: int) -> None:
 def flush(folder: Path) -> None:
     """fsync every folder below: their entries, whose files are on the disk already."""
     for directory, _, _ in os.walk(folder):
-        fd = os.open(directory, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+        disk.sync(directory)
 
 
 # --- versions nobody uses
@@ -263,14 +250,17 @@ def users(folder: Path) -> list[int]:
     return found
 
 
+def _give_up() -> None:
+    raise BlockingIOError
+
+
 def tidy() -> None:
     """Remove versions nobody uses, if there are any and nobody else is at it; silent. 0.1 ms when this
     is the only one.
     """
     if len(versions()) < 2:
         return
-    with contextlib.suppress(OSError), open(app_root() / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(OSError), locked(_give_up):
         remove_unused(keep=Path(sys.executable).parent)
 
 

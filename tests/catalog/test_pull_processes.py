@@ -74,7 +74,8 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli, f
 #: Kill this process at the n-th call of one of the steps that change the disk at the end of a pull.
 _KILL_AT = """
 import os, signal, pathlib
-from edgeinfer.catalog import disk, store, pull as pull_module, download
+from edgeinfer import disk
+from edgeinfer.catalog import store, pull as pull_module, download
 left = {n}
 def counted(function):
     def wrapper(*args, **kwargs):

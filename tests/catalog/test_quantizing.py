@@ -207,9 +207,9 @@ def test_no_room(smol: str, monkeypatch) -> None:
 
 def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
     program = (
-        "import collections, shutil, sys, runpy\n"
-        "shutil.disk_usage = lambda _: collections.namedtuple('U', 'total used free')(1 << 30, 1 << "
-        "30, 0)\n"
+        "import sys, runpy\n"
+        "from edgeinfer import disk\n"
+        "disk.free_bytes = lambda _: 0\n"
         f"sys.argv = [{module!r}, *{list(args)!r}]\n"
         f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
     )

@@ -11,13 +11,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 import sys
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from edgeinfer.disk import free_bytes
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.helpers.child import die_with_parent, say
 from edgeinfer.runtime.libllama import L
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     L.llama_log_set(log.callback, ctypes.c_void_p(0))
     failed = _run(job, _params(job, dry=True))
     planned = 0 if failed else log.planned_bytes()
-    free = shutil.disk_usage(os.path.dirname(job.target)).free
+    free = free_bytes(os.path.dirname(job.target))
     if planned + min(_HEADER_BYTES, os.path.getsize(job.source)) > free:
         return say(
             1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free"

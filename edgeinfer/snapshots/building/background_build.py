@@ -10,7 +10,6 @@ any other process of the machine goes first. What it did, or why it did nothing,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ import msgspec
 from edgeinfer import load_options, paths
 from edgeinfer.catalog import store
 from edgeinfer.config import Config
+from edgeinfer.disk import locked
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
@@ -93,11 +93,8 @@ def log(words: str) -> None:
 def main() -> None:
     """The background process; one at a time."""
     step_back()
-    turn = os.open(
-        paths.private_dir(paths.state_dir()) / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-    )
-    fcntl.flock(turn, fcntl.LOCK_EX)
-    log(build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions)))
+    with locked(paths.private_dir(paths.state_dir()) / LOCK):
+        log(build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions)))
 
 
 if __name__ == "__main__":

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from edgeinfer import paths, process
 from edgeinfer.config import SnapshotsConfig
+from edgeinfer.disk import free_bytes, is_locked, locked
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, from_fields
 from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -65,7 +64,9 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
     found = criu.available()
     root = paths.private_dir(paths.snapshots_dir())
     format.refuse_unsafe_ancestors(str(root))
-    with _one_build_of(root, order.name, progress):
+    with locked(
+        _build_lock(root, order.name), lambda: progress("wait for another warm of this model", None)
+    ):
         sweep(root)
         prune.make_room(root, _need_bytes(order), config, keep=order.name)
         refuse_full(root, order, config)
@@ -107,7 +108,7 @@ def repack_choice(
     """
     if options.repack != "auto":
         return options, "as asked"
-    need, free = sum(os.path.getsize(path) for path in files.paths), _free_bytes(paths.snapshots_dir())
+    need, free = sum(os.path.getsize(path) for path in files.paths), free_bytes(paths.snapshots_dir())
     if free - need - _EXTRA_BYTES < config.disk_margin_gib * _GIB:
         reason = f"the disk has no room for {format_bytes(need)} of repacked weights: they stay in the model's file"
         return msgspec.structs.replace(options, repack="off"), reason
@@ -116,7 +117,7 @@ def repack_choice(
 
 def refuse_full(root: Path, order: Order, config: SnapshotsConfig) -> None:
     """Raise DiskFullError when building would leave less free than the margin."""
-    need, free = _need_bytes(order), _free_bytes(root)
+    need, free = _need_bytes(order), free_bytes(root)
     if free - need < config.disk_margin_gib * _GIB:
         raise DiskFullError(
             f"a snapshot of {order.model} needs about {format_bytes(need)} and {format_bytes(free)} are "
@@ -130,50 +131,14 @@ def _need_bytes(order: Order) -> int:
     return _EXTRA_BYTES + (weights if order.options.repack != "off" else 0)
 
 
-def _free_bytes(place: Path) -> int:
-    while not place.exists():
-        place = place.parent
-    room = os.statvfs(place)
-    return room.f_bavail * room.f_frsize
-
-
-@contextlib.contextmanager
-def _one_build_of(root: Path, name: str, progress: Progress) -> Iterator[None]:
-    """One build of a name at a time; the second waits for the first."""
-    fd = os.open(_build_lock(root, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("wait for another warm of this model", None)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
 def is_building(name: str) -> bool:
     """Whether somebody builds this snapshot now."""
-    return _is_locked(_build_lock(paths.snapshots_dir(), name))
+    return is_locked(_build_lock(paths.snapshots_dir(), name))
 
 
 def _build_lock(root: Path, name: str) -> Path:
     """The file that this program locks while it builds a name."""
     return root / f".{name}-{fingerprint.program_tag()}.lock"
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def sweep(root: Path) -> None:
@@ -183,7 +148,7 @@ def sweep(root: Path) -> None:
     for folder in root.iterdir():
         if format.SEPARATOR not in folder.name or (folder / format.MANIFEST).exists():
             continue
-        if not _is_locked(folder / format.LOCK):
+        if not is_locked(folder / format.LOCK):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -192,35 +157,35 @@ def _run_builder(folder: Path, request: dict[str, frames.Value], progress: Progr
     when we do.
     """
     folder.mkdir(mode=0o700)
-    lock = os.open(folder / format.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        with locked(folder / format.LOCK):
+            return _built(folder, request, progress)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _built(folder: Path, request: dict[str, frames.Value], progress: Progress) -> Details:
     mine, theirs = socket.socketpair()
     command = process.child_command(
         "edgeinfer.snapshots.building.builder", str(theirs.fileno()), str(folder)
     )
     log = folder / "builder.log"
-    try:
-        with open(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as errors_to:
-            builder = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=errors_to,
-                stderr=errors_to,
-            )
+    with mine, open(os.open(log, os.O_RDWR | os.O_CREAT, 0o600), "wb") as errors_to:
+        builder = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=errors_to,
+            stderr=errors_to,
+        )
         theirs.close()
         try:
             return _listen(mine, request, progress, log)
         finally:
             builder.kill()
             builder.wait()
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
-        log.unlink(missing_ok=True)
-        mine.close()
-        os.close(lock)
+            log.unlink(missing_ok=True)
 
 
 def _listen(

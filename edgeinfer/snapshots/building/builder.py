@@ -25,6 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from edgeinfer import process
+from edgeinfer.disk import free_bytes, sync, write_whole
 from edgeinfer.errors import (
     DiskFullError,
     DumpError,
@@ -266,15 +267,12 @@ class Builder:
         """Everything to the disk, then the manifest's rename: from there on the snapshot exists."""
         for name in (format.PARK_LOG, format.DUMP_LOG):
             (self._folder / name).unlink(missing_ok=True)
-        _write(self._folder / format.DETAILS, msgspec.json.encode(details))
-        temporary = self._folder / f".{format.MANIFEST}"
-        _write(temporary, format.manifest_text(manifest).encode("utf-8", "surrogateescape"))
         for name in manifest.images:
-            _sync(self._folder / name)
-        _sync(self._images)
-        _sync(self._folder)
-        temporary.rename(self._folder / format.MANIFEST)
-        _sync(self._folder)
+            sync(self._folder / name)
+        sync(self._images)
+        write_whole(self._folder / format.DETAILS, msgspec.json.encode(details), 0o600)
+        text = format.manifest_text(manifest).encode("utf-8", "surrogateescape")
+        write_whole(self._folder / format.MANIFEST, text, 0o600)
 
 
 def parked_environment() -> dict[str, str]:
@@ -305,29 +303,12 @@ def _tail(log: Path, only: str = "") -> str:
 
 
 def _disk_full(folder: Path) -> DiskFullError | None:
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
+    free = free_bytes(folder)
     if free > _NEAR_FULL_BYTES:
         return None
     return DiskFullError(
         f"no room left on the disk of {folder}: {free >> 20} MiB free; nothing of the snapshot is kept"
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def main() -> None:

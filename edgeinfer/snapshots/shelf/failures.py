@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer import paths
+from edgeinfer.disk import write_whole
 from edgeinfer.errors import (
     DiskFullError,
     EdgeInferError,
@@ -51,9 +52,7 @@ def digest_of(files: Sequence[str], options: bytes) -> str:
 def remember(failure: Failure, error: EdgeInferError) -> None:
     """Write the failure down, unless `error` may pass by itself."""
     if not isinstance(error, _PASSING):
-        path = _path(failure.name)
-        path.write_bytes(msgspec.json.encode(failure))
-        path.chmod(0o600)
+        write_whole(_path(failure.name), msgspec.json.encode(failure), 0o600)
 
 
 def forget(name: str) -> None:

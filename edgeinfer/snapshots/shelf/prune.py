@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 from edgeinfer.config import SnapshotsConfig
+from edgeinfer.disk import free_bytes
 from edgeinfer.snapshots.shelf import fingerprint, format, records
 
 _GIB = 1 << 30
@@ -58,8 +58,7 @@ def make_room(root: Path, need_bytes: int, config: SnapshotsConfig, keep: str = 
     """
     removed = to_limit(root, config, keep, need_bytes)
     for folder in by_last_use(root, keep):
-        room = os.statvfs(root)
-        if room.f_bavail * room.f_frsize - need_bytes >= config.disk_margin_gib * _GIB:
+        if free_bytes(root) - need_bytes >= config.disk_margin_gib * _GIB:
             break
         removed.append(format.name_of(folder.name))
         remove(folder)

@@ -1,0 +1,177 @@
+"""What is asked of disks: free space, files that are whole or not there, locks, shared blocks, digests.
+
+Standard library only; a module that is dear to import is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from edgeinfer.errors import DiskFullError
+from edgeinfer.units import format_bytes
+
+CHUNK_BYTES = 4 << 20
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: ioctl number (linux/fs.h): let a file share blocks of another file of the same filesystem.
+_FICLONERANGE = 0x4020940D
+
+# --- room
+
+
+def free_bytes(place: str | Path) -> int:
+    """Bytes that this user may still write to the disk of `place`, which need not exist yet."""
+    path = Path(place).absolute()
+    room = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
+    return room.f_bavail * room.f_frsize
+
+
+def need_room(folder: Path, n_bytes: int, what: str) -> None:
+    """Raise DiskFullError when `folder`'s disk has less than `n_bytes` free."""
+    free = free_bytes(folder)
+    if free < n_bytes:
+        raise DiskFullError(
+            f"{what} needs {format_bytes(n_bytes)} on the disk of {folder}; {format_bytes(free)} are free"
+        )
+
+
+@contextmanager
+def room_errors(place: Path, but: str = "") -> Iterator[None]:
+    """Turn "no space left" (or a quota, or a file-size limit) under the block into DiskFullError.
+
+    `but` is the end of its sentence: what is not lost.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        what = f"no room left on the disk of {place}: {error.strerror}"
+        raise DiskFullError(f"{what}; {but}" if but else what) from error
+
+
+# --- whole files
+
+
+def sync(path: str | Path) -> None:
+    """Flush a file or a folder to the disk, so that a rename after it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """A file to write that replaces `path` when the block ends well, atomically and durably.
+
+    `mode` None is what the umask makes of 0666. Raises DiskFullError.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with room_errors(path), open(scratch, "w+b") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_whole(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Replace `path` by `content`, atomically and durably. Raises DiskFullError."""
+    with whole_file(path, mode) as file:
+        file.write(content)
+
+
+def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> bool:
+    """Let the file `target` begin with the blocks of `source` from `start` on; whether it could.
+
+    `length` 0 is up to the end; both are whole blocks. Both files are descriptors.
+    """
+    try:
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("<qQQQ", source, start, length, 0))
+    except OSError:
+        return False
+    return True
+
+
+# --- locks: the kernel lets go when the holder dies
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file; whether nobody else has it locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def locked(path: str | Path, busy: Callable[[], None] | None = None) -> Iterator[int]:
+    """Hold the lock of a file, made when it is not there, for the block; its descriptor.
+
+    Waits when another process or thread has it. `busy` is called first then, and may raise instead.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        if not try_lock(descriptor):
+            if busy is not None:
+                busy()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(path: str | Path) -> bool:
+    """Whether somebody holds the lock of a file; False where there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- digests
+
+
+def sha256_of(path: Path, progress: Callable[[int], None]) -> str:
+    """The SHA-256 of a file in hexadecimal digits. `progress` is told the bytes read so far."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return sha256_of_part(file.fileno(), 0, size, lambda _chunk, done: progress(done))
+
+
+def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[bytes, int], None]) -> str:
+    """The SHA-256 of `length` bytes of an open file from `start` on, or of as many as there are.
+
+    `seen` gets each piece as it is read, and the bytes read so far.
+    """
+    import hashlib  # 2 ms: OpenSSL
+
+    hasher = hashlib.sha256()
+    done = 0
+    while done < length and (
+        chunk := os.pread(descriptor, min(CHUNK_BYTES, length - done), start + done)
+    ):
+        hasher.update(chunk)
+        done += len(chunk)
+        seen(chunk, done)
+    return hasher.hexdigest()
