@@ -75,6 +75,15 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     ] = 30.0
 
 
+class BlocksConfig(_Section, frozen=True, kw_only=True):
+    """Computed blocks: what models have read, kept on disk so that it is not computed again."""
+
+    enabled: Annotated[bool, _about("Keep what models have read; off writes and reads nothing.")] = True
+    max_total_gib: Annotated[
+        float, _about("Limit for all blocks, GiB on disk; 0 takes a quarter of what is free.", ge=0)
+    ] = 0.0
+
+
 class ServeConfig(_Section, frozen=True, kw_only=True):
     """The HTTP endpoint."""
 
@@ -120,6 +129,7 @@ class Config(_Section, frozen=True, kw_only=True):
     ] = False
     load: LoadConfig = LoadConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
+    blocks: BlocksConfig = BlocksConfig()
     serve: ServeConfig = ServeConfig()
     chat: ChatConfig = ChatConfig()
 

@@ -7,18 +7,26 @@ snapshot this process resumed from, or lives in a worker process.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from edgeinfer import paths
 from edgeinfer.config import Config, load_config
-from edgeinfer.errors import SnapshotsUnavailableError
+from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+if TYPE_CHECKING:
+    from edgeinfer.blocks.store import BlockStore
+
+_log = logging.getLogger("edgeinfer.blocks")
 
 #: (stage, fraction 0..1 or None when unknown); called from any thread.
 LoadProgress = Callable[[str, float | None], None]
@@ -53,6 +61,14 @@ class Copies(Protocol):
 
     def drop(self, number: int) -> None:
         """Close it."""
+
+
+class KeepsBlocks(Protocol):
+    """An engine that can keep what it computes."""
+
+    def use_blocks(self, store: BlockStore) -> None: ...
+
+    def leave_blocks(self) -> None: ...
 
 
 class Host:
@@ -111,8 +127,27 @@ class Host:
         from edgeinfer.runtime.engine import load_engine  # 160–290 ms: llama_cpp
 
         engine = load_engine(self.files(model), options, progress)
+        self.keep_blocks(engine)
         self._reached("ready")
         return engine
+
+    def keep_blocks(self, engine: KeepsBlocks) -> None:
+        """Have `engine` keep what it computes, and find it again; not where the user has it switched off.
+
+        What keeps it from working is told on stderr: it only costs time.
+        """
+        if not self.config.blocks.enabled:
+            return
+        from edgeinfer.blocks.limits import Limits  # imported with the engine
+        from edgeinfer.blocks.store import BlockStore
+
+        limits = Limits(max_bytes=int(self.config.blocks.max_total_gib * (1 << 30)))
+        try:
+            engine.use_blocks(BlockStore(paths.blocks_dir(), limits, _log.warning))
+        except (OSError, SnapshotUnsafeError) as error:
+            _log.warning("computed blocks are not kept: %s", error)
+            return
+        atexit.register(engine.leave_blocks)
 
     def _reached(self, stage: str) -> None:
         """Note that the first engine has come to this stage."""

@@ -55,6 +55,11 @@ def snapshots_dir() -> Path:
     return cache_dir() / "snapshots"
 
 
+def blocks_dir() -> Path:
+    """Computed blocks, which hold what was said; 0700."""
+    return cache_dir() / "blocks"
+
+
 def runtime_dir() -> Path:
     """Sockets and records of running processes: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this
     user under /tmp.

@@ -36,6 +36,8 @@ from edgeinfer.errors import BlockDamagedError
 _READERS = 2
 #: After the disk was full, writing is tried again after so long (seconds).
 _FULL_S = 60.0
+#: Clearing waits so long (seconds) for what is being written.
+_CLEAR_S = 10.0
 #: The folder is counted again after so many written bytes, as a share of what is allowed.
 _RECOUNT_SHARE = 32
 
@@ -234,6 +236,12 @@ class ModelBlocks:
     def remove(self, name: bytes) -> None:
         """Delete a block, if it is there."""
         self.path(name).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Delete all blocks of this identity, those that wait to be written included."""
+        self.writer.flush(_CLEAR_S)
+        for block in limits.list_blocks(self._folder):
+            block.path.unlink(missing_ok=True)
 
     # the check of this identity
 

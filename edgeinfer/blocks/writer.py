@@ -27,6 +27,11 @@ class Writer:
         """Whether another job is taken now."""
         return not self._bytes or self._bytes < self._queue_bytes
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything has been done."""
+        return not (self._waiting or self._busy)
+
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
         """Queue a job that keeps `n_bytes` of memory until it is done; False when too much is waiting."""
         with self._changed:
@@ -48,7 +53,7 @@ class Writer:
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued is done; False when that takes longer."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout_s)
+            return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
         """Do what waits and end the thread; the next job starts another. False when it took longer."""

@@ -8,9 +8,11 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from edgeinfer.blocks.store import BlockStore, Traffic
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.batch import Batch
+from edgeinfer.runtime.decoding.block_opening import open_blocks, run_check, scratch_id, sliding_window
 from edgeinfer.runtime.decoding.chunks import Exactness
 from edgeinfer.runtime.decoding.draft import DraftModel
 from edgeinfer.runtime.decoding.kvcache import KvCache, LlamaMemory
@@ -31,6 +33,8 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 #: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
 _EXACT_CELLS = 192
+#: The end of an engine waits so long (seconds) for what was computed to be on the disk.
+_FLUSH_S = 30.0
 
 
 def load_engine(
@@ -71,6 +75,8 @@ class LlamaEngine:
         self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
         self._preparer.draft_model = self._draft
         self._info = _info(files, loaded, self._lora, self._conversations, self._embedder)
+        self._files, self._options = files, options
+        self._checked = ""
         self._closed = False
 
     @property
@@ -136,16 +142,46 @@ class LlamaEngine:
             running=running,
             kv_used=s.kv.used_cells,
             kv_total=s.kv.n_cells,
+            blocks=s.blocks.blocks.traffic if s.blocks is not None else Traffic(),
         )
+
+    # computed blocks
+
+    def use_blocks(self, store: BlockStore) -> None:
+        """Keep what is computed from now on in `store`, and look there for what requests begin with.
+
+        Not in a process that is to be parked. Nothing happens where this model's states cannot be kept.
+        Raises OSError.
+        """
+        s = self._scheduler
+        if self._loaded.can_generate and s.can_cut and s.blocks is None:
+            s.blocks = open_blocks(store, self._files, self._options, self._loaded, s.kv, self._checked)
+
+    def flush_blocks(self, timeout_s: float = _FLUSH_S) -> bool:
+        """Wait until what was computed is in the store; False when that takes longer. Only while idle."""
+        if self._scheduler.blocks is None:
+            return True
+        self._loop.stop()
+        return self._scheduler.blocks.blocks.writer.flush(timeout_s)
+
+    def leave_blocks(self) -> None:
+        """Before the process ends: write what was computed, without checking anything first."""
+        blocks = self._scheduler.blocks
+        if blocks is None or self._loop.inside:
+            return
+        blocks.is_leaving = True
+        self.flush_blocks()
 
     # parking: a snapshot is taken of a process that has no thread of ours and nobody's data
 
     def warm_up(self) -> None:
         """Make what a first request would wait for besides the weights: the vocabulary's table for
-        constraints, or an encoder's context.
+        constraints, or an encoder's context. And check that this model's computed blocks can be kept.
         """
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
+            if self._scheduler.can_cut:
+                self._checked = run_check(self._options, self._loaded)
         else:
             self._embedder.warm_up()
 
@@ -167,6 +203,7 @@ class LlamaEngine:
         The next work starts the thread again. Raises EngineError while requests are running.
         """
         self._loop.stop()
+        self._close_blocks()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
         if self._draft is not None:
@@ -193,11 +230,19 @@ class LlamaEngine:
         if self._closed:
             return
         self._closed = True
+        if self._scheduler.blocks is not None:
+            self._scheduler.blocks.is_leaving = True
         self._loop.close()
+        self._close_blocks()
         self._embedder.close()
         if self._draft is not None:
             self._draft.close()
         self._loaded.free()
+
+    def _close_blocks(self) -> None:
+        blocks, self._scheduler.blocks = self._scheduler.blocks, None
+        if blocks is not None:
+            blocks.close(_FLUSH_S)
 
 
 def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
@@ -208,8 +253,9 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
     kv = KvCache(
         LlamaMemory(loaded.memory),
         n_cells=loaded.n_cells,
-        n_seq_max=loaded.n_seq_max,
+        n_seq_max=scratch_id(loaded) if can_cut else loaded.n_seq_max,
         whole_only=not can_cut,
+        window=sliding_window(loaded),
     )
     batch = Batch(
         capacity=loaded.n_batch,

@@ -180,6 +180,12 @@ class FakeEngine:
             now = EngineMetrics(running=len(self._players), kv_total_tokens=self._info.n_ctx)
             return msgspec.structs.replace(now, **self._totals)
 
+    def use_blocks(self, store: object) -> None:
+        """Nothing is computed, so nothing is kept."""
+
+    def leave_blocks(self) -> None:
+        """See `LlamaEngine.leave_blocks`."""
+
     def close(self) -> None:
         """Cancel everything and wait for it. Idempotent."""
         with self._lock:

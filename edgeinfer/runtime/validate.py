@@ -49,8 +49,8 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("messages", "give either messages or a prompt")
     if request.tools and not request.messages:
         _refuse("tools", "tools need messages")
-    if request.max_tokens is not None and not 1 <= request.max_tokens <= 1 << 24:
-        _refuse("max_tokens", f"{request.max_tokens} is not between 1 and {1 << 24}")
+    if request.max_tokens is not None and not 0 <= request.max_tokens <= 1 << 24:
+        _refuse("max_tokens", f"{request.max_tokens} is not between 0 and {1 << 24}")
     if request.deadline_s is not None and not (
         math.isfinite(request.deadline_s) and request.deadline_s > 0
     ):

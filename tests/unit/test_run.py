@@ -25,6 +25,12 @@ END = Finished(
 class Scripted:
     """An engine that answers every request with the same events."""
 
+    def use_blocks(self, store):
+        pass
+
+    def leave_blocks(self):
+        pass
+
     def __init__(self, events):
         self.events, self.asked, self.cancelled = events, [], 0
         self.info = EngineInfo(model="m", system_prompt="You are brief.")

@@ -36,6 +36,11 @@ class Chunks:
         self._exact_rows = exactness.rows
         self._s_per_token = 0.001
 
+    @property
+    def s_per_token(self) -> float:
+        """Seconds a token of prefill has taken lately."""
+        return self._s_per_token
+
     def budget(self, room: int, n_decoding: int, pending: Sequence[int]) -> int:
         """Tokens of prompts for a batch that has `room` left beside `n_decoding` tokens; `pending` are
         the prompts' lengths.

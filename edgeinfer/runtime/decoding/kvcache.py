@@ -8,7 +8,7 @@ what is free) and tells llama.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,6 +50,9 @@ class Memory(Protocol):
     def shift(self, seq_id: int, start: int, delta: int) -> None:
         """Add `delta` to the positions from `start` on."""
 
+    def first(self, seq_id: int) -> int:
+        """The first position that every layer still has, -1 for none."""
+
 
 class LlamaMemory:
     """`Memory` over llama.cpp's pointer."""
@@ -70,6 +73,9 @@ class LlamaMemory:
     def shift(self, seq_id: int, start: int, delta: int) -> None:
         self._llama.llama_memory_seq_add(self._memory, seq_id, start, -1, delta)
 
+    def first(self, seq_id: int) -> int:
+        return int(self._llama.llama_memory_seq_pos_min(self._memory, seq_id))
+
 
 @dataclass(slots=True, eq=False)
 class Resident:
@@ -77,11 +83,13 @@ class Resident:
     residents.
 
     A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's
-    next cell.
+    next cell. Requests with another `salt` cannot use it. `conversation` is whose it was last.
     """
 
     seq_id: int
     adapters: AdapterKey
+    salt: str = ""
+    conversation: str = ""
     tokens: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
     active: bool = True
@@ -94,13 +102,16 @@ class KvCache:
     """The books of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. One thread.
 
     `whole_only`: the model's state cannot be cut (recurrent, hybrid), so a resident is reused whole or
-    not at all.
+    not at all. `window`: positions that layers with a sliding window see, 0 without such layers.
+    `before_drop` is told of each resident that is about to be forgotten.
     """
 
     def __init__(
-        self, memory: Memory, *, n_cells: int, n_seq_max: int, whole_only: bool = False
+        self, memory: Memory, *, n_cells: int, n_seq_max: int, whole_only: bool = False, window: int = 0
     ) -> None:
         self._memory, self.n_cells, self._whole_only = memory, n_cells, whole_only
+        self._window = window
+        self.before_drop: Callable[[Resident], None] = lambda resident: None
         self._ids = list(range(n_seq_max - 1, -1, -1))
         self._free = list(range(n_cells - 1, -1, -1))
         self._shares = [0] * n_cells
@@ -116,7 +127,9 @@ class KvCache:
     def free_cells(self) -> int:
         return len(self._free)
 
-    def match(self, tokens: Sequence[int], adapters: AdapterKey) -> tuple[Resident | None, int]:
+    def match(
+        self, tokens: Sequence[int], adapters: AdapterKey, salt: str = ""
+    ) -> tuple[Resident | None, int]:
         """The resident that shares the longest prefix with `tokens`, and how much of it can be used.
 
         At least one token of `tokens` is always left to compute, because its logits are wanted.
@@ -124,10 +137,11 @@ class KvCache:
         best, length = None, 0
         limit = len(tokens) - 1
         for resident in self.residents:
-            if resident.adapters != adapters or resident.ghost:
+            foreign = resident.salt != salt and not resident.pinned
+            if resident.adapters != adapters or foreign or resident.ghost:
                 continue
             n = min(common_prefix(resident.tokens, tokens), limit)
-            if self._whole_only and n < len(resident.tokens):
+            if not self._can_go_on(resident, n):
                 continue
             if n > length or (
                 n == length and n and best is not None and best.active and not resident.active
@@ -135,13 +149,21 @@ class KvCache:
                 best, length = resident, n
         return best, length
 
+    def _can_go_on(self, resident: Resident, n: int) -> bool:
+        """Whether a sequence can go on behind the first `n` tokens of `resident`. llama.cpp gives cells
+        that a sliding window has passed to others when it finds them before free ones.
+        """
+        if self._whole_only and n < len(resident.tokens):
+            return False
+        return not self._window or self._memory.first(resident.seq_id) <= max(0, n - self._window)
+
     def claim(
-        self, tokens: Sequence[int], adapters: AdapterKey, *, reuse: bool = True
+        self, tokens: Sequence[int], adapters: AdapterKey, salt: str = "", *, reuse: bool = True
     ) -> Resident | None:
         """A resident for a new sequence, holding the longest cached prefix of `tokens`; None when every
         id is active.
         """
-        source, n = self.match(tokens, adapters) if reuse else (None, 0)
+        source, n = self.match(tokens, adapters, salt) if reuse else (None, 0)
         if source is not None and not source.active and not source.pinned and n == len(source.tokens):
             source.active = True  # the next turn of the same conversation: go on in place
             return source
@@ -150,7 +172,7 @@ class KvCache:
                 return None
             source.active = True
             return source
-        resident = Resident(self._ids.pop(), adapters)
+        resident = Resident(self._ids.pop(), adapters, salt)
         self.residents.append(resident)
         if source is not None and n:
             self._share(source, resident, n)
@@ -239,6 +261,8 @@ class KvCache:
 
     def drop(self, resident: Resident) -> None:
         """Forget a resident and free what it shares with nobody."""
+        if not resident.ghost:
+            self.before_drop(resident)
         self._memory.remove(resident.seq_id, -1, -1)
         self._give_back(resident.cells)
         resident.tokens, resident.cells, resident.active = [], [], False

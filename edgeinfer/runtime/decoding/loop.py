@@ -124,7 +124,9 @@ class DecodeLoop:
                 self._gather()
             self._take_inbox()
             if not self._scheduler.is_idle:
-                self._step()
+                self._guarded(self._scheduler.step)
+            elif self._jobs.empty():
+                self._guarded(self._scheduler.do_chore)
 
     def _has_more(self) -> bool:
         """Wait for work. False when the thread is to end; a closed loop cancels what is inside
@@ -143,7 +145,8 @@ class DecodeLoop:
             return True
 
     def _has_work(self) -> bool:
-        return not (self._scheduler.is_idle and self._inbox.empty() and self._jobs.empty())
+        is_idle = self._scheduler.is_idle and self._inbox.empty() and self._jobs.empty()
+        return not is_idle or self._scheduler.has_chores
 
     def _gather(self) -> None:
         """Wait for the rest of a burst. Alone, the first would be computed at once, and the rest beside
@@ -163,9 +166,9 @@ class DecodeLoop:
         while not self._jobs.empty():
             self._jobs.get()()
 
-    def _step(self) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            self._scheduler.step()
+            work()
         except EngineError as error:
             self._scheduler.fail_all(error)
         except Exception as error:  # noqa: BLE001  the main of a thread: every consumer must hear of it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from edgeinfer.blocks.store import Traffic
 from edgeinfer.runtime.options import EngineMetrics
 
 #: Latest samples kept of each latency.
@@ -23,6 +24,7 @@ class Counters:
     cancelled: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_disk_tokens: int = 0
     completion_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -34,8 +36,10 @@ class Counters:
     ttft_ms: deque[float] = field(default_factory=_ring)
     inter_token_ms: deque[float] = field(default_factory=_ring)
 
-    def frozen(self, *, queued: int, running: int, kv_used: int, kv_total: int) -> EngineMetrics:
-        """The value the fronts publish."""
+    def frozen(
+        self, *, queued: int, running: int, kv_used: int, kv_total: int, blocks: Traffic
+    ) -> EngineMetrics:
+        """The value the fronts publish. `blocks`: what the store of computed blocks counted."""
         return EngineMetrics(
             queued=queued,
             running=running,
@@ -43,6 +47,10 @@ class Counters:
             cancelled_total=self.cancelled,
             prompt_tokens_total=self.prompt_tokens,
             cached_tokens_total=self.cached_tokens,
+            cached_disk_tokens_total=self.cached_disk_tokens,
+            block_bytes_written_total=blocks.bytes_written,
+            block_bytes_read_total=blocks.bytes_read,
+            blocks_pruned_total=blocks.pruned,
             completion_tokens_total=self.completion_tokens,
             prefill_seconds_total=self.prefill_s,
             decode_seconds_total=self.decode_s,

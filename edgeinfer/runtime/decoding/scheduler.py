@@ -15,9 +15,11 @@ from typing import Any, Protocol
 
 from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
 from edgeinfer.runtime.decoding.batch import Batch, Logits
+from edgeinfer.runtime.decoding.block_cache import BlockCache
 from edgeinfer.runtime.decoding.chunks import Chunks, Exactness
 from edgeinfer.runtime.decoding.kvcache import AdapterKey, KvCache, common_prefix
 from edgeinfer.runtime.decoding.metrics import Counters
+from edgeinfer.runtime.decoding.restore import Restore
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.decoding.speculative import StepCosts
 from edgeinfer.runtime.events import FinishReason
@@ -29,6 +31,11 @@ _WORTH_WAITING = 32
 #: Short prompts of requests that came together: up to this many tokens are computed before any of them
 #: decodes.
 _TOGETHER_TOKENS = 256
+#: Blocks are put back for so long in a step (seconds) beside running streams, and when nobody runs.
+_RESTORE_BESIDE_S = 0.02
+_RESTORE_ALONE_S = 0.1
+#: A step that could only wait for the disk waits so long (seconds).
+_DISK_WAIT_S = 0.02
 
 
 class Adapters(Protocol):
@@ -68,7 +75,7 @@ class Scheduler:
         exactness: Exactness,
     ) -> None:
         self._context, self._vocab, self.kv, self._batch = context, vocab, kv, batch
-        self._adapters, self._n_parallel, self._n_ctx, self._can_cut = (
+        self._adapters, self._n_parallel, self._n_ctx, self.can_cut = (
             adapters,
             n_parallel,
             n_ctx,
@@ -83,6 +90,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.on_end: Callable[[Sequence], None] = lambda seq: None
+        self.blocks: BlockCache | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -99,13 +107,27 @@ class Scheduler:
         self._end_cancelled_and_late()
         self._admit()
         self._start()
+        self._restore()
         parts = self._plan()
         if not parts:
+            self._wait_for_disk()
             return
         decode_s = self._decode(parts)
         self._harvest(parts)
         self.counters.steps += 1
         self.counters.python_s += time.perf_counter() - began - decode_s
+        if self.blocks is not None:
+            self.blocks.work(is_idle=False)
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether computed blocks wait to be written."""
+        return self.blocks is not None and self.blocks.has_work
+
+    def do_chore(self) -> None:
+        """Write a piece of what waits to be written. Only while idle."""
+        if self.blocks is not None:
+            self.blocks.work(is_idle=True)
 
     def fail_all(self, error: EngineError) -> None:
         """End every request with `error` and forget the cache."""
@@ -156,9 +178,13 @@ class Scheduler:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
+        self._end_restore(seq)
         if seq.resident is not None:
             resident, seq.resident = seq.resident, None
+            resident.conversation = seq.request.conversation
             self.kv.release(resident, keep=keep)
+            if keep and self.blocks is not None:
+                self.blocks.write(resident, self._chunks.s_per_token)
         self._book(seq)
         self.on_end(seq)  # before the consumer learns of it, who may look at the metrics then
         farewell(seq)
@@ -171,8 +197,26 @@ class Scheduler:
         c.draft_accepted += seq.drafting.accepted
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._n_parallel:
-            self.running.append(self.waiting.popleft())
+        """Let requests in, those that only compute a prompt when nobody else wants the place."""
+        while self.waiting:
+            seq = next((s for s in self.waiting if not s.is_prefill_only), self.waiting[0])
+            if len(self.running) >= self._n_parallel and not self._make_place(seq):
+                return
+            self.waiting.remove(seq)
+            self.running.append(seq)
+
+    def _make_place(self, seq: Sequence) -> bool:
+        """Send one that only computes a prompt back to the queue, with what it has computed kept."""
+        early = [s for s in self.running if s.is_prefill_only]
+        if seq.is_prefill_only or not early:
+            return False
+        self._end_restore(early[-1])
+        if early[-1].resident is not None:
+            self.kv.release(early[-1].resident, keep=True)
+            early[-1].resident = None
+        self.running.remove(early[-1])
+        self.waiting.append(early[-1])
+        return True
 
     def _start(self) -> None:
         """Give cache sequences to those that have none, in order.
@@ -181,9 +225,12 @@ class Scheduler:
         wait for ever.
         """
         for seq in [s for s in self.running if s.resident is None]:
-            cached = self.kv.match(seq.tokens, seq.adapters)[1] if seq.request.cache_prompt else 0
+            request = seq.request
+            cached = 0
+            if request.cache_prompt:
+                cached = self.kv.match(seq.tokens, seq.adapters, request.cache_salt)[1]
             active = [s for s in self.running if s.resident is not None]
-            if seq.request.cache_prompt and self._soon_shared(seq, active) >= cached + _WORTH_WAITING:
+            if request.cache_prompt and self._soon_shared(seq, active) >= cached + _WORTH_WAITING:
                 continue
             if active and not self._fits(seq, cached, active):
                 return
@@ -199,35 +246,88 @@ class Scheduler:
 
     def _soon_shared(self, seq: Sequence, active: list[Sequence]) -> int:
         """The longest prefix of `seq` that a sequence still prefilling is going to have."""
-        if not self._can_cut:
+        if not self.can_cut:
             return 0
         prefilling = [
             s
             for s in active
-            if s.n_pending > 1 and s.adapters == seq.adapters and s.request.cache_prompt
+            if s.n_pending > 1
+            and s.adapters == seq.adapters
+            and s.request.cache_prompt
+            and s.request.cache_salt == seq.request.cache_salt
+            and not s.is_prefill_only
         ]
         limit = len(seq.tokens) - 1
         return max((min(limit, common_prefix(s.tokens, seq.tokens)) for s in prefilling), default=0)
 
     def _give_resident(self, seq: Sequence) -> None:
-        seq.resident = self.kv.claim(seq.tokens, seq.adapters, reuse=seq.request.cache_prompt)
-        if seq.resident is None:
+        request = seq.request
+        resident = self.kv.claim(
+            seq.tokens, seq.adapters, request.cache_salt, reuse=request.cache_prompt
+        )
+        if resident is None:
             return
-        kept = common_prefix(seq.resident.tokens, seq.tokens[:-1])
-        if not self.kv.truncate(seq.resident, kept):
+        seq.resident = resident
+        kept = common_prefix(resident.tokens, seq.tokens[:-1])
+        if not self.kv.truncate(resident, kept):
             kept = 0
+        if request.cache_prompt and self.blocks is not None:
+            seq.restore = self.blocks.match(seq.tokens, seq.adapters, request.cache_salt, kept)
+        if seq.restore is None:
+            self._begin(seq, kept, 0)
+            return
+        self.kv.truncate(resident, seq.restore.start)
+        seq.restore.cached = kept
+
+    def _begin(self, seq: Sequence, cached: int, from_disk: int) -> None:
+        """What could be found is there: the rest is to be computed."""
         if not seq.clock.started:
             seq.clock.started = time.monotonic()
-            seq.cached_tokens = kept
+            seq.cached_tokens = cached
+            seq.cached_disk_tokens = from_disk
             self.counters.prompt_tokens += seq.prompt_tokens
-            self.counters.cached_tokens += kept
+            self.counters.cached_tokens += cached
+            self.counters.cached_disk_tokens += from_disk
         seq.progress()
+
+    # what comes from the store
+
+    def _restore(self) -> None:
+        """Put back blocks that have been read, for a while, so that running streams do not stall."""
+        streams = any(s.is_decoding for s in self.running)
+        until = time.monotonic() + (_RESTORE_BESIDE_S if streams else _RESTORE_ALONE_S)
+        for seq in [s for s in self.running if s.restore is not None]:
+            while seq.restore is not None and seq.restore.is_ready and time.monotonic() < until:
+                self._restore_one(seq, seq.restore)
+            block_s = self.blocks.block_tokens * self._chunks.s_per_token if self.blocks else 0.0
+            if seq.restore is not None and seq.restore.is_too_slow(block_s):
+                self._end_restore(seq)
+
+    def _restore_one(self, seq: Sequence, restore: Restore) -> None:
+        assert self.blocks is not None
+        assert seq.resident is not None
+        if not self.blocks.read(restore, seq.resident, seq.tokens) or restore.is_over:
+            self._end_restore(seq)
+
+    def _end_restore(self, seq: Sequence) -> None:
+        """Take what has come, and compute the rest."""
+        if seq.restore is None:
+            return
+        restore, seq.restore = seq.restore, None
+        restore.cancel()
+        from_memory = min(restore.cached, seq.n_past)
+        self._begin(seq, seq.n_past, seq.n_past - from_memory)
+
+    def _wait_for_disk(self) -> None:
+        waiting = [s.restore for s in self.running if s.restore is not None]
+        if waiting:
+            waiting[0].wait(_DISK_WAIT_S)
 
     # what goes into the batch
 
     def _plan(self) -> list[Part]:
         group = self._next_group()
-        members = [s for s in self.running if s.resident is not None and s.adapters == group]
+        members = [s for s in self._computing() if s.adapters == group]
         for seq in [s for s in members if len(s.tokens) >= self._n_ctx]:
             if not self._make_context_room(seq):
                 members.remove(seq)
@@ -253,9 +353,13 @@ class Scheduler:
         short = 0 < pending <= min(_TOGETHER_TOKENS, self.kv.free_cells)
         return short and all(s.n_generated == 1 for s in decoding)
 
+    def _computing(self) -> list[Sequence]:
+        """Those that have a cache sequence, and in it what could be found."""
+        return [s for s in self.running if s.resident is not None and s.restore is None]
+
     def _next_group(self) -> AdapterKey:
         """Sequences with the same adapters share a step; sets take turns."""
-        groups = sorted({s.adapters for s in self.running if s.resident is not None})
+        groups = sorted({s.adapters for s in self._computing()})
         if not groups:
             return self._last_group
         later = [g for g in groups if g > self._last_group]
@@ -277,6 +381,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Take the youngest sequence's cells; it computes its tokens again when there is room."""
+        self._end_restore(seq)
         assert seq.resident is not None
         self.kv.release(seq.resident, keep=False)
         seq.resident = None
@@ -305,7 +410,7 @@ class Scheduler:
         return exact.rows - self._batch.n_tokens - (len(decoding) - decoding.index(seq))
 
     def _drafts(self, seq: Sequence, spare: int) -> list[int]:
-        if not self._can_cut or spare <= 0:
+        if not self.can_cut or spare <= 0:
             return []
         room = min(spare, seq.max_tokens - seq.n_generated - 1, self._n_ctx - len(seq.tokens) - 1)
         return seq.drafting.propose(seq.tokens, room)
@@ -330,8 +435,9 @@ class Scheduler:
         past = seq.n_past
         tokens = seq.tokens[past : past + budget]
         complete = past + len(tokens) == len(seq.tokens)
-        row = self._batch.add(tokens, past, seq.resident.seq_id, outputs=int(complete))
-        parts.append(Part(seq, row + len(tokens) - 1, tokens, has_output=complete, is_prefill=True))
+        wanted = complete and not seq.is_prefill_only
+        row = self._batch.add(tokens, past, seq.resident.seq_id, outputs=int(wanted))
+        parts.append(Part(seq, row + len(tokens) - 1, tokens, has_output=wanted, is_prefill=True))
         return len(tokens)
 
     def _preempt_for_prefill(self, seq: Sequence, parts: list[Part]) -> None:
@@ -385,6 +491,8 @@ class Scheduler:
                 part.seq.progress()
             if part.has_output:
                 self._sample_or_fail(part, plain)
+            elif part.seq.is_prefill_only and not part.seq.n_pending:
+                self._end(part.seq, "length")
 
     def _sample_or_fail(self, part: Part, plain: int) -> None:
         """A constraint that outgrew its parser ends its own request and no other."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime.decoding.kvcache import AdapterKey, Resident
 from edgeinfer.runtime.decoding.output import Output, chosen_logprobs, token_logprobs
+from edgeinfer.runtime.decoding.restore import Restore
 from edgeinfer.runtime.decoding.sampler import Sampler
 from edgeinfer.runtime.decoding.speculative import Drafting
 from edgeinfer.runtime.events import Finished, FinishReason, Progress, Timings, TokenLogprobs, Usage
@@ -60,6 +61,8 @@ class Sequence:
     resident: Resident | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_disk_tokens: int = 0
+    restore: Restore | None = None
     n_generated: int = 0
     constraint_s: float = 0.0
     cancelled: bool = False
@@ -84,6 +87,11 @@ class Sequence:
     def n_pending(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.n_past
+
+    @property
+    def is_prefill_only(self) -> bool:
+        """The prompt is to be computed and nothing sampled: for a request that is expected."""
+        return self.max_tokens == 0
 
     @property
     def is_decoding(self) -> bool:
@@ -187,6 +195,7 @@ class Sequence:
         return Usage(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
+            cached_disk_tokens=self.cached_disk_tokens,
             completion_tokens=self.n_generated,
             reasoning_tokens=self.output.reasoning_tokens,
         )

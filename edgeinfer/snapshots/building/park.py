@@ -35,6 +35,7 @@ from edgeinfer.snapshots.shelf.format import BUFFERS, LINK_FD, WAKE_FD
 #: Our packages whose every module is imported before the dump.
 OWN_PACKAGES = (
     "edgeinfer.arguments",
+    "edgeinfer.blocks",
     "edgeinfer.chat",
     "edgeinfer.commands",
     "edgeinfer.runtime",

@@ -89,6 +89,7 @@ class AppHost(Host):
         if self._loaded.serves(model, options):
             self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
             engine = self._loaded.take(options)
+            self.keep_blocks(self._loaded.engine)
         else:  # the launcher guessed wrong: what counts is how the worker came to be
             engine = remote = self.worker(model, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}

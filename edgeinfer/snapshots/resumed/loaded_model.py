@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from edgeinfer.blocks.store import BlockStore
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.load_options import snapshot_options, unmet
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
@@ -34,6 +35,10 @@ class Parkable(Engine, Protocol):
     def park(self) -> None: ...
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None: ...
+
+    def use_blocks(self, store: BlockStore) -> None: ...
+
+    def leave_blocks(self) -> None: ...
 
     def between_steps(self, work: Callable[[], Any]) -> Any: ...
 

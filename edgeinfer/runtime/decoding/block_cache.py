@@ -1,0 +1,245 @@
+"""Between the KV cache's books and the store of computed blocks: what is there, fetching it, keeping it.
+
+Four calls: `match` finds how much of a prompt the store has and begins to read it, `read` puts what has
+been read into a sequence, `write` keeps a sequence that has ended, `forget` lets one go unwritten. The
+store knows no llama.cpp, and the scheduler no file. One thread.
+
+A block is `block_tokens` long, and shorter than a sliding window: a longer one lacks the cells that the
+window hides at its end, which shows only when a later request is cut inside it (decision 080).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from edgeinfer.blocks.format import Block, Header, pack_tokens, unpack_tokens
+from edgeinfer.blocks.names import TAIL_KEY_TOKENS
+from edgeinfer.blocks.store import ModelBlocks
+from edgeinfer.runtime.decoding.kvcache import AdapterKey, KvCache, Resident, common_prefix
+from edgeinfer.runtime.decoding.restore import Restore
+from edgeinfer.runtime.decoding.states import SequenceStates
+
+#: Tokens of a block where no sliding window asks for fewer.
+BLOCK_TOKENS = 256
+#: What is computed again in less time than this (seconds) is not written: a file costs as much.
+_WORTH_WRITING_S = 0.05
+#: Fewer tokens than this are not worth reading.
+_WORTH_READING = 32
+#: Beside running streams, copying blocks out takes at most this share of the time.
+_WRITE_SHARE = 0.02
+#: A full queue of the writer is waited for in pieces of this length (seconds).
+_WAIT_S = 0.05
+
+
+def block_tokens(window: int) -> int:
+    """Tokens of a block for a model with this sliding window, 0 for none: a power of two below it."""
+    if window <= 0 or window > BLOCK_TOKENS:
+        return BLOCK_TOKENS
+    return max(1, 1 << ((window - 1).bit_length() - 1))
+
+
+class BlockCache:
+    """`name_adapters` tells one set of LoRA files from another. `check` computes the check of this model
+    piece by piece: None while there is more to do, then "exact" or why its blocks cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: ModelBlocks,
+        states: SequenceStates,
+        kv: KvCache,
+        block_tokens: int,
+        name_adapters: Callable[[AdapterKey], str],
+        check: Callable[[], str | None],
+    ) -> None:
+        self.blocks, self._states, self._kv = blocks, states, kv
+        self.block_tokens, self._name_adapters, self._check = block_tokens, name_adapters, check
+        self._pending: deque[Resident] = deque()
+        self._queued: set[bytes] = set()
+        self._rest_until = 0.0
+        self.checked = blocks.read_check()
+        #: The process is about to end: what is there is written, and checked by another.
+        self.is_leaving = False
+        kv.before_drop = self._before_drop
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the check found that this model's blocks do not come back as they were."""
+        return self.checked not in ("", "exact")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something waits to be written."""
+        return bool(self._pending)
+
+    # match
+
+    def match(self, tokens: list[int], adapters: AdapterKey, salt: str, cached: int) -> Restore | None:
+        """Begin to read what the store has of `tokens` beyond the `cached` that memory has.
+
+        The blocks begin at or before `cached`. None when that is not worth it.
+        """
+        if self.checked != "exact" or len(tokens) - cached <= _WORTH_READING:
+            return None
+        size = self.block_tokens
+        chain = self._chain(tokens, adapters, salt)
+        n_full = next(
+            (i for i, name in enumerate(chain[1:]) if not self.blocks.has(name)), len(chain) - 1
+        )
+        tail, n_tail = self._tail(chain[n_full], tokens[n_full * size :])
+        first = min(cached // size, n_full)
+        end = min(n_full * size + n_tail, len(tokens) - 1)
+        if end - cached < _WORTH_READING:
+            return None
+        wanted = [*chain[1 + first : 1 + n_full], *([tail] if n_tail else [])]
+        self.blocks.touch([*chain[1 : 1 + n_full], tail])
+        return Restore(self.blocks.read_ahead(wanted), first * size, end)
+
+    def _chain(self, tokens: list[int], adapters: AdapterKey, salt: str) -> list[bytes]:
+        """The root, and the name of every whole block."""
+        names = self.blocks.names
+        root = names.root(salt, self._name_adapters(adapters))
+        return [root, *names.chain(root, tokens, self.block_tokens)]
+
+    def _tail(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
+        """The unfinished block behind `parent` that begins like `tokens`, and how far it agrees."""
+        name = self.blocks.names.tail(parent, tokens)
+        header = self.blocks.header(name) if len(tokens) >= TAIL_KEY_TOKENS else None
+        return name, common_prefix(unpack_tokens(header.tokens), tokens) if header else 0
+
+    # read
+
+    def read(self, restore: Restore, resident: Resident, tokens: list[int]) -> bool:
+        """Put the next block, which is ready, behind what `resident` has. False when it cannot be used,
+        or no cells are free: the rest is to be computed.
+        """
+        block = restore.take()
+        at = len(resident.tokens)
+        if block is None:
+            return False
+        its = block.tokens
+        n = min(common_prefix(its, tokens[at:]), restore.end - at)
+        fits = n > 0 and self._kv.make_room(len(its))
+        if not fits or not self._states.write(resident.seq_id, block.parts[0]):
+            return False
+        self._kv.extend(resident, its)
+        return self._kv.truncate(resident, at + n) and n == len(its)
+
+    # write
+
+    def write(self, resident: Resident, s_per_token: float) -> None:
+        """Have what `resident` holds written, if computing it again would take long enough."""
+        n = len(resident.tokens)
+        if self.is_refused or n < TAIL_KEY_TOKENS or n * s_per_token < _WORTH_WRITING_S:
+            return
+        if resident not in self._pending:
+            self._pending.append(resident)
+
+    def forget(self, resident: Resident) -> None:
+        """Do not write `resident`."""
+        if resident in self._pending:
+            self._pending.remove(resident)
+
+    def work(self, *, is_idle: bool) -> None:
+        """Do one piece of what is to be written: copy a block out, or check this model a little further.
+
+        Beside running streams only now and then. The check waits until nobody runs; what was written
+        before is read when it has ended well, and deleted else.
+        """
+        if not self._pending or (not is_idle and time.monotonic() < self._rest_until):
+            return
+        if not self.checked and is_idle and not self.is_leaving:
+            self._go_on_checking()
+            return
+        if not self.blocks.writer.has_room:
+            if is_idle:
+                self.blocks.writer.wait_for_room(_WAIT_S)
+            return
+        began = time.monotonic()
+        if not self._write_one(self._pending[0]):
+            self._pending.popleft()
+        took_s = time.monotonic() - began
+        self._rest_until = began + took_s / _WRITE_SHARE
+
+    def _go_on_checking(self) -> None:
+        found = self._check()
+        if found is None:
+            return
+        self.checked = found
+        self.blocks.note_check(found)
+        if self.is_refused:
+            self._pending.clear()
+            self.blocks.clear()
+
+    def _before_drop(self, resident: Resident) -> None:
+        """Write what would be lost, as far as the writer takes it."""
+        if resident not in self._pending:
+            return
+        self._pending.remove(resident)
+        while self.blocks.writer.has_room and self._write_one(resident):
+            pass
+
+    def _write_one(self, resident: Resident) -> bool:
+        """Write the first block of `resident` that is not there. False when all are."""
+        if resident not in self._kv.residents or resident.ghost:
+            return False
+        missing = next(self._missing(resident), None)
+        if missing is None:
+            self._note_owner(resident)
+            return False
+        header, start, superseded = missing
+        state = self._states.read(resident.seq_id, start, start + len(unpack_tokens(header.tokens)))
+        if state is None:
+            return False
+        self._queued.add(header.name + header.tokens)
+        self.blocks.write(Block(msgspec.structs.replace(header, sizes=(len(state),)), (state,)))
+        if superseded is not None:
+            self.blocks.writer.put(lambda: self.blocks.remove(superseded))
+        return True
+
+    def _missing(self, resident: Resident) -> Iterator[tuple[Header, int, bytes | None]]:
+        """The blocks of `resident` that are not in the store, with their first positions and the tail
+        that each takes the place of.
+        """
+        size, tokens, names = self.block_tokens, resident.tokens, self.blocks.names
+        chain = self._chain(tokens, resident.adapters, resident.salt)
+        for i, (parent, name) in enumerate(itertools.pairwise(chain)):
+            part = tokens[i * size : (i + 1) * size]
+            header = Header("full", name, parent, names.identity, pack_tokens(part), ())
+            if not self._is_queued(header) and not self.blocks.has(name):
+                tail, n = self._tail(parent, part)
+                yield header, i * size, tail if n else None
+        start = (len(chain) - 1) * size
+        rest = tokens[start:]
+        if resident.active or len(rest) < TAIL_KEY_TOKENS:
+            return
+        tail, n = self._tail(chain[-1], rest)
+        header = Header("tail", tail, chain[-1], names.identity, pack_tokens(rest), ())
+        if n < len(rest) and not self._is_queued(header):
+            yield header, start, None
+
+    def _is_queued(self, header: Header) -> bool:
+        """Whether the writer has this block already. Once it has nothing to do, only files count."""
+        if self.blocks.writer.is_idle:
+            self._queued.clear()
+        return header.name + header.tokens in self._queued
+
+    def _note_owner(self, resident: Resident) -> None:
+        chain = self._chain(resident.tokens, resident.adapters, resident.salt)
+        size = self.block_tokens
+        tail, n = self._tail(chain[-1], resident.tokens[(len(chain) - 1) * size :])
+        kept = [*chain[1:], *([tail] if n else [])]
+        self.blocks.touch(kept)
+        if resident.conversation:
+            self.blocks.own(resident.conversation, kept)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what waits; False when that took longer."""
+        self._kv.before_drop = lambda resident: None
+        return self.blocks.close(timeout_s)

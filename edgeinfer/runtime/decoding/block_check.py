@@ -1,0 +1,126 @@
+"""Whether the blocks of a model come back as they were: computed once for each model and build.
+
+llama.cpp has caches of many kinds, and a kind that loses something when a part of it is saved says so with
+wrong logits only. So a small context computes some text, the next logits are kept, straight on and after a
+cut in the middle; then the same text comes back from blocks into an empty cache, and both logits must be
+the same bits. Text and batches are the same on both sides: other batches round otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.batch import Batch, Logits
+from edgeinfer.runtime.decoding.states import SequenceStates
+
+#: A step of the check computes so many tokens: who asks meanwhile waits for one of them.
+_CHUNK = 32
+#: Tokens of a text where no window asks for more.
+_TOKENS = 96
+#: A longer window is not filled: blocks are shorter than it in any case.
+_MOST_TOKENS = 1600
+_SEQ_ID, _SCRATCH, _N_SEQ = 0, 1, 2
+_TAIL_TOKENS = 3
+
+
+def text_tokens(window: int, block_tokens: int) -> int:
+    """How much is computed: beyond a sliding window where there is one, that is not too long."""
+    beyond = window + 2 * block_tokens if window else 0
+    return max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens
+
+
+class BlockCheck:
+    """One check. `make_context(n_cells, n_seq)` gives a context like the engine's own, only smaller."""
+
+    def __init__(
+        self, make_context: Callable[[int, int], Any], n_vocab: int, window: int, block_tokens: int
+    ) -> None:
+        self._make_context, self._n_vocab = make_context, n_vocab
+        self._block_tokens = min(block_tokens, 32) if not window else block_tokens
+        n_tokens = text_tokens(window, block_tokens)
+        rng = np.random.default_rng(7)
+        self._tokens: list[int] = rng.integers(0, n_vocab, n_tokens).tolist()
+        self._cut = n_tokens // 2 + 5
+        self._work: Iterator[str | None] | None = None
+
+    def step(self) -> str | None:
+        """Compute a little; None while there is more to do, then "exact" or what is wrong. One thread."""
+        if self._work is None:
+            self._work = self._compare()
+        return next(self._work)
+
+    def _compare(self) -> Iterator[str | None]:
+        llama = libllama.lib()
+        context = self._make_context(len(self._tokens) + 2 * _CHUNK, _N_SEQ)
+        try:
+            probe = _Probe(context, self._n_vocab)
+            for _ in probe.compute(self._tokens, 0):
+                yield None
+            blocks = list(self._read_blocks(probe.states))
+            wanted = self._answers(probe)
+            yield None
+            llama.llama_memory_clear(probe.memory, True)
+            if None in blocks or not all(
+                probe.states.write(_SEQ_ID, b) for b in blocks if b is not None
+            ):
+                yield "llama.cpp does not give parts of this model's state"
+                return
+            found = self._answers(probe)
+        finally:
+            llama.llama_free(context)
+        worst = max(float(np.abs(a - b).max()) for a, b in zip(wanted, found, strict=True))
+        yield "exact" if worst == 0 else f"after a restore the next logits differ by {worst:.3g}"
+
+    def _read_blocks(self, states: SequenceStates) -> Iterator[memoryview | None]:
+        n = len(self._tokens)
+        for start in range(0, n, self._block_tokens):
+            yield states.read(_SEQ_ID, start, min(n, start + self._block_tokens))
+
+    def _answers(self, probe: _Probe) -> list[npt.NDArray[np.float32]]:
+        """The next logits behind the text, and behind another tail after a cut in its middle."""
+        straight = probe.logits(self._tokens[:1], len(self._tokens))
+        probe.cut(self._cut)
+        other = self._tokens[-_TAIL_TOKENS:]
+        return [straight, probe.logits(other, self._cut)]
+
+
+class _Probe:
+    """A context with one sequence, and its logits."""
+
+    def __init__(self, context: Any, n_vocab: int) -> None:
+        llama = libllama.lib()
+        self._context = context
+        self.memory = llama.llama_get_memory(context)
+        self.states = SequenceStates(context, self.memory, _SCRATCH)
+        self._batch = Batch(
+            capacity=_CHUNK,
+            max_outputs=1,
+            n_vocab=n_vocab,
+            n_seq_max=_N_SEQ,
+            n_cells=int(llama.llama_n_ctx(context)),
+        )
+        self._logits = Logits(context, n_vocab)
+
+    def compute(self, tokens: list[int], start: int) -> Iterator[None]:
+        """Compute `tokens` from position `start` on, in pieces. The last has logits."""
+        for at in range(0, len(tokens), _CHUNK):
+            chunk = tokens[at : at + _CHUNK]
+            self._batch.clear()
+            self._batch.add(chunk, start + at, _SEQ_ID, outputs=int(at + _CHUNK >= len(tokens)))
+            self._batch.decode(self._context)
+            yield
+
+    def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
+        """The logits behind `tokens`, float32 of the vocabulary's length."""
+        for _ in self.compute(tokens, start):
+            continue
+        return self._logits.row(len(tokens) - 1).copy()
+
+    def cut(self, n: int) -> None:
+        """Keep the first `n` positions."""
+        libllama.lib().llama_memory_seq_rm(self.memory, _SEQ_ID, n, -1)

@@ -1,0 +1,109 @@
+"""Opens the store of computed blocks for one loaded model: what decides the bits of its states, and the
+parts that read and write them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.blocks.store import BlockStore
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.block_cache import BlockCache, block_tokens
+from edgeinfer.runtime.decoding.block_check import BlockCheck
+from edgeinfer.runtime.decoding.kvcache import AdapterKey, KvCache
+from edgeinfer.runtime.decoding.states import SequenceStates
+from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+#: Tokens a step of the check computes.
+_CHECK_BATCH = 32
+
+
+def open_blocks(
+    store: BlockStore,
+    files: ModelFiles,
+    options: LoadOptions,
+    loaded: Loaded,
+    kv: KvCache,
+    checked: str = "",
+) -> BlockCache:
+    """The blocks of this model, to be used by the thread that decodes. `checked`: what `run_check` found
+    before, in this very build. Raises OSError.
+    """
+    size = block_tokens(sliding_window(loaded))
+    blocks = store.model(files.sha256 or _stamps(files.paths), identity(loaded, size))
+    if checked and not blocks.read_check():
+        blocks.note_check(checked)
+    return BlockCache(
+        blocks=blocks,
+        states=SequenceStates(loaded.context, loaded.memory, scratch_id(loaded)),
+        kv=kv,
+        block_tokens=size,
+        name_adapters=lambda adapters: _name_adapters(adapters, options.adapters),
+        check=_check(options, loaded).step,
+    )
+
+
+def run_check(options: LoadOptions, loaded: Loaded) -> str:
+    """Check now whether this model's blocks come back as they were: "exact", or what is wrong."""
+    check = _check(options, loaded)
+    while (found := check.step()) is None:
+        continue
+    return found
+
+
+def _check(options: LoadOptions, loaded: Loaded) -> BlockCheck:
+    window = sliding_window(loaded)
+    return BlockCheck(
+        lambda n_cells, n_seq: _small_context(loaded, options, n_cells, n_seq),
+        loaded.vocab.n_vocab,
+        window,
+        block_tokens(window),
+    )
+
+
+def scratch_id(loaded: Loaded) -> int:
+    """The sequence id that parts of states pass through; the books of the cache do not give it away."""
+    return loaded.n_seq_max - 1
+
+
+def sliding_window(loaded: Loaded) -> int:
+    """Positions that layers with a sliding window see; 0 without such layers."""
+    return int(libllama.lib().llama_model_n_swa(loaded.model))
+
+
+def identity(loaded: Loaded, size: int) -> dict[str, str]:
+    """What besides the model's file decides a bit of a state, or how it is cut."""
+    build = libllama.build_info()
+    chosen = {name: str(loaded.choices[name].value) for name in ("kv_type", "repack", "gpu_layers")}
+    arch = loaded.meta.get("general.architecture", "")
+    trained = loaded.meta.get(f"{arch}.rope.scaling.original_context_length", "")
+    return chosen | {
+        "llama": f"{build.binding_version} {build.llama_version} {build.ggml_commit}",
+        "cpu": build.cpu_variant,
+        "flash": str(loaded.choices["flash_attention"].value),
+        # factors for long contexts are another set than those for short ones
+        "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",
+        "block": str(size),
+    }
+
+
+def _stamps(paths: tuple[str, ...]) -> str:
+    """What stands for files nobody has hashed: another file of the same stamp would be a wonder."""
+    stats = [(path, os.stat(path)) for path in paths]
+    return "\0".join(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for path, s in stats)
+
+
+def _name_adapters(adapters: AdapterKey, paths: dict[str, str]) -> str:
+    return "\0".join(
+        f"{scale} {_stamps((str(Path(paths[name]).resolve()),))}" for name, scale in adapters
+    )
+
+
+def _small_context(loaded: Loaded, options: LoadOptions, n_cells: int, n_seq: int) -> Any:
+    """A context like the engine's, for a check: few cells, short batches. Raises ModelLoadError."""
+    params = context_params(options, n_cells, _CHECK_BATCH, n_seq, loaded.n_threads)
+    params.n_outputs_max = n_seq
+    return make_context(loaded.model, params)[0]
