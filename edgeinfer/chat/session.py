@@ -125,12 +125,16 @@ class ChatSession:
         Raises UsageError when there is nothing in it, StoreError when it cannot be stored (then nothing
         has changed).
         """
+        return self._add_user(text, attachments, self._parent_of_next())
+
+    def _parent_of_next(self) -> int | None:
+        """Return the turn that the next question follows; a question without an answer is replaced."""
         head = self.head
         if head is not None and head.failed_empty:
             head = self.question
         if head is not None and head.role == "user":
-            return self._add_user(text, attachments, head.parent_id)
-        return self._add_user(text, attachments, head.id if head else None)
+            return head.parent_id
+        return head.id if head else None
 
     def edit(self, turn_id: int, text: str) -> Turn:
         """Store `text` as an alternative of a user's turn and move to it: a fork.
@@ -314,6 +318,23 @@ class ChatSession:
         """The model's sampling with what the user changed."""
         base = self.engine.info.sampling if self.engine else Sampling()
         return presets.overlay(base, self.conversation.sampling)
+
+    def request_if_sent(
+        self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
+    ) -> GenerateRequest | None:
+        """Return what the engine would be asked if `text` were sent now; None where nothing would be.
+
+        `editing` is the question that it would replace.
+        """
+        edited = self._turns.get(editing) if editing is not None else None
+        parent_id = self._parent_of_next()
+        if edited is not None:
+            parent_id = edited.parent_id
+            attachments = edited.attachments
+        turns = tree.path(self._turns, parent_id)
+        if text or attachments:
+            turns.append(Turn(content=text, attachments=tuple(attachments)))
+        return self._request(turns) if turns else None
 
     def _request(self, turns: Sequence[Turn], *, continue_final: bool = False) -> GenerateRequest:
         limit = self.conversation.sampling.get("max_tokens")

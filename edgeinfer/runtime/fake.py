@@ -78,8 +78,8 @@ class FakeEngine:
     """`scripts`: one per request in order, the last one again for all that follow; or a function of the
     request.
 
-    `requests` keeps what was submitted. `max_inside` requests may run at once; beyond it
-    QueueFullError.
+    `requests` keeps what was submitted, `read` what was to be read only (`max_tokens` 0). `max_inside`
+    requests may run at once; beyond it QueueFullError.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class FakeEngine:
             "completion_tokens_total": 0,
         }
         self.requests: list[GenerateRequest] = []
+        self.read: list[GenerateRequest] = []
 
     @property
     def is_open(self) -> bool:
@@ -121,12 +122,17 @@ class FakeEngine:
                 raise QueueFullError(
                     f"{len(self._players)} requests are running or waiting, and no more may"
                 )
-            self.requests.append(request)
-            player = _Player(self._choose(request), request, self._prompt_tokens(request), self._ended)
+            if request.max_tokens == 0:  # only reads the prompt: no script is due
+                self.read.append(request)
+                script: Script = ()
+            else:
+                self.requests.append(request)
+                script = self._choose(request)
+            player = _Player(script, request, self._prompt_tokens(request), self._ended)
             self._players.add(player)
             self._totals["requests_total"] += 1
             self._totals["prompt_tokens_total"] += player.prompt_tokens
-        player.start()
+            player.start()
         return player.stream
 
     def _prompt_tokens(self, request: GenerateRequest) -> int:

@@ -129,7 +129,7 @@ def test_deadline(engine: Engine) -> None:
         ({"sampling": Sampling(seed=1 << 32)}, "seed"),
         ({"sampling": Sampling(logit_bias={10**9: 1.0})}, "logit_bias"),
         ({"sampling": Sampling(logit_bias={1: math.nan})}, "logit_bias"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": -5}, "max_tokens"),
         ({"stop": ("",)}, "stop"),
         ({"logprobs": 21}, "logprobs"),

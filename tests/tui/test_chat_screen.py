@@ -512,3 +512,14 @@ async def test_an_editor_that_cannot_be_run_is_said_and_the_text_stays(drive):
         await d.type("half a thought", "ctrl+o")
         await d.until(lambda: "cannot leave this terminal" in d.shown())
         assert d.chat.composer.text == "half a thought"
+
+
+async def test_what_is_typed_is_read_before_enter(drive):
+    engine = FakeEngine([["blue light scatters"]])
+    async with drive(engine) as d:
+        await d.ready()
+        await d.type("Why is the sky bl")
+        await d.until(lambda: engine.read)
+        assert engine.read[0].messages[-1].content == "Why is the sky"
+        await d.type("Why is the sky blue?", "enter")
+        await d.until(lambda: d.turns() == ["Why is the sky blue?", "blue light scatters"])

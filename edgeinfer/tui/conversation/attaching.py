@@ -38,6 +38,11 @@ class Attaching:
                     self._named[path] = known.get(path) or self._counted(read(path))
             self.show()
 
+    @property
+    def found(self) -> list[Attachment]:
+        """What would ride along now, as it was read last."""
+        return [*self._kept, *self._named.values()]
+
     def collect(self, text: str) -> list[Attachment]:
         """Return what rides along with `text`, read now. Raises UsageError."""
         named = [read(path) for path in mentioned(text)]
@@ -51,9 +56,8 @@ class Attaching:
     def show(self) -> None:
         """Show them in one line, or none where there is none."""
         self._kept = [self._counted(a) for a in self._kept]
-        found = [*self._kept, *self._named.values()]
-        self._line.update("  ".join(_label(a) for a in found))
-        self._line.display = bool(found)
+        self._line.update("  ".join(_label(a) for a in self.found))
+        self._line.display = bool(self.found)
 
     def _counted(self, attachment: Attachment) -> Attachment:
         return counted(attachment, self._session.engine)

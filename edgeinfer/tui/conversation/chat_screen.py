@@ -19,6 +19,7 @@ from textual.widgets import Static, TextArea
 from edgeinfer.chat import library
 from edgeinfer.chat.complete import complete
 from edgeinfer.chat.opening import Launch
+from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.chat.slash import is_command
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
 from edgeinfer.tui.bindings import bindings
@@ -65,6 +66,7 @@ class ChatScreen(Screen[None]):
         attachments = Static("", id="attachments", markup=False)
         self.attaching = Attaching(self.session, attachments, self.launch.attachments)
         self.answering = Answering(self.view)
+        self.read_ahead = ReadAhead(self.session)
         self.front = AppFront(
             self.app, self.launch, self.view, self.answering, self.attaching, self._leave_app
         )
@@ -106,6 +108,8 @@ class ChatScreen(Screen[None]):
         if self.streaming is not None or self.loader.progress:
             self.refresh_status()
         self._save_draft()
+        if self.read_ahead.look(self.composer.text, self.attaching.found, self.composer.editing):
+            self.run_worker(self.read_ahead.read, thread=True, group="read-ahead")
 
     def _save_draft(self) -> None:
         draft = "" if self.composer.editing else self.composer.text
@@ -182,6 +186,7 @@ class ChatScreen(Screen[None]):
         except EdgeInferError as error:
             self.view.show_error(error)
             return
+        self.read_ahead.stop()
         self.composer.remember(text)
         self.composer.clear()
         self.composer.editing = None
@@ -307,6 +312,7 @@ class ChatScreen(Screen[None]):
 
     def leave(self) -> None:
         """Keep what is there, in the store, before the app ends."""
+        self.read_ahead.stop()
         if self.session.answer is not None and self.session.busy:
             self.session.answer.flush()
             self.session.answer.abandon()

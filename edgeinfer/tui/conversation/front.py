@@ -129,6 +129,7 @@ class AppFront:
             except EdgeInferError as error:
                 self._view.show_error(error)
                 return
+            self._view.composer.editing = None
             if self._session.conversation.draft:
                 self._view.composer.fill(self._session.conversation.draft)
         self._view.show_session()

@@ -1,0 +1,93 @@
+"""Has the engine read a question before it is asked: while the user types, once a file is attached.
+
+Enter then waits for the last words alone. What was read stays in the engine's KV cache, so a text that
+changes costs nothing: the next one is read from where they differ.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from edgeinfer.chat import slash
+from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.values import Attachment
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.runtime.requests import GenerateRequest
+
+#: Who types without a pause is read along this often, in seconds.
+ALONG_S = 2.0
+
+_Wanted = tuple[Engine, GenerateRequest]
+
+
+class ReadAhead:
+    """Reads what would be asked, at the engine's lowest priority; at most one request at a time."""
+
+    def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state: tuple[object, ...] = ()
+        self._text = ""
+        self._read_at = 0.0
+        self._wanted: _Wanted | None = None
+        self._running: Generation | None = None
+
+    def look(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
+        """Look at what stands in the composer, some times a second. Return whether to call `read`.
+
+        True once the text has stood still since the last look, or `ALONG_S` after the last time; only
+        for whole words, and only while no answer is being written.
+        """
+        paused, self._text = text == self._text, text
+        if not paused and self._clock() - self._read_at < ALONG_S:
+            return False
+        session = self._session
+        words = "" if slash.is_command(text.strip()) else whole_words(text)
+        said = (session.conversation.head_id, session.conversation.system_prompt)
+        state = (session.engine, session.busy, *said, words, *attachments, editing)
+        if state == self._state:
+            return False
+        self.stop()
+        self._state = state
+        if session.engine is None or session.busy:
+            return False
+        request = session.request_if_sent(words, attachments, editing)
+        if request is None:
+            return False
+        self._read_at = self._clock()
+        self._wanted = (session.engine, msgspec.structs.replace(request, max_tokens=0))
+        return True
+
+    def read(self) -> None:
+        """Have the engine read what is wanted. Blocks while it is tokenized: call it from a thread."""
+        with self._lock:
+            wanted = self._wanted
+            if wanted is None:
+                return
+            engine, request = wanted
+            try:
+                self._running = engine.submit(request)
+            except EdgeInferError:  # shown when it is asked
+                return
+            if self._wanted is not wanted:  # stopped meanwhile
+                self._running.cancel()
+
+    def stop(self) -> None:
+        """Stop reading; what was read is kept by the engine. Any thread."""
+        self._wanted = None
+        if self._running is not None:
+            self._running.cancel()
+
+
+def whole_words(text: str) -> str:
+    """Return `text` without the word that is being typed, which may be another one in a moment."""
+    if text[-1:].isspace():
+        return text.rstrip()
+    words = text.rsplit(maxsplit=1)
+    return words[0] if len(words) == 2 else ""

@@ -1,0 +1,158 @@
+"""What is read before it is asked: whole words, files, opened conversations; and what stops it."""
+
+import threading
+
+import pytest
+
+from edgeinfer.chat.read_ahead import ALONG_S, ReadAhead, whole_words
+from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.store import Store
+from edgeinfer.chat.values import Attachment
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+NOTES = Attachment(name="notes.txt", text="the word is swordfish")
+
+
+class Composer:
+    """A composer that is looked at, with a clock that stands still."""
+
+    def __init__(self, session):
+        self.now = 100.0
+        self.session = session
+        self.ahead = ReadAhead(session, lambda: self.now)
+
+    def look(self, text, attachments=(), editing=None):
+        if found := self.ahead.look(text, attachments, editing):
+            self.ahead.read()
+        return found
+
+    def stand_still(self, text, *rest):
+        return self.look(text, *rest) or self.look(text, *rest)
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine([["one"], ["two"]])
+
+
+@pytest.fixture
+def composer(tmp_path, engine):
+    session = ChatSession(lambda: Store.open(tmp_path / "c.db"), "fake", engine)
+    yield Composer(session)
+    session.store.close()
+
+
+def asked(request):
+    return [m.content for m in request.messages]
+
+
+def answer(session, text, attachments=()):
+    session.ask(text, attachments)
+    running = session.begin_answer()
+    for event in running.generation:
+        running.add(event)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [("", ""), ("Why", ""), ("Why is", "Why"), ("Why is ", "Why is"), ("a\n\nb", "a"), (" a", "")],
+)
+def test_the_word_that_is_being_typed_is_left_out(text, whole):
+    assert whole_words(text) == whole
+
+
+def test_what_stands_still_is_read_once_and_begins_what_is_asked(composer, engine):
+    composer.now += ALONG_S
+    composer.session.set(system_prompt="Be kind.")
+    assert composer.stand_still("Why is the sk", [NOTES])
+    assert not composer.stand_still("Why is the sky", [NOTES])
+    (read,) = engine.read
+    assert read.max_tokens == 0
+    answer(composer.session, "Why is the sky blue?", [NOTES])
+    whole, part = (engine.apply_template(r.messages) for r in (engine.requests[0], read))
+    assert whole.startswith(part.removesuffix("\nassistant:"))
+    assert asked(read)[1].endswith("swordfish\n```\n\nWhy is the")
+
+
+def test_while_words_come_without_a_pause_they_are_read_now_and_then(composer, engine):
+    composer.look("One ")
+    for text in ("One two ", "One two three ", "One two three four "):
+        composer.look(text)
+    assert [asked(r) for r in engine.read] == [["One"]]
+    composer.now += ALONG_S
+    composer.look("One two three four five ")
+    assert asked(engine.read[-1]) == ["One two three four five"]
+
+
+def test_another_text_stops_what_is_being_read(composer, engine):
+    composer.stand_still("One two ")
+    first = composer.ahead._running
+    composer.stand_still("Another one ")
+    assert [event.reason for event in first if hasattr(event, "reason")]
+    assert asked(engine.read[-1]) == ["Another one"]
+
+
+def test_a_file_alone_is_read_and_a_command_is_not(composer, engine):
+    assert not composer.stand_still("/model other ")
+    assert composer.stand_still("", [NOTES])
+    assert asked(engine.read[0]) == ["File `notes.txt`:\n```\nthe word is swordfish\n```"]
+
+
+def test_an_opened_conversation_is_read_before_anything_is_typed(composer, engine):
+    answer(composer.session, "first")
+    number = composer.session.conversation.id
+    composer.session.new()
+    assert not composer.stand_still("")
+    composer.session.open(number)
+    assert composer.stand_still("")
+    assert asked(engine.read[-1]) == ["first", "one"]
+
+
+def test_an_edited_question_is_read_in_its_own_branch(composer, engine):
+    answer(composer.session, "first", [NOTES])
+    answer(composer.session, "second")
+    composer.stand_still("anew and ", (), composer.session.path[0].id)
+    assert len(engine.read[-1].messages) == 1
+    assert asked(engine.read[-1])[0].endswith("swordfish\n```\n\nanew and")
+
+
+def test_nothing_is_read_while_an_answer_is_written_or_without_an_engine(composer, engine):
+    composer.session.engine = None
+    assert not composer.stand_still("One two ")
+    gate = Gate(threading.Event())
+    composer.session.engine = FakeEngine([[gate, "x"]])
+    composer.session.ask("q")
+    running = composer.session.begin_answer()
+    assert not composer.stand_still("One two three ")
+    gate.opened.set()
+    for event in running.generation:
+        running.add(event)
+    assert composer.stand_still("One two three ")
+
+
+def test_what_the_engine_refuses_is_silent_and_a_later_stop_wins(composer, engine):
+    composer.look("One two ")
+    composer.ahead.stop()
+    composer.ahead.read()
+    assert len(engine.read) == 1
+    engine.close()
+    assert composer.stand_still("One two three ")
+
+
+@pytest.mark.model
+def test_the_model_computes_only_the_words_that_were_not_read(tmp_path, smollm2):
+    engine = load_engine(ModelFiles(name="m", paths=(str(smollm2),)), LoadOptions(n_ctx=1024))
+    session = ChatSession(lambda: Store.open(tmp_path / "c.db"), "m", engine)
+    session.set(sampling={"temperature": 0.0, "max_tokens": 2})
+    composer = Composer(session)
+    text = "Please tell me, in a few plain words and without haste, all about the history of"
+    composer.stand_still(f"{text} ", [NOTES])
+    for _ in composer.ahead._running:
+        pass
+    answer(session, f"{text} Rome", [NOTES])
+    stats = session.path[-1].stats
+    session.store.close()
+    engine.close()
+    assert stats.prompt_tokens - stats.cached_tokens <= 8  # the last word, and the template's end
