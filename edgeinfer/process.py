@@ -1,20 +1,82 @@
-"""How this program starts another Python process of itself: from a checkout, an installation, or the
-frozen binary.
+"""Starts other processes of this program: the command, and what is done between fork and exec.
+
+Standard library only, and of that what costs nothing: the launcher imports this.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 #: What the frozen binary's entry point recognises: `edgeinfer --edgeinfer-module MODULE ARG...` runs
 #: MODULE as `__main__`.
 MODULE_SWITCH = "--edgeinfer-module"
+_PR_SET_PDEATHSIG = 1
+_SIGKILL = 9
 
 
 def child_command(module: str, *args: str) -> list[str]:
-    """The command that runs `module` (one of edgeinfer's with a `__main__` part) in a process of its
-    own.
+    """Name the command that runs `module`, one of ours with a `__main__` part, in its own process.
+
+    From a checkout, an installation, or the frozen binary.
     """
     if getattr(sys, "frozen", False):
         return [sys.executable, MODULE_SWITCH, module, *args]
     return [sys.executable, "-m", module, *args]
+
+
+def fork_and_exec(
+    command: list[str], prepare: Callable[[], None], environment: Mapping[str, str] = os.environ
+) -> int:
+    """Start `command` in a child that calls `prepare` first; return the child's pid.
+
+    When either fails the child exits with 127. Raises OSError when there can be no child.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            prepare()
+            os.execve(command[0], command, environment)
+        finally:
+            os._exit(127)
+    return pid
+
+
+def silence(*keep: int) -> None:
+    """Point the standard streams at /dev/null, but for those in `keep`. Raises OSError."""
+    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    for fd in (0, 1, 2):
+        if fd not in keep:
+            os.dup2(null, fd)
+    if null > 2:
+        os.close(null)
+
+
+def close_all_but(*keep: int) -> None:
+    """Close every descriptor but the standard streams and `keep`: nobody waits for a pipe's end on us."""
+    first = 3
+    for fd in sorted(keep):
+        os.closerange(first, fd)
+        first = fd + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX") if first > 4096 else 4096)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however it ends; Linux only.
+
+    The parent is the thread that started it. Raises OSError.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes  # 1.7 ms; what supervises an app has it
+
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    if os.getppid() != parent:  # it went while we asked
+        os.kill(os.getpid(), _SIGKILL)

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.process import die_with_parent
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.batch import Batch
-from edgeinfer.runtime.helpers.child import die_with_parent, say
+from edgeinfer.runtime.helpers.child import say
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.vocab import Vocab
 

@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from edgeinfer.process import die_with_parent
 from edgeinfer.disk import free_bytes
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.helpers.child import die_with_parent, say
+from edgeinfer.runtime.helpers.child import say
 from edgeinfer.runtime.libllama import L
 
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")

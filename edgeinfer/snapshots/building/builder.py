@@ -141,7 +141,7 @@ class Builder:
     ) -> NoReturn:
         """Init of the namespaces: starts the process that parks, then CRIU when told to."""
         try:
-            linux.die_with_parent()
+            process.die_with_parent()
             if flags & linux.CLONE_NEWUSER:
                 linux.map_this_user(user, group)
             if flags:
@@ -170,8 +170,7 @@ class Builder:
             high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (null, log, log, link, wake)]
             for fd, target in zip(high, (0, 1, 2, format.LINK_FD, format.WAKE_FD), strict=True):
                 os.dup2(fd, target)
-            os.closerange(3, format.LINK_FD)
-            os.closerange(format.WAKE_FD + 1, 4096)
+            process.close_all_but(format.LINK_FD, format.WAKE_FD)
             command = process.child_command("edgeinfer.snapshots.building.park")
             os.execve(command[0], command, parked_environment())
         finally:
@@ -313,7 +312,7 @@ def _disk_full(folder: Path) -> DiskFullError | None:
 
 def main() -> None:
     """Build into the folder of the command line; whatever fails, the folder is gone."""
-    linux.die_with_parent()
+    process.die_with_parent()
     warm, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     request = frames.receive(warm)
     if request is None:

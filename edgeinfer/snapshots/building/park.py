@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from edgeinfer import process
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.runtime.loading.mappings import areas
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
@@ -222,14 +223,10 @@ def _let_go(link: socket.socket, parked: bytes) -> None:
     frames.send(link, {"op": "parked", "pid": os.getpid(), "parked": parked, **inodes})
     gc.collect()
     gc.freeze()  # what is here stays: collections after a resume neither visit nor write it
-    null = os.open("/dev/null", os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
+    process.silence()
     number = mine.detach()
     link.detach()
-    os.closerange(3, number)
-    os.closerange(number + 1, LINK_FD)
-    os.closerange(WAKE_FD + 1, 4096)
+    process.close_all_but(number, LINK_FD, WAKE_FD)
     os.dup2(number, LINK_FD)  # last: the builder sees its socket close, and dumps
     os.close(number)
 

@@ -12,6 +12,8 @@ import os
 import sys
 import time
 
+from edgeinfer import process
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -54,9 +56,7 @@ def put_back(fd: int, modes: list[object]) -> None:
 
 
 def watch(fd: int, modes: list[object]) -> int:
-    """Start the child and return the descriptor that tells it of our end: `dismiss` it before an
-    orderly one.
-    """
+    """Start the child and return the descriptor that tells it of our end; `dismiss` it before that."""
     read_fd, write_fd = os.pipe()
     if os.fork() == 0:
         try:
@@ -79,10 +79,7 @@ def dismiss(write_fd: int) -> None:
 def _wait(read_fd: int, fd: int, modes: list[object]) -> NoReturn:
     for number in _SIGNALS:
         _signal.signal(number, _signal.SIG_IGN)
-    null = os.open("/dev/null", os.O_RDWR)
-    for other in (0, 1, 2):
-        if other != fd:
-            os.dup2(null, other)
+    process.silence(fd)
     if not os.read(read_fd, 1):
         time.sleep(_DYING_S)
         _mend(fd, modes)

@@ -17,8 +17,9 @@ import select
 import sys
 import time
 
+from edgeinfer import process
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
-from edgeinfer.snapshots import frames, linux
+from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching import guard, supervise, surroundings
 from edgeinfer.snapshots.shelf import choose, format
 
@@ -130,11 +131,9 @@ class Launcher:
         return app
 
     def _cold(self, request: dict[str, frames.Value], fds: list[int], reason: str) -> App:
-        from edgeinfer.process import child_command
-
         ours, theirs = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
-        command = child_command("edgeinfer.snapshots.resumed.app_process", str(theirs.fileno()))
+        command = process.child_command("edgeinfer.snapshots.resumed.app_process", str(theirs.fileno()))
         child = supervise.start(command, theirs.fileno(), dict(os.environ))
         theirs.close()
         app = self._adopt(App(child, ours, str(request["role"])), request, fds)
@@ -314,21 +313,17 @@ class Launcher:
         """Run `edgeinfer warm` for the app, which cannot from inside its namespaces; what it says goes
         to the app's pipe.
         """
-        from edgeinfer.process import child_command
-
         self._warm_stop()
-        command = child_command("edgeinfer", "warm", *frames.split(fields["argv"]))
-        self._warming = os.fork()
-        if self._warming == 0:
-            try:
-                linux.die_with_parent()
-                os.setsid()
-                null = os.open("/dev/null", os.O_RDWR)
-                for source, target in ((null, 0), (fds[0], 1), (fds[0], 2)):
-                    os.dup2(source, target)
-                os.execv(command[0], command)
-            finally:
-                os._exit(127)
+
+        def prepare() -> None:
+            process.die_with_parent()
+            os.setsid()
+            process.silence()
+            for stream in (1, 2):
+                os.dup2(fds[0], stream)
+
+        command = process.child_command("edgeinfer", "warm", *frames.split(fields["argv"]))
+        self._warming = process.fork_and_exec(command, prepare)
         for fd in fds:
             os.close(fd)
 

@@ -15,6 +15,7 @@ import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3
 import os
 import sys
 
+from edgeinfer import process
 from edgeinfer.snapshots import criu, linux
 from edgeinfer.snapshots.shelf.format import IMAGES, Manifest
 
@@ -85,16 +86,13 @@ def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Chil
     """Start a cold app, a new interpreter with the link as its descriptor `link_fd`. Raises OSError."""
     status_read, status_write = os.pipe()
 
+    def prepare() -> None:
+        process.die_with_parent()
+        os.setsid()
+
     def work(tell: Callable[[str], None]) -> NoReturn:
         os.set_inheritable(link_fd, True)
-        child = os.fork()
-        if child == 0:
-            try:
-                linux.die_with_parent()
-                os.setsid()
-                os.execve(command[0], command, environment)
-            finally:
-                os._exit(127)
+        child = process.fork_and_exec(command, prepare, environment)
         os.close(link_fd)
         _supervise(tell, 0, child, -1)
 
@@ -114,26 +112,15 @@ def _main(
         os.write(status_fd, line.encode(errors="replace") + b"\n")
 
     try:
-        linux.die_with_parent()
+        process.die_with_parent()
         os.setsid()
         _signal.set_wakeup_fd(-1)
-        _leave_descriptors(keep)
+        process.silence()
+        process.close_all_but(*keep)
         work(tell)
     except BaseException as error:  # noqa: BLE001  the main of a process
         tell(f"failed {type(error).__name__}: {error}".replace("\n", " "))
     os._exit(125)
-
-
-def _leave_descriptors(keep: tuple[int, ...]) -> None:
-    """Stdio on /dev/null and only `keep` besides: nobody waits for the end of a pipe because of us."""
-    null = os.open("/dev/null", os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    first = 3
-    for fd in sorted(keep):
-        os.closerange(first, fd)
-        first = fd + 1
-    os.closerange(first, os.sysconf("SC_OPEN_MAX") if first > 4096 else 4096)
 
 
 def _restore_child(manifest: Manifest, images: str, link_fd: int, wake_fd: int, log: int) -> int:

@@ -10,6 +10,7 @@ import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3
 import _socket
 import os
 
+from edgeinfer import process
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching import supervise
 from edgeinfer.snapshots.shelf import choose
@@ -85,18 +86,12 @@ def listen(argv: list[str]) -> list[_socket.socket]:
 
 def detach(module: str, *arguments: str) -> None:
     """Start a module of ours that outlives us, with none of our descriptors."""
-    from edgeinfer.process import child_command
 
-    command = child_command(module, *arguments)
-    if os.fork() == 0:
-        try:
-            os.setsid()
-            null = os.open("/dev/null", os.O_RDWR)
-            for fd in (0, 1, 2):
-                os.dup2(null, fd)
-            os.closerange(3, 4096)
-            for number in supervise.FORWARDED:
-                _signal.signal(number, _signal.SIG_DFL)
-            os.execv(command[0], command)
-        finally:
-            os._exit(127)
+    def prepare() -> None:
+        os.setsid()
+        process.silence()
+        process.close_all_but()
+        for number in supervise.FORWARDED:
+            _signal.signal(number, _signal.SIG_DFL)
+
+    process.fork_and_exec(process.child_command(module, *arguments), prepare)

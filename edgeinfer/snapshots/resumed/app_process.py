@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from edgeinfer import process
 from edgeinfer.errors import EngineClosedError, from_fields
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.load_options import snapshot_options
@@ -238,7 +239,7 @@ def _take_over(
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.signal(signal.SIGTSTP, _stop)
     linux.set_name("edgeinfer")
-    linux.die_with_parent()
+    process.die_with_parent()
     if loaded is not None:
         loaded.resume(samplers)
     return [socket.socket(fileno=fd) for fd in fds[3:]]
@@ -326,7 +327,7 @@ def _trace_imports(before: set[str]) -> None:
 def main() -> NoReturn:
     """A cold app: the link's descriptor is the only argument."""
     resumed_ns = time.monotonic_ns()
-    linux.die_with_parent()
+    process.die_with_parent()
     run_app(socket.socket(fileno=int(sys.argv[1])), None, resumed_ns)
 
 
