@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from edgeinfer import __version__, error_text
 from edgeinfer.arguments import catalog, launch_args, machine, snapshots
+from edgeinfer.arguments.times import refuse_unknown
 from edgeinfer.arguments.verb import wants_json
 from edgeinfer.errors import EdgeInferError, SnapshotsUnavailableError, UsageError
 from edgeinfer.host import Host
@@ -53,7 +54,9 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
     typed = list(sys.argv[1:] if argv is None else argv)
     as_json = wants_json(typed)
     try:
-        options = build_parser().parse_args(typed or ["chat"])
+        parser = build_parser()
+        options, unknown = parser.parse_known_args(typed or ["chat"])
+        refuse_unknown(parser, options.verb or "", unknown)
         as_json = options.json
         result = _run(options, host or Host())
         _print_result(result, as_json=as_json)

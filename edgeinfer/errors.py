@@ -2,7 +2,7 @@
 
     EdgeInferError
     ├── UsageError                    the command line or a request names something that cannot be
-    │   └── WrongTimeError            an option given at load, launch or request time that belongs to another
+    │   └── WrongTimeError            an option of load, launch or request time, given at another time
     ├── ConfigError                   config.toml or models.toml: file, key and the nearest valid key
     ├── CatalogError
     │   ├── UnknownModelError         no such name in the catalogue
@@ -88,7 +88,7 @@ class UsageError(EdgeInferError):
 
 
 class WrongTimeError(UsageError):
-    """An option given at load, launch or request time that belongs to another time."""
+    """An option of load, launch or request time was given at another time."""
 
 
 class ConfigError(EdgeInferError):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edgeinfer import sampling_options
+from edgeinfer.arguments import times
 from edgeinfer.arguments.verb import Verbs, add_verb
 from edgeinfer.load_options import LOAD_OPTIONS, N_THREADS, LoadOption
 from edgeinfer.sampling_options import SamplingOption
@@ -22,7 +23,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Options of load time: another value needs another snapshot. None means: the configuration decides."""
-    group = parser.add_argument_group("load options (another value needs another snapshot)")
+    group = parser.add_argument_group(times.LOAD)
     for option in LOAD_OPTIONS:
         if option.flag and option.of_snapshot:
             add_load_option(group, option)
@@ -71,14 +72,14 @@ class _Join(argparse.Action):
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Options of launch time: they ride in the launch request, so any snapshot serves them."""
-    group = parser.add_argument_group("launch options")
+    group = parser.add_argument_group(times.LAUNCH)
     add_load_option(group, N_THREADS)
     group.add_argument("--resume", choices=("auto", "always", "never"), help="resume from a snapshot")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Options of request time; None means: the model's defaults."""
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group(times.SAMPLING)
     for option in sampling_options.TYPED:
         flags = (option.flag, "--temp") if option.field == "temperature" else (option.flag,)
         metavar = "N" if option.kind is int else "X"
@@ -148,7 +149,7 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     """Options of the HTTP endpoint: launch time, all of them. None means: the configuration decides, or
     the default.
     """
-    where = parser.add_argument_group("endpoint options")
+    where = parser.add_argument_group(times.ENDPOINT)
     where.add_argument(
         "--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key"
     )

@@ -34,6 +34,7 @@ CHAT = [
     ({"messages": HI, "audio": {"voice": "x"}}, "audio", "unknown_parameter"),
     ({"messages": HI, "store": True}, "store", "invalid_value"),
     ({"messages": HI, "functions": []}, "functions", "unknown_parameter"),
+    ({"messages": HI, "n_ctx": 512}, "n_ctx", "unknown_parameter"),
     ({"messages": HI, "temperature": 2.1}, "temperature", "decimal_above_max_value"),
     ({"messages": HI, "temperature": -0.1}, "temperature", "decimal_below_min_value"),
     ({"messages": HI, "temperature": "hot"}, "temperature", "invalid_type"),
@@ -276,3 +277,11 @@ def test_a_defect_of_ours_is_a_500_without_details(here, engine, monkeypatch):
     assert "secret detail" not in answer.text
     assert answer.headers["x-request-id"] in answer.text
     assert "secret detail" in here.log.getvalue()
+
+
+@pytest.mark.parametrize(("name", "flag"), [("n_ctx", "--ctx"), ("kv_type", "--kv-type")])
+def test_an_option_of_load_time_is_refused_with_its_place(here, name, flag):
+    error = _post(here, "/v1/chat/completions", {"messages": HI, name: 512}).json()["error"]
+    assert error["message"].endswith(
+        f"'{name}'; it is an option of load time: start the endpoint with {flag}."
+    )

@@ -74,3 +74,31 @@ def test_a_verb_of_snapshots_is_refused_off_linux(capsys, monkeypatch):
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["code"] == "snapshots-unavailable"
     assert "Linux" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "time", "place"),
+    [
+        (("warm", "m", "--temperature", "0.5"), "request", "`edgeinfer chat` or `edgeinfer run`"),
+        (("serve", "--top-k=5"), "request", 'put "top_k" into the body of a request'),
+        (("batch", "a", "b", "--temp", "0"), "request", 'put "temperature" into the body'),
+        (("warm", "m", "--port", "8000"), "launch", "`edgeinfer serve`; any snapshot serves it"),
+        (("warm", "--resume", "never"), "launch", "`edgeinfer chat`"),
+        (("run", "m", "x", "--port", "8000"), "launch", "`edgeinfer serve`"),
+        (("pull", "m", "--ctx", "512"), "load", "`edgeinfer warm`"),
+        (("ps", "--kv-type=q8_0"), "load", "`edgeinfer chat`"),
+    ],
+)
+def test_an_option_of_another_time_is_refused_with_its_place(typed, time, place, capsys):
+    assert cli.main([*typed, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "wrong-time"
+    assert f"is an option of {time} time: `{typed[0]}` does not take it" in error["message"]
+    assert place in error["hint"]
+
+
+def test_an_option_of_no_time_is_just_unknown(capsys):
+    assert cli.main(["warm", "m", "--colour", "red", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "usage"
+    assert error["hint"] == "run `edgeinfer warm --help`"

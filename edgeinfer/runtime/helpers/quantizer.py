@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edgeinfer.process import die_with_parent
 from edgeinfer.disk import free_bytes
+from edgeinfer.process import die_with_parent
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.helpers.child import say
 from edgeinfer.runtime.libllama import L

@@ -12,6 +12,7 @@ import re
 import msgspec
 
 from edgeinfer import errors as e
+from edgeinfer.load_options import LOAD_OPTIONS
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
@@ -106,12 +107,20 @@ def from_validation(error: msgspec.ValidationError) -> Problem:
         param = f"{param}.{field[1]}" if param else field[1]
     said = text[: path.start()] if path else text
     if code == "unknown_parameter":
-        said = f"Unknown or unsupported parameter: '{param}'"
+        said = f"Unknown or unsupported parameter: '{param}'{_of_load_time(param)}"
     elif code == "missing_required_parameter":
         said = f"Missing required parameter: '{param}'"
     elif param:
         said = f"Invalid '{param}': {said.replace('`', '')}"
     return Problem(400, said + ".", param=param or None, code=code)
+
+
+def _of_load_time(param: str) -> str:
+    """Say where an option of load time belongs that a request names; "" for any other field."""
+    for option in LOAD_OPTIONS:
+        if option.flag and param in (option.field, option.key.replace("-", "_")):
+            return f"; it is an option of load time: start the endpoint with {option.flag}"
+    return ""
 
 
 def internal(request_id: str) -> Problem:

@@ -1,0 +1,52 @@
+"""The three times an option may belong to, and where to give one that was typed for another verb.
+
+An option's time is the title of its group in the parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from edgeinfer.errors import UsageError, WrongTimeError
+
+LOAD = "load options (another value needs another snapshot)"
+LAUNCH = "launch options"
+ENDPOINT = "endpoint options"
+SAMPLING = "sampling"
+_TIMES = {LOAD: "load", LAUNCH: "launch", ENDPOINT: "launch", SAMPLING: "request"}
+#: Verbs whose requests come from elsewhere, each with its own sampling.
+_ENDPOINTS = ("serve", "batch")
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, verb: str, unknown: Sequence[str]) -> None:
+    """Raise WrongTimeError for an option of another time, UsageError for anything else left over."""
+    for word in unknown:
+        found = list(_owners(parser, word.partition("=")[0])) if word.startswith("--") else []
+        if found:
+            raise _wrong_time(verb, found)
+    if unknown:
+        prog = f"{parser.prog} {verb}".strip()
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", hint=f"run `{prog} --help`")
+
+
+def _owners(parser: argparse.ArgumentParser, flag: str) -> Iterator[tuple[str, argparse.Action, str]]:
+    """Find the verbs that take `flag` at one of the times: verb, its action, title of the group."""
+    verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for name, verb in verbs.choices.items():
+        for group in verb._action_groups:
+            for action in group._group_actions:
+                if flag in action.option_strings and group.title in _TIMES:
+                    yield name, action, group.title
+
+
+def _wrong_time(verb: str, owners: Sequence[tuple[str, argparse.Action, str]]) -> WrongTimeError:
+    _, action, title = owners[0]
+    flag, time = action.option_strings[0], _TIMES[title]
+    takers = " or ".join(f"`edgeinfer {name}`" for name, _, _ in owners)
+    hint = f"give it to {takers}"
+    if time == "request" and verb in _ENDPOINTS:
+        hint = f'put "{action.dest}" into the body of a request'
+    elif time == "launch" and verb == "warm":
+        hint += "; any snapshot serves it"
+    return WrongTimeError(f"{flag} is an option of {time} time: `{verb}` does not take it", hint=hint)
