@@ -22,8 +22,8 @@ from edgeinfer.runtime.decoding.scheduler import Scheduler
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.language.constraints import Constraints
-from edgeinfer.runtime.language.dialogue import load_conversations
-from edgeinfer.runtime.language.parsers_api import Conversations, TemplateFacts
+from edgeinfer.runtime.language.dialogue import Conversations, load_conversations
+from edgeinfer.runtime.language.prepared import TemplateFacts
 from edgeinfer.runtime.loading.choices import exact_rows
 from edgeinfer.runtime.loading.load import Loaded, load_model
 from edgeinfer.runtime.loading.lora import LoraAdapters

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from edgeinfer.runtime.decoding.textstream import TextStream
 from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta
-from edgeinfer.runtime.language.parsers_api import Parsed, StreamParser
+from edgeinfer.runtime.language.prepared import Parsed, StreamParser
 from edgeinfer.runtime.vocab import Vocab
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 
-import msgspec
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
@@ -16,8 +15,9 @@ from edgeinfer.runtime.decoding.output import Output
 from edgeinfer.runtime.decoding.sampler import Sampler
 from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.decoding.speculative import Drafter, Drafting, NgramDrafter
-from edgeinfer.runtime.language.constraint_api import CompiledConstraint, Compiler, Lark, Matcher
-from edgeinfer.runtime.language.parsers_api import Conversations, Prepared
+from edgeinfer.runtime.language.constraints import Constraints, TokenMatcher
+from edgeinfer.runtime.language.dialogue import Conversations
+from edgeinfer.runtime.language.prepared import Lark, Prepared
 from edgeinfer.runtime.loading.lora import LoraAdapters
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.randomness import random_bytes
@@ -35,7 +35,7 @@ class Preparer:
         files: ModelFiles,
         vocab: Vocab,
         conversations: Conversations,
-        constraints: Compiler,
+        constraints: Constraints,
         lora: LoraAdapters,
         n_ctx: int,
         max_draft: int,
@@ -129,15 +129,13 @@ class Preparer:
         a, b = begin("A"), begin("7 B")
         return a[: common_prefix(a, b)]
 
-    def _matcher(self, request: GenerateRequest, prepared: Prepared | None) -> Matcher | None:
-        constraint: Constraint | Lark | CompiledConstraint | None = request.constraint
+    def _matcher(self, request: GenerateRequest, prepared: Prepared | None) -> TokenMatcher | None:
+        constraint: Constraint | Lark | None = request.constraint
         if prepared is not None and prepared.constraint is not None:
             constraint = prepared.constraint
         if constraint is None:
             return None
-        if isinstance(constraint, msgspec.Struct):
-            return self._constraints.compile(constraint, self._vocab).start()
-        return constraint.start()
+        return self._constraints.compile(constraint, self._vocab).start()
 
     def _drafter(self, request: GenerateRequest) -> Drafter | None:
         if request.speculative == "draft" and self.draft_model is None:

@@ -20,7 +20,7 @@ from edgeinfer.runtime.decoding.sampler import Sampler
 from edgeinfer.runtime.decoding.speculative import Drafting
 from edgeinfer.runtime.events import Finished, FinishReason, Progress, Timings, TokenLogprobs, Usage
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.language.constraint_api import Matcher
+from edgeinfer.runtime.language.constraints import TokenMatcher
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.vocab import Vocab
 
@@ -53,7 +53,7 @@ class Sequence:
     adapters: AdapterKey
     max_tokens: int
     keep_tokens: Callable[[], int]
-    matcher: Matcher | None = None
+    matcher: TokenMatcher | None = None
     banned: npt.NDArray[np.int64] | None = None
     deadline: float | None = None
     stream: EventStream = field(init=False)

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import llguidance
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from edgeinfer.errors import UnsupportedConstraintError
-from edgeinfer.runtime.language.constraint_api import Lark, VocabView
 from edgeinfer.runtime.language.gbnf import to_lark
+from edgeinfer.runtime.language.prepared import Lark
 from edgeinfer.runtime.language.schema_check import locate, normalise
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.language.constraint_api import Logits
+    from edgeinfer.runtime.vocab import Vocab
 
 #: Compiled constraints kept. One takes about 20 KiB.
 CACHE_SIZE = 128
@@ -66,7 +67,7 @@ class TokenMatcher:
         self._bits = self._words.view(np.uint8)
         self._pointer, self._n_bytes = self._words.ctypes.data, self._words.nbytes
 
-    def mask_into(self, logits: Logits) -> None:
+    def mask_into(self, logits: npt.NDArray[np.float32]) -> None:
         """Set every logit whose token may not come next to minus infinity, in place.
 
         Raises UnsupportedConstraintError when the grammar outgrew the parser's limits.
@@ -116,16 +117,16 @@ class Constraints:
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Compiled] = OrderedDict()
         self._cache_size = cache_size
-        self._vocab: VocabView | None = None
+        self._vocab: Vocab | None = None
         self._tokenizer: Any = None
 
-    def prepare(self, vocab: VocabView) -> None:
+    def prepare(self, vocab: Vocab) -> None:
         """Make what every constraint needs of the vocabulary: 0.15 s for 49,152 tokens, 1.2 s for
         262,144; once.
         """
         self._tokens(vocab)
 
-    def compile(self, constraint: Constraint | Lark, vocab: VocabView) -> Compiled:
+    def compile(self, constraint: Constraint | Lark, vocab: Vocab) -> Compiled:
         """Raises UnsupportedConstraintError, `param` naming the place in the schema or grammar."""
         try:
             key = msgspec.json.encode(constraint)
@@ -149,7 +150,7 @@ class Constraints:
                 self._cache.popitem(last=False)
         return made
 
-    def _tokens(self, vocab: VocabView) -> Any:
+    def _tokens(self, vocab: Vocab) -> Any:
         with self._lock:
             if self._vocab is not vocab:
                 self._tokenizer = token_table(vocab)
@@ -271,7 +272,7 @@ def _brief(error: str) -> str:
     return " ".join(lines)[:300]
 
 
-def token_table(vocab: VocabView) -> Any:
+def token_table(vocab: Vocab) -> Any:
     """llguidance's view of the vocabulary: a trie of every token's bytes."""
     pointer: Any = getattr(vocab, "pointer", None)  # llguidance tokenizes with llama.cpp itself
     function = ctypes.cast(L._lib.llama_tokenize, ctypes.c_void_p).value

@@ -19,13 +19,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.runtime.language.constraint_api import Lark, VocabView
 from edgeinfer.runtime.language.constraints import check_schema, lark_parts, quoted
-from edgeinfer.runtime.language.parsers_api import Prepared, StreamParser, TemplateFacts
+from edgeinfer.runtime.language.prepared import Lark, Prepared, StreamParser, TemplateFacts
 from edgeinfer.runtime.language.reasoning import ReasoningParser, Span, is_open
 from edgeinfer.runtime.language.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.language.templates import (
@@ -41,6 +41,9 @@ from edgeinfer.runtime.language.tool_formats.families import detect as detect_fo
 from edgeinfer.runtime.language.tool_formats.stream import CallParser
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.vocab import Vocab
 
 _KEPT = 32
 _MAX_TOOLS = 128
@@ -58,7 +61,7 @@ class _Talk:
     knows_span: bool
 
 
-def load_conversations(facts: TemplateFacts) -> ModelConversations:
+def load_conversations(facts: TemplateFacts) -> Conversations:
     """Called once a load. Raises ModelLoadError when the model's template does not parse."""
     try:
         template, reason = choose(
@@ -69,10 +72,10 @@ def load_conversations(facts: TemplateFacts) -> ModelConversations:
     except ModelLoadError as error:
         hint = "give the model another template: `chat_template` in models.toml"
         raise ModelLoadError(error.message, hint=hint) from error
-    return ModelConversations(facts, _talk(facts, template), _talk(facts, with_tools), reason)
+    return Conversations(facts, _talk(facts, template), _talk(facts, with_tools), reason)
 
 
-def _has_chatml(vocab: VocabView) -> bool:
+def _has_chatml(vocab: Vocab) -> bool:
     return all(
         len(vocab.tokenize(text, parse_special=True)) == 1 for text in ("<|im_start|>", "<|im_end|>")
     )
@@ -84,8 +87,8 @@ def _talk(facts: TemplateFacts, template: ChatTemplate) -> _Talk:
     return _Talk(template, form, why, span, knows)
 
 
-class ModelConversations:
-    """`Conversations` of one model. Any thread."""
+class Conversations:
+    """A loaded model's way of talking: prompts, parsers, constraints. Any thread."""
 
     def __init__(self, facts: TemplateFacts, plain: _Talk, with_tools: _Talk, reason: str) -> None:
         self._facts, self._plain, self._with_tools = facts, plain, with_tools
@@ -268,7 +271,7 @@ def _check_tool(i: int, tool: Tool) -> None:
 
 
 def _after_reasoning(
-    constraint: Constraint | Lark, span: Span, vocab: VocabView, *, opened: bool, free: bool
+    constraint: Constraint | Lark, span: Span, vocab: Vocab, *, opened: bool, free: bool
 ) -> Constraint | Lark:
     """The constraint, behind a reasoning span that the prompt has opened (`opened`), or that the model
     may open (`free`).

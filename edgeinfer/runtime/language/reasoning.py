@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta
 from edgeinfer.runtime.language.markers import could_become, held_back
-from edgeinfer.runtime.language.parsers_api import Parsed, StreamParser
+from edgeinfer.runtime.language.prepared import Parsed, StreamParser
 
 
 @dataclass(frozen=True, slots=True)

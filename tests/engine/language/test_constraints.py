@@ -13,9 +13,9 @@ import pytest
 
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.events import Finished, TextDelta
-from edgeinfer.runtime.language.constraint_api import Lark
 from edgeinfer.runtime.language.constraints import Constraints, whole
 from edgeinfer.runtime.language.gbnf import to_lark
+from edgeinfer.runtime.language.prepared import Lark
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,

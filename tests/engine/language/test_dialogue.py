@@ -10,9 +10,8 @@ import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
-from edgeinfer.runtime.language.constraint_api import Lark
 from edgeinfer.runtime.language.dialogue import load_conversations
-from edgeinfer.runtime.language.parsers_api import TemplateFacts
+from edgeinfer.runtime.language.prepared import Lark, TemplateFacts
 from edgeinfer.runtime.requests import (
     Choice,
     GenerateRequest,

@@ -9,9 +9,10 @@ most MAX_CALLS calls: a small model that may go on would.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from edgeinfer.runtime.language.constraint_api import Lark, VocabView
 from edgeinfer.runtime.language.constraints import inline_schema, quoted
+from edgeinfer.runtime.language.prepared import Lark
 from edgeinfer.runtime.language.tool_formats.families import (
     GEMMA,
     GENERIC,
@@ -22,23 +23,26 @@ from edgeinfer.runtime.language.tool_formats.families import (
 )
 from edgeinfer.runtime.requests import Tool
 
+if TYPE_CHECKING:
+    from edgeinfer.runtime.vocab import Vocab
+
 MAX_CALLS = 8
 _ANY = "/(?s:.*)/"
 
 
-def marker(text: str, vocab: VocabView) -> str:
+def marker(text: str, vocab: Vocab) -> str:
     """A marker as it stands in a grammar."""
     token = control_token(text, vocab)
     return quoted(text) if token is None else f"<[{token}]>"
 
 
-def control_token(text: str, vocab: VocabView) -> int | None:
+def control_token(text: str, vocab: Vocab) -> int | None:
     """The control token that `text` is, if it is one."""
     tokens = vocab.tokenize(text, parse_special=True)
     return tokens[0] if len(tokens) == 1 and vocab.is_control(tokens[0]) else None
 
 
-def needs_special(form: ToolFormat, vocab: VocabView) -> bool:
+def needs_special(form: ToolFormat, vocab: Vocab) -> bool:
     """Whether the family's markers are control tokens, which the engine hides from a parser that does
     not ask for them.
     """
@@ -46,7 +50,7 @@ def needs_special(form: ToolFormat, vocab: VocabView) -> bool:
     return any(control_token(text, vocab) is not None for text in texts if text)
 
 
-def required(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool) -> Lark:
+def required(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
     """One call of one of `tools`, or up to MAX_CALLS of them. Raises UnsupportedConstraintError with
     the place in a schema.
     """
@@ -54,9 +58,7 @@ def required(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, sever
     return Lark("\n".join([f"start: {_opening(form, vocab)}{body}", *_calls(form, tools, vocab)]))
 
 
-def once_begun(
-    form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool
-) -> Lark | None:
+def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark | None:
     """Any text, in which the family's marker begins a well-formed call.
 
     None where calls have no marker of their own, or are not written as JSON: a model is left to what it
@@ -74,17 +76,17 @@ def once_begun(
     return Lark("\n".join(rules))
 
 
-def or_answer(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView, *, several: bool) -> Lark:
+def or_answer(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
     """Calls, or what the grammar `@answer` allows, which whoever takes this has to add."""
     calls = required(form, tools, vocab, several=several).source.removeprefix("start: ")
     return Lark(f"start: calls | @answer\ncalls: {calls}")
 
 
-def _opening(form: ToolFormat, vocab: VocabView) -> str:
+def _opening(form: ToolFormat, vocab: Vocab) -> str:
     return "" if form.bare else marker(form.begin[0], vocab) + " "
 
 
-def _section(form: ToolFormat, vocab: VocabView, *, several: bool) -> str:
+def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
     """What follows the first marker. The marker stands before every call in some families and before
     the list in others.
     """
@@ -103,7 +105,7 @@ def _section(form: ToolFormat, vocab: VocabView, *, several: bool) -> str:
     return '"[" call' + (f' (", " call){more}' if several else "") + f' "]" {end}'
 
 
-def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView) -> list[str]:
+def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab) -> list[str]:
     rules = ["call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         rules += [
@@ -113,7 +115,7 @@ def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: VocabView) -> list[st
     return rules
 
 
-def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: VocabView) -> str:
+def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: Vocab) -> str:
     if not form.named:
         head = f'{{"name": {quoted(tool.name)}, "{form.arguments}": '
         return f"{quoted(head)} {arguments} {quoted('}')}"

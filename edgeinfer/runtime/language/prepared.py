@@ -1,27 +1,39 @@
-"""The seam between the decode loop and what a conversation needs: a prompt, a constraint for a required
-call, a parser.
+"""What passes between the decode loop and the room that knows a model's language.
 
-`runtime/language/dialogue.py` provides `load_conversations`, over `runtime/language/templates.py`
-(prompts), `runtime/tool_formats/` and `runtime/language/reasoning.py` (parsers).
+`dialogue.py` makes a `Prepared` of a request with messages; `constraints.py` compiles its constraint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
-from edgeinfer.runtime.language.constraint_api import CompiledConstraint, Lark, VocabView
-from edgeinfer.runtime.options import Chosen
-from edgeinfer.runtime.requests import Constraint, GenerateRequest
+from edgeinfer.runtime.requests import Constraint
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.vocab import Vocab
 
 Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 
 
+class Lark(msgspec.Struct, frozen=True, tag="lark"):
+    """A constraint of our own making: a grammar in llguidance's dialect of Lark, from its rule `start`.
+
+    What the conversation side needs besides what a request may ask for: calls in a family's format,
+    reasoning before JSON. `grammars` are further ones by name, which `source` reaches as `@name`.
+    """
+
+    source: str
+    grammars: tuple[tuple[str, str], ...] = ()
+
+
 class StreamParser(Protocol):
-    """Turns one generation's text into events. Used from the decode loop's thread alone; never raises
-    on model output.
+    """Turns one generation's text into events: calls, reasoning. Used from the decode loop's thread
+    alone; never raises on model output.
     """
 
     @property
@@ -49,7 +61,7 @@ class Prepared:
 
     prompt: str
     parser: StreamParser | None = None
-    constraint: Constraint | Lark | CompiledConstraint | None = None
+    constraint: Constraint | Lark | None = None
     stop: tuple[str, ...] = ()
 
 
@@ -69,30 +81,5 @@ class TemplateFacts:
     name: str
     bos_text: str
     eos_text: str
-    vocab: VocabView
+    vocab: Vocab
     add_bos: bool = False
-
-
-class Conversations(Protocol):
-    """A loaded model's way of talking. Any thread."""
-
-    @property
-    def tool_format(self) -> str:
-        """The family its calls are parsed as; "" when there is no chat template."""
-
-    @property
-    def choices(self) -> dict[str, Chosen]:
-        """What was chosen for the template, the tool format and the reasoning span, and why."""
-
-    def prepare(self, request: GenerateRequest) -> Prepared:
-        """Apply the template to `request.messages` and `request.tools`. Raises InvalidRequestError."""
-
-    def render(self, request: GenerateRequest) -> str:
-        """The prompt alone. Raises InvalidRequestError."""
-
-
-class LoadConversations(Protocol):
-    """`runtime.language.dialogue.load_conversations`: called once a load, on the loading thread."""
-
-    def __call__(self, facts: TemplateFacts) -> Conversations:
-        """Raises ModelLoadError when the template does not parse."""
