@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from edgeinfer import paths
+from edgeinfer import places
 from edgeinfer.errors import ConfigError
 from edgeinfer.load_options import LOAD_OPTIONS, LoadOption
 
@@ -123,7 +123,7 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
 class Config(_Section, frozen=True, kw_only=True):
     """The whole file."""
 
-    default_model: Annotated[str, _about("The model when none is named.")] = "smollm2-135m-instruct"
+    default_model: Annotated[str, _about("The model when none is named.")] = places.DEFAULT_MODEL
     offline: Annotated[
         bool, _about("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
     ] = False
@@ -136,7 +136,7 @@ class Config(_Section, frozen=True, kw_only=True):
 
 def config_path() -> Path:
     """`EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
-    return Path(os.environ.get("EDGEINFER_CONFIG") or paths.config_dir() / "config.toml")
+    return Path(places.config_file())
 
 
 def load_config(path: Path | None = None) -> Config:
@@ -158,9 +158,7 @@ def load_config(path: Path | None = None) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
     refuse_unknown_keys(document, Config, str(source))
-    bundled = os.environ.get(
-        "EDGEINFER_BUNDLED_MODEL"
-    )  # a shipped file with a model inside names it (`shipping.shipped`)
+    bundled = os.environ.get(places.BUNDLED_MODEL)
     if bundled:
         document.setdefault("default-model", bundled)
     try:

@@ -1,5 +1,4 @@
-"""Where things live. The launcher asks `edgeinfer.places` for the same as strings, before anything is
-imported.
+"""Where things live, as paths; `edgeinfer.places` knows, and tells the launcher in strings.
 
 Linux follows the XDG base directory specification (what platformdirs gives; a test compares the two).
 `EDGEINFER_HOME` puts everything under one directory. Nothing here makes a directory: whoever writes
@@ -10,39 +9,30 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
 
 from edgeinfer import places
 from edgeinfer.errors import SnapshotUnsafeError
 
 
-def _base(kind: str) -> Path:
-    if os.environ.get("EDGEINFER_HOME") or sys.platform == "linux":
-        return Path(places.base(kind))
-    import platformdirs  # 6 ms; never on the Linux launch path
-
-    return Path(getattr(platformdirs, f"user_{kind}_path")("edgeinfer", appauthor=False))
-
-
 def config_dir() -> Path:
     """config.toml, models.toml, the API key."""
-    return _base("config")
+    return Path(places.base("config"))
 
 
 def data_dir() -> Path:
     """Models and conversations: what a user would miss."""
-    return _base("data")
+    return Path(places.base("data"))
 
 
 def cache_dir() -> Path:
     """Snapshots and compiled things: what can be made again."""
-    return _base("cache")
+    return Path(places.base("cache"))
 
 
 def state_dir() -> Path:
     """Logs and histories."""
-    return _base("state")
+    return Path(places.base("state"))
 
 
 def models_dir() -> Path:
@@ -52,7 +42,7 @@ def models_dir() -> Path:
 
 def snapshots_dir() -> Path:
     """Snapshots, one folder each; 0700."""
-    return cache_dir() / "snapshots"
+    return Path(places.snapshots())
 
 
 def blocks_dir() -> Path:

@@ -9,7 +9,10 @@ launch that takes 40.
 from __future__ import annotations
 
 import os
+import sys
 
+#: The model of whoever names none, and the variable in which a shipped file names the one it carries.
+DEFAULT_MODEL, BUNDLED_MODEL = "smollm2-135m-instruct", "EDGEINFER_BUNDLED_MODEL"
 _XDG = {
     "config": ("XDG_CONFIG_HOME", ".config"),
     "data": ("XDG_DATA_HOME", ".local/share"),
@@ -24,13 +27,17 @@ if TYPE_CHECKING:
 
 
 def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Name the directory of one kind of data ("config", "data", "cache", "state") on Linux, absolute.
+    """Name the directory of one kind of data ("config", "data", "cache", "state"), absolute.
 
     `environment` is that of the process whose directory it is.
     """
     home = environment.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), kind)
+    if sys.platform != "linux":
+        import platformdirs  # 6 ms; never on the Linux launch path
+
+        return str(getattr(platformdirs, f"user_{kind}_dir")("edgeinfer", appauthor=False))
     variable, default = _XDG[kind]
     value = environment.get(variable, "")
     if not value.startswith("/"):

@@ -1,4 +1,4 @@
-"""Starts other processes of this program: the command, and what is done between fork and exec.
+"""Starts other processes of this program, and takes over the sockets that systemd passed to this one.
 
 Standard library only, and of that what costs nothing: the launcher imports this.
 """
@@ -80,3 +80,19 @@ def die_with_parent() -> None:
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     if os.getppid() != parent:  # it went while we asked
         os.kill(os.getpid(), _SIGKILL)
+
+
+def activated_descriptors() -> list[int]:
+    """The listening sockets that systemd passed to this process (sd_listen_fds(3)).
+
+    The variables are removed, so that no child believes them, and no child inherits the sockets.
+    """
+    count = os.environ.pop("LISTEN_FDS", "")
+    pid = os.environ.pop("LISTEN_PID", "")
+    os.environ.pop("LISTEN_FDNAMES", None)
+    if not count.isdigit() or pid != str(os.getpid()):
+        return []
+    found = list(range(3, 3 + int(count)))
+    for descriptor in found:
+        os.set_inheritable(descriptor, False)
+    return found

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 #: The shipped file that started this process or its launcher; absent in a checkout or an installation.
 FILE_VARIABLE = "EDGEINFER_FILE"
 #: The model a shipped file carries: the default model unless the configuration names one.
-MODEL_VARIABLE = "EDGEINFER_BUNDLED_MODEL"
 APP_PROGRAM = "edgeinfer-app"
 #: Where distributions keep their certificate authorities in one file: Debian, Fedora, openSUSE, Alpine.
 _AUTHORITIES = (
@@ -85,4 +84,6 @@ def start() -> None:
     os.environ[FILE_VARIABLE] = sys._edgeinfer_file  # type: ignore[attr-defined]
     model: str = sys._edgeinfer_model  # type: ignore[attr-defined]
     if model:
-        os.environ[MODEL_VARIABLE] = model.rpartition("-")[0]  # without the digits of its digest
+        from edgeinfer import places  # not before `sys` knows the shipped file
+
+        os.environ[places.BUNDLED_MODEL] = model.rpartition("-")[0]  # without the digits of its digest

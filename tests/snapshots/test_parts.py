@@ -14,6 +14,7 @@ import threading
 
 import pytest
 
+from edgeinfer import places
 from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError
 from edgeinfer.runtime.fake import FakeEngine
@@ -68,7 +69,7 @@ def publish(root, name, generation=1, *, model="m", requested=None, actual=None,
 def test_the_model_is_the_first_word_that_has_a_snapshot(root):
     publish(root, "m")
     assert choose.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
-    assert choose.launch_choice(["run", "hello"]).model == choose.DEFAULT_MODEL
+    assert choose.launch_choice(["run", "hello"]).model == places.DEFAULT_MODEL
 
 
 def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):
@@ -86,7 +87,7 @@ def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path
 def test_the_default_is_the_configurations():
     from edgeinfer.config import Config
 
-    assert Config().default_model == choose.DEFAULT_MODEL
+    assert Config().default_model == places.DEFAULT_MODEL
 
 
 def test_an_exact_match_is_preferred_then_the_newest(root):

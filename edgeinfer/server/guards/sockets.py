@@ -12,23 +12,12 @@ import socket
 from collections.abc import Sequence
 
 from edgeinfer.errors import ServeError
-
-_FIRST_ACTIVATED = 3
+from edgeinfer.process import activated_descriptors
 
 
 def activated() -> list[socket.socket]:
-    """Listening sockets that systemd passed to this process; the variables are removed so that no child
-    believes them.
-    """
-    count, pid = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
-    os.environ.pop("LISTEN_FDNAMES", None)
-    if not count.isdigit() or pid != str(os.getpid()):
-        return []
-    found = []
-    for descriptor in range(_FIRST_ACTIVATED, _FIRST_ACTIVATED + int(count)):
-        os.set_inheritable(descriptor, False)
-        found.append(socket.socket(fileno=descriptor))
-    return found
+    """Listening sockets that systemd passed to this process."""
+    return [socket.socket(fileno=descriptor) for descriptor in activated_descriptors()]
 
 
 def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:

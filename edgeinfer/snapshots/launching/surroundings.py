@@ -15,7 +15,8 @@ from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching import supervise
 from edgeinfer.snapshots.shelf import choose
 
-_LIMITS = (
+#: Resource limits that go with a launch; the kernel refuses to raise a hard one, so only soft ones are set.
+LIMITS = (
     "RLIMIT_NOFILE",
     "RLIMIT_CORE",
     "RLIMIT_CPU",
@@ -33,7 +34,7 @@ def of_this_process() -> dict[str, frames.Value]:
     umask = os.umask(0o077)
     os.umask(umask)
     limits: list[str] = []
-    for name in _LIMITS:
+    for name in LIMITS:
         limits += [name, str(resource.getrlimit(getattr(resource, name))[0])]
     try:
         cwd = os.getcwd()
@@ -54,11 +55,9 @@ def listen(argv: list[str]) -> list[_socket.socket]:
     """The sockets of `serve`, bound before anything is loaded; none when they cannot be: the app will
     say why.
     """
-    count = os.environ.get("LISTEN_FDS", "")
-    if count.isdigit() and os.environ.get("LISTEN_PID") == str(os.getpid()):
-        for name in ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
-            os.environ.pop(name, None)
-        return [_socket.socket(fileno=fd) for fd in range(3, 3 + int(count))]
+    activated = process.activated_descriptors()
+    if activated:
+        return [_socket.socket(fileno=fd) for fd in activated]
     serve = choose.read_config().get("serve", {})
     host = choose.option(argv, "--host") or str(serve.get("host", "127.0.0.1"))
     port = choose.option(argv, "--port") or str(serve.get("port", 8080))

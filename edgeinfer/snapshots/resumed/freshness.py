@@ -21,20 +21,8 @@ from collections.abc import Mapping
 
 from edgeinfer.runtime import SPIN_COUNT
 from edgeinfer.snapshots import frames, linux
+from edgeinfer.snapshots.launching.surroundings import LIMITS
 
-#: Limits that go with a launch; the kernel refuses to raise a hard one, so only soft ones are set.
-LIMITS = {
-    name: getattr(resource, name)
-    for name in (
-        "RLIMIT_NOFILE",
-        "RLIMIT_CORE",
-        "RLIMIT_CPU",
-        "RLIMIT_FSIZE",
-        "RLIMIT_DATA",
-        "RLIMIT_AS",
-        "RLIMIT_STACK",
-    )
-}
 _Range = tuple[int, int]
 
 
@@ -104,14 +92,13 @@ def adopt(fields: Mapping[str, bytes]) -> None:
     time.tzset()
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "")
-    with contextlib.suppress(
-        OSError
-    ):  # the directory may be gone: then we are where the parked process was, at /
+    with contextlib.suppress(OSError):  # gone: then we are where the parked process was, at /
         os.chdir(os.fsdecode(fields["cwd"]))
     os.umask(int(fields["umask"]))
     _take_processors({int(n) for n in frames.split(fields.get("affinity", b""))})
     for name, value in zip(*[iter(frames.split(fields.get("limits", b"")))] * 2, strict=True):
-        _limit(LIMITS.get(name), int(value))
+        if name in LIMITS:
+            _limit(getattr(resource, name), int(value))
 
 
 def _take_processors(numbers: set[int]) -> None:
@@ -123,9 +110,7 @@ def _take_processors(numbers: set[int]) -> None:
             os.sched_setaffinity(int(thread), numbers)
 
 
-def _limit(which: int | None, soft: int) -> None:
-    if which is None:
-        return
+def _limit(which: int, soft: int) -> None:
     _, hard = resource.getrlimit(which)
     wanted = (
         hard

@@ -20,10 +20,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
-#: The model a shipped file carries is its default (`edgeinfer.shipping.shipped.MODEL_VARIABLE`).
-_BUNDLED = "EDGEINFER_BUNDLED_MODEL"
-
 
 class LaunchChoice:
     """What a launch wants to resume: a model, options that must hold; `resume` is auto, always or never."""
@@ -49,7 +45,8 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
                 continue  # the app refuses it, and says why
             if value not in ENGINE_CHOOSES:
                 options[one.field] = str(value)
-    model = str(config.get("default-model") or os.environ.get(_BUNDLED) or DEFAULT_MODEL)
+    bundled = os.environ.get(places.BUNDLED_MODEL)
+    model = str(config.get("default-model") or bundled or places.DEFAULT_MODEL)
     known = {format.model_part(name) for name in format.generations()}
     for word in argv[1:]:
         if not word.startswith("-") and len(word) < 200 and format.safe_name(word) in known:
