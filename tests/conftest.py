@@ -1,15 +1,16 @@
-"""Every test starts from a clean environment and a home of its own; the real models come from the
-set-up's cache.
-"""
+"""Every test starts from a clean environment and a home of its own; models come from the set-up's cache."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import tomllib
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 #: Where tools/setup.sh keeps what it makes. EDGEINFER_BUILD_CACHE names another folder.
 BUILD_CACHE = Path(
     os.environ.get("EDGEINFER_BUILD_CACHE")
@@ -25,6 +26,40 @@ _OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SO
 # A suite started in the background inherits an ignored SIGINT, and so would every program whose Ctrl-C
 # is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--allowed-skips",
+        metavar="TABLE",
+        help="fail when a test is skipped for a reason that is not in this table of .ci/allowed-skips.toml",
+    )
+
+
+def _skips_not_allowed(config: pytest.Config) -> list[str]:
+    """Say where and why each test was skipped that --allowed-skips does not let be skipped."""
+    table = config.getoption("--allowed-skips")
+    if not table:
+        return []
+    allowed = tomllib.loads((ROOT / ".ci/allowed-skips.toml").read_text("utf-8"))[table]
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    found = []
+    for report in reporter.stats.get("skipped", []):
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        if not any(re.search(pattern, reason) for pattern in allowed):
+            found.append(f"{report.nodeid}: {reason}")
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.exitstatus == pytest.ExitCode.OK and _skips_not_allowed(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for skipped in _skips_not_allowed(config):
+        terminalreporter.write_line(f"SKIPPED, NOT ALLOWED {skipped}", red=True)
 
 
 @pytest.fixture(autouse=True)
