@@ -55,8 +55,13 @@ def test_the_text_of_one_licence():
 def test_uninstall_asks_with_everything_it_would_remove():
     fill()
     asked = []
+
+    def refuse(listing: str) -> bool:
+        asked.append(listing)
+        return False
+
     with pytest.raises(InterruptedByUser):
-        uninstall(options(), Host(), lambda listing: asked.append(listing) or False)
+        uninstall(options(), Host(), refuse)
     for path in (paths.models_dir(), paths.snapshots_dir(), paths.config_dir()):
         assert str(path) in asked[0]
         assert path.exists()

@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -175,7 +176,7 @@ def test_a_really_full_disk(server, url, body, tmp_path, monkeypatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(_FULL_DISK.format(url=url, small=small))
     ran = subprocess.run(
-        [*prefix, os.sys.executable, str(script)],
+        [*prefix, sys.executable, str(script)],
         capture_output=True,
         text=True,
         check=False,

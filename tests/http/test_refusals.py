@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
@@ -109,7 +110,7 @@ def test_a_chat_field_is_refused_by_name(here, engine, body, param, code):
     assert len(engine.requests) == before
 
 
-def _fields(of: type) -> set[str]:
+def _fields(of: type[msgspec.Struct]) -> set[str]:
     return set(of.__struct_encode_fields__)
 
 

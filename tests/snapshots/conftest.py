@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,7 +119,7 @@ class Person:
         """
         start = ["-c", program] if program else [str(self.place.script)]
         environment = self.environment | settings.pop("env", {})
-        defaults = {
+        defaults: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,

@@ -18,6 +18,7 @@ from edgeinfer import places
 from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError
 from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.loading.mappings import LARGE_BYTES
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.snapshots.building import digests
@@ -242,7 +243,7 @@ def test_reading_ahead_reads_what_is_not_cached(tmp_path):
 
 def test_what_is_touched_of_a_shared_mapping_is_found_in_windows(tmp_path):
     path = tmp_path / "file"
-    path.write_bytes(b"f" * residency.LARGE_BYTES * 2)
+    path.write_bytes(b"f" * LARGE_BYTES * 2)
     with open(path, "rb") as file:
         area = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
 

@@ -9,6 +9,7 @@ import typing
 import pytest
 
 from edgeinfer import cli
+from edgeinfer.arguments.verb import wants_json
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 
@@ -47,7 +48,7 @@ def test_a_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
 )
 def test_json_is_an_option_and_never_a_word(typed, wanted):
     assert cli.build_parser().parse_args(typed).json is wanted
-    assert cli.wants_json(typed) is wanted
+    assert wants_json(typed) is wanted
 
 
 @pytest.mark.parametrize(

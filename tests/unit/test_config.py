@@ -55,7 +55,9 @@ def test_every_key_has_a_sentence():
     import msgspec
 
     def sentences(struct):
-        for field in msgspec.inspect.type_info(struct).fields:
+        info = msgspec.inspect.type_info(struct)
+        assert isinstance(info, msgspec.inspect.StructType)
+        for field in info.fields:
             if isinstance(field.type, msgspec.inspect.StructType):
                 yield from sentences(field.type.cls)
             else:
