@@ -4,8 +4,8 @@ Read from /proc, /sys and the control groups of version 1 and 2, our own group a
 no model. Standard library alone.
 
 Memory that a control group still allows is its limit minus its usage, both of the same group, with the
-page cache inside the usage counted as free (`inactive_file` and `active_file`). That is what the kernel's
-own MemAvailable says of the whole machine: clean file pages, mapped weights among them, are taken back
+page cache inside the usage counted as free (`inactive_file` and `active_file`). So does the kernel's
+own MemAvailable for the whole machine: clean file pages, mapped weights among them, are taken back
 without swapping. Shared memory and locked pages are not in these two figures and stay counted as used.
 """
 
@@ -26,8 +26,9 @@ _RATE_BYTES, _RATE_BLOCK = 64 << 20, 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes this process may still take, and what limits them. `total_bytes` is 0 where nobody says (no
-    Linux); then `available_bytes` is without end.
+    """Bytes this process may still take, and what limits them.
+
+    `total_bytes` is 0 where nobody says (no Linux); then `available_bytes` is without end.
     """
 
     total_bytes: int
@@ -147,7 +148,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of our control group and its ancestors that rule `controller`, our own first."""
+    """Yield the folders of our control group and its ancestors for `controller`, our own first."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         top = root / "sys/fs/cgroup"

@@ -68,8 +68,9 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
-    """`header`, `files` and `memory` are empty for a model that is not here. `notes` say what is wrong,
-    if anything.
+    """`header`, `files` and `memory` are empty for a model that is not here.
+
+    `notes` say what is wrong, if anything.
     """
 
     kind: ClassVar[str] = "show"

@@ -34,7 +34,7 @@ class CollectedCall:
 
 
 class Collected:
-    """What a generation has said so far. `end` is its last event; `progress` its last prefill report."""
+    """What a generation has said. `end` is its last event, `progress` its last prefill report."""
 
     def __init__(self, text: str = "", reasoning: str = "") -> None:
         self._text = [text]

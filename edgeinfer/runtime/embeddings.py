@@ -31,12 +31,15 @@ _LOGITS_BYTES = 256 << 20
 
 
 class Embedder:
-    """Embeds and reranks with a loaded model. `call` runs work on the decode loop's thread. Any
-    thread.
+    """Embeds and reranks with a loaded model.
+
+    `call` runs work on the decode loop's thread. Any thread.
     """
 
     def __init__(self, loaded: Loaded, options: LoadOptions, call: Call) -> None:
-        self._loaded, self._options, self._call = loaded, options, call
+        self._loaded = loaded
+        self._options = options
+        self._call = call
         own = model_pooling(loaded.meta)
         self.can_rerank = own == _RANK
         self.can_embed = not self.can_rerank
@@ -61,8 +64,9 @@ class Embedder:
         return [_normalised(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """One score a document, higher is more relevant. Raises InvalidRequestError,
-        ContextLengthError.
+        """One score a document, higher is more relevant.
+
+        Raises InvalidRequestError, ContextLengthError.
         """
         if not self.can_rerank:
             raise InvalidRequestError("this model has no reranking head", param="model")
@@ -117,6 +121,7 @@ class Embedder:
         return [t for t in parts if t >= 0]
 
     def _run(self, inputs: list[list[int]], width: int) -> list[np.ndarray[Any, Any]]:
+        """One float64[width] an input."""
         vectors: list[np.ndarray[Any, Any]] = []
         for group in self._groups(inputs):
             vectors += self._call(partial(self._one_batch, group, width))

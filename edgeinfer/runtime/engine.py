@@ -50,8 +50,9 @@ def load_engine(
 
 
 class LlamaEngine:
-    """The `Engine` over llama.cpp. Any thread may call any method; one thread, started with the first
-    work, decodes.
+    """The `Engine` over llama.cpp.
+
+    Any thread may call any method; one thread, started with the first work, decodes.
     """
 
     def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
@@ -158,7 +159,7 @@ class LlamaEngine:
             s.blocks = open_blocks(store, self._files, self._options, self._loaded, s.kv, self._checked)
 
     def flush_blocks(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Wait until what was computed is in the store; False when that takes longer. Only while idle."""
+        """Wait until what was computed is in the store; False when it takes longer. Only while idle."""
         if self._scheduler.blocks is None:
             return True
         self._loop.stop()

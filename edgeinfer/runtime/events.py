@@ -31,8 +31,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request. `cached_tokens` of `prompt_tokens` were not prefilled; `cached_disk_tokens`
-    of those came from the store of computed blocks, the others from memory.
+    """Tokens of one request.
+
+    `cached_tokens` of `prompt_tokens` were not prefilled; `cached_disk_tokens` of those came from the
+    store of computed blocks, the others from memory.
     """
 
     prompt_tokens: int = 0
@@ -87,8 +89,9 @@ class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning", tag_field="ty
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="type"):
-    """More of tool call `index`. The first delta of an index carries `id` and `name`; `arguments` is a
-    JSON fragment.
+    """More of tool call `index`.
+
+    The first delta of an index carries `id` and `name`; `arguments` is a JSON fragment.
     """
 
     index: int

@@ -47,8 +47,9 @@ class Delay:
 
 @dataclass(frozen=True)
 class Gate:
-    """Wait until the event is set, or until cancelled. `reached` is set when the script arrives
-    here.
+    """Wait until the event is set, or until cancelled.
+
+    `reached` is set when the script arrives here.
     """
 
     opened: threading.Event
@@ -214,7 +215,9 @@ class _Player(threading.Thread):
         on_end: Callable[[_Player], None],
     ) -> None:
         super().__init__(name="fake-generation", daemon=True)
-        self._script, self._request, self._on_end = list(script), request, on_end
+        self._script = list(script)
+        self._request = request
+        self._on_end = on_end
         self._changed = threading.Condition()
         self._began = time.monotonic()
         self._first_ms = 0.0

@@ -50,7 +50,7 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lib() -> Any:
-    """Load the backends and capture the logs, once; the binding. Raises EngineError without a CPU backend."""
+    """Load the backends and capture the logs once. Raises EngineError without a CPU backend."""
     with _lock:
         if "ggml" not in _state:
             _capture_logs()
@@ -89,8 +89,9 @@ def clear_log() -> None:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect what llama.cpp says, notes included, while the block runs. One thread at a time makes
-    contexts.
+    """Collect what llama.cpp says, notes included, while the block runs.
+
+    One thread at a time makes contexts.
     """
     lines: list[str] = []
     _listeners.append(lines)

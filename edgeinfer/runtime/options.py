@@ -59,8 +59,10 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded model. Sizes in bytes. `choices` maps an option's name to what was chosen for it;
-    `warnings` are sentences for whoever loaded it.
+    """A loaded model.
+
+    Sizes in bytes. `choices` maps an option's name to what was chosen for it; `warnings` are sentences
+    for whoever loaded it.
     """
 
     model: str

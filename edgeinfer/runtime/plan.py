@@ -149,7 +149,7 @@ def disk_warning(shape: Shape, machine: Machine, disk_bytes_per_s: float = 0.0) 
     how = "measured just now" if disk_bytes_per_s else "assumed"
     return (
         f"weights of {format_bytes(shape.weights_bytes)} do not fit into the"
-        f" {format_bytes(machine.memory.available_bytes)} of memory that are free: they are read from the"
-        f" disk again and again. Expect about {pace}: {format_bytes(shape.weights_bytes_per_token)} a"
+        f" {format_bytes(machine.memory.available_bytes)} of memory that are free: they are read from"
+        f" the disk again and again. Expect about {pace}: {format_bytes(shape.weights_bytes_per_token)} a"
         f" token at {format_bytes(rate)}/s ({how})"
     )

@@ -107,7 +107,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     loaded with the model, at scale 1. `speculative`: "auto" lets the engine decide by what it
     measures. `deadline_s` counts from submission.
 
-    `max_tokens` 0 computes the prompt, keeps it for whoever begins like it, and finishes with no token: at
+    `max_tokens` 0 computes the prompt, keeps it for whoever begins like it, and ends with no token: at
     the lowest priority, and cancelling it loses nothing. `cache_prompt` False neither takes nor leaves
     anything, in memory or on disk. Requests share what was computed only under one `cache_salt`.
     `conversation` names whose blocks these are, so that they can be forgotten with it.

@@ -1,4 +1,4 @@
-"""A model's sizes, and the buffers llama.cpp allocates for them: pure arithmetic over a file's metadata.
+"""A model's sizes, and the buffers llama.cpp allocates for them: arithmetic over a file's metadata.
 
 `show` takes the metadata from the GGUF header, the loader from the loaded model. The KV cache follows
 llama.cpp's own arithmetic (per-layer head counts, shared layers, recurrent state); sliding windows are
@@ -40,9 +40,11 @@ _RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the memory of a loaded model depends on. `kv_elements` is K and V of one token in all layers,
-    `state_elements` the 32-bit floats of one sequence in the recurrent ones. `weights_bytes_per_token`
-    is what one token reads of the weights: less than all where it uses few of many experts.
+    """What the memory of a loaded model depends on.
+
+    `kv_elements` is K and V of one token in all layers, `state_elements` the 32-bit floats of one
+    sequence in the recurrent ones. `weights_bytes_per_token` is what one token reads of the weights:
+    less than all where it uses few of many experts.
     """
 
     weights_bytes: int
@@ -64,7 +66,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Buffers(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a loaded model takes. `kv_per_1000_bytes` is the growth for 1,000 more tokens of context."""
+    """Bytes a loaded model takes. `kv_per_1000_bytes`: what 1,000 more tokens of context take."""
 
     n_ctx: int
     n_parallel: int
@@ -180,7 +182,7 @@ def _kept(keys: _Keys, n_heads: int) -> tuple[int, int]:
 
 
 def _state_elements(keys: _Keys) -> int:
-    """32-bit floats of a recurrent layer's state, for one sequence: Mamba's, or a short convolution's."""
+    """32-bit floats of a recurrent layer's state for one sequence: Mamba's or a short convolution's."""
     inner, n_state = keys.number("ssm.inner_size"), keys.number("ssm.state_size")
     kernel, groups = keys.number("ssm.conv_kernel"), keys.number("ssm.group_count")
     convolution = max(0, keys.number("shortconv.l_cache") - 1) * keys.number("embedding_length")

@@ -14,8 +14,9 @@ _PIECE_BYTES = 512
 
 
 class Vocab:
-    """The vocabulary of a loaded model. `model` is llama.cpp's pointer, alive as long as this object is
-    used.
+    """The vocabulary of a loaded model.
+
+    `model` is llama.cpp's pointer, alive as long as this object is used.
     """
 
     def __init__(self, model: Any) -> None:
@@ -30,8 +31,9 @@ class Vocab:
 
     @cached_property
     def eos_tokens(self) -> tuple[int, ...]:
-        """Every token that ends a generation, the model's end of turn first. Found on first use: 80 ms
-        of 262,144 tokens.
+        """Every token that ends a generation, the model's end of turn first.
+
+        Found on first use: 80 ms of 262,144 tokens.
         """
         ends = [t for t in range(self.n_vocab) if L.llama_vocab_is_eog(self.pointer, t)]
         first = [t for t in (self.eos, L.llama_vocab_eot(self.pointer)) if t in ends]
@@ -46,8 +48,9 @@ class Vocab:
         return bool(L.llama_vocab_is_control(self.pointer, token))
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of a token; control tokens are empty unless `special`. Raises IndexError outside
-        the vocabulary.
+        """The bytes of a token; control tokens are empty unless `special`.
+
+        Raises IndexError outside the vocabulary.
         """
         cache = self._special_pieces if special else self._pieces
         found = cache.get(token)
@@ -79,8 +82,9 @@ class Vocab:
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """Tokens of `text`. `parse_special` reads `<|im_end|>` and its like as tokens; `add_special`
-        adds BOS where due.
+        """Tokens of `text`.
+
+        `parse_special` reads `<|im_end|>` and its like as tokens; `add_special` adds BOS where due.
         """
         data = text.encode("utf-8", "replace")
         size = len(data) // 2 + 16
@@ -94,8 +98,9 @@ class Vocab:
             size = -n
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """The bytes `tokens` stand for, special tokens spelled out. Raises IndexError outside the
-        vocabulary.
+        """The bytes `tokens` stand for, special tokens spelled out.
+
+        Raises IndexError outside the vocabulary.
         """
         if any(not 0 <= token < self.n_vocab for token in tokens):
             raise IndexError("token outside the vocabulary")

@@ -43,8 +43,9 @@ class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do. `ftype` is a llama_ftype; `pure` gives every tensor the same type; 0 threads means
-    all we may use.
+    """What to do.
+
+    `ftype` is a llama_ftype; `pure` gives every tensor the same type; 0 threads means all we may use.
     """
 
     source: str
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 class _Log:
-    """What llama.cpp says: kept, because it may explain a failure, and passed on as progress if wanted."""
+    """What llama.cpp says: kept, as it may explain a failure, and passed on as progress if wanted."""
 
     def __init__(self) -> None:
         self.reports_progress = False

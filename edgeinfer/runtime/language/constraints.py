@@ -102,7 +102,9 @@ class Compiled:
     __slots__ = ("_lock", "_matcher", "_n_vocab")
 
     def __init__(self, matcher: Any, n_vocab: int) -> None:
-        self._matcher, self._n_vocab, self._lock = matcher, n_vocab, threading.Lock()
+        self._matcher = matcher
+        self._n_vocab = n_vocab
+        self._lock = threading.Lock()
 
     def start(self) -> TokenMatcher:
         """A matcher at the beginning; 3 µs."""
@@ -199,8 +201,9 @@ def schema_grammar(schema: dict[str, Any]) -> str:
 
 
 def inline_schema(schema: Any) -> str:
-    """A schema as it stands in a Lark grammar: `%json {…}`. Raises UnsupportedConstraintError as
-    `normalise` does.
+    """A schema as it stands in a Lark grammar: `%json {…}`.
+
+    Raises UnsupportedConstraintError as `normalise` does.
     """
     return f"%json {json.dumps({**normalise(schema), 'x-guidance': JSON_STYLE})}"
 
@@ -228,8 +231,9 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
 
 
 def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """(grammar, the further grammars it names), to be put into a larger one. Raises
-    UnsupportedConstraintError.
+    """(grammar, the further grammars it names), to be put into a larger one.
+
+    Raises UnsupportedConstraintError.
     """
     if isinstance(constraint, Lark):
         return constraint.source, constraint.grammars

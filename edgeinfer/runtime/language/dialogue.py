@@ -91,7 +91,9 @@ class Conversations:
     """A loaded model's way of talking: prompts, parsers, constraints. Any thread."""
 
     def __init__(self, facts: TemplateFacts, plain: _Talk, with_tools: _Talk, reason: str) -> None:
-        self._facts, self._plain, self._with_tools = facts, plain, with_tools
+        self._facts = facts
+        self._plain = plain
+        self._with_tools = with_tools
         self._grammars: OrderedDict[bytes, tuple[Lark | None, bool]] = OrderedDict()
         self._lock = Lock()
         self.reason = reason

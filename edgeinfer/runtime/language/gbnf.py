@@ -37,7 +37,9 @@ def _resolve(match: re.Match[str]) -> str:
     part = match.group()
     if part.startswith("#"):
         return part
-    in_class, pieces, last = part.startswith("["), [], 0
+    in_class = part.startswith("[")
+    pieces = []
+    last = 0
     for escape in _ESCAPE.finditer(part):
         if (escape.start() - len(part[: escape.start()].rstrip("\\"))) % 2:
             continue  # the backslash is itself escaped

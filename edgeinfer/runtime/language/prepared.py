@@ -32,8 +32,9 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 
 
 class StreamParser(Protocol):
-    """Turns one generation's text into events: calls, reasoning. Used from the decode loop's thread
-    alone; never raises on model output.
+    """Turns one generation's text into events: calls, reasoning.
+
+    Used from the decode loop's thread alone; never raises on model output.
     """
 
     @property

@@ -42,8 +42,9 @@ SPANS = (
 
 
 def detect(template: str) -> tuple[Span, bool]:
-    """(span, whether the template knows it). Without a sign it is `<think>`, which distilled models
-    write all the same.
+    """(span, whether the template knows it).
+
+    Without a sign it is `<think>`, which distilled models write all the same.
     """
     for span in SPANS:
         first = span.close.partition("<|start|>")[0]

@@ -205,8 +205,9 @@ def resolve(root: Any, ref: str) -> Any:
 
 
 def normalise(schema: Any) -> dict[str, Any]:
-    """`schema` with what restricts and nothing else. Raises UnsupportedConstraintError, `param` the
-    place.
+    """`schema` with what restricts and nothing else.
+
+    Raises UnsupportedConstraintError, `param` the place.
     """
     if schema is True:
         return {}
@@ -280,7 +281,9 @@ def locate(
     `complaint` compiles a schema and says what is wrong, or "". References keep their meaning.
     """
     moved = _moved(schema)
-    place, words, tried = "#", complaint(schema), 0
+    place = "#"
+    words = complaint(schema)
+    tried = 0
     descended = True
     while descended and tried < limit:
         descended = False
@@ -292,7 +295,9 @@ def locate(
                 else ""
             )
             if wrong and child not in place:
-                place, words, descended = child, wrong, True
+                place = child
+                words = wrong
+                descended = True
                 break
     return place, words
 

@@ -122,7 +122,9 @@ def weigh(value: Any) -> Any:
         return value
     if not isinstance(value, _CONTAINERS):
         return value
-    total, counted, stack = 0, 0, [value]
+    total = 0
+    counted = 0
+    stack = [value]
     while stack:
         item = stack.pop()
         counted += 1

@@ -184,8 +184,9 @@ class ChatTemplate:
             ) from error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Render these dictionaries as they are. Raises whatever the template does, one of
-        `_TEMPLATE_FAILURES`.
+        """Render these dictionaries as they are.
+
+        Raises whatever the template does, one of `_TEMPLATE_FAILURES`.
         """
         names = {
             "tools": None,
@@ -324,9 +325,10 @@ def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if message.get("tool_call_id") not in placed:
                 split.append(message)
             continue
-        for i, call in enumerate(calls):
-            content = message["content"] if i == 0 else (None if message["content"] is None else "")
+        content = message["content"]
+        for call in calls:
             split.append({**message, "content": content, "tool_calls": [call]})
+            content = None if content is None else ""
             if call["id"] in results:
                 split.append(results[call["id"]])
                 placed.add(call["id"])

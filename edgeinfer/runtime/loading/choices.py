@@ -118,8 +118,10 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
 
 
 def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
-    """Repack weights for this CPU's fast paths, "on" or "off". "auto" leaves them mapped where memory is
-    short: repacked weights must stay in memory, mapped ones need not.
+    """Decide whether weights are repacked for this CPU's fast paths, "on" or "off".
+
+    "auto" leaves them mapped where memory is short: repacked weights must stay in memory, mapped ones
+    need not.
     """
     if asked != "auto":
         return Chosen(asked, "as asked")

@@ -14,8 +14,9 @@ from edgeinfer.runtime.libllama import L
 
 
 class LoraAdapters:
-    """A model's adapters by name. Loaded at load time; freed with the model. `use` is for the decode
-    loop's thread.
+    """A model's adapters by name.
+
+    Loaded at load time; freed with the model. `use` is for the decode loop's thread.
     """
 
     def __init__(self, model: Any, context: Any, paths: dict[str, str]) -> None:
@@ -28,7 +29,7 @@ class LoraAdapters:
         return tuple(self._adapters)
 
     def key(self, wanted: tuple[tuple[str, float], ...] | None) -> AdapterKey:
-        """What a request's adapters amount to: sorted by name, scale 0 left out; None is all at scale 1.
+        """What a request's adapters amount to: sorted by name, without scale 0; None is all at scale 1.
 
         Raises InvalidRequestError.
         """

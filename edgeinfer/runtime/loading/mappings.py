@@ -1,5 +1,6 @@
-"""This process's mappings of memory, and advice to the kernel about them. Linux; elsewhere there are
-none.
+"""This process's mappings of memory, and advice to the kernel about them.
+
+Linux; elsewhere there are none.
 """
 
 from __future__ import annotations

@@ -51,8 +51,9 @@ def needs_special(form: ToolFormat, vocab: Vocab) -> bool:
 
 
 def required(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
-    """One call of one of `tools`, or up to MAX_CALLS of them. Raises UnsupportedConstraintError with
-    the place in a schema.
+    """One call of one of `tools`, or up to MAX_CALLS of them.
+
+    Raises UnsupportedConstraintError with the place in a schema.
     """
     body = _section(form, vocab, several=several and form.parallel)
     return Lark("\n".join([f"start: {_opening(form, vocab)}{body}", *_calls(form, tools, vocab)]))
@@ -87,8 +88,9 @@ def _opening(form: ToolFormat, vocab: Vocab) -> str:
 
 
 def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
-    """What follows the first marker. The marker stands before every call in some families and before
-    the list in others.
+    """What follows the first marker.
+
+    The marker stands before every call in some families and before the list in others.
     """
     begin, end = marker(form.begin[0], vocab), marker(form.end, vocab) if form.end else ""
     more = f"{{0,{MAX_CALLS - 1}}}" if several else ""
@@ -124,7 +126,8 @@ def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: Vocab) -> str:
             marker(form.skip[1].removeprefix("function"), vocab),
             marker(form.skip[-1], vocab),
         )
-        return f'"function" {separator} {quoted(tool.name + chr(10) + "```json" + chr(10))} {arguments} "\\n```" {close}'
+        name = quoted(f"{tool.name}\n```json\n")
+        return f'"function" {separator} {name} {arguments} "\\n```" {close}'
     return f"{quoted(tool.name)} {marker('[ARGS]', vocab)} {arguments}"
 
 
@@ -140,7 +143,8 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
     example.
     """
     if form.named and form.end:
-        return f"{form.begin[0]}{form.skip[0]}{form.skip[1]}{name}\n```json\n{arguments}\n```{form.skip[-1]}{form.end}"
+        opening = f"{form.begin[0]}{form.skip[0]}{form.skip[1]}"
+        return f"{opening}{name}\n```json\n{arguments}\n```{form.skip[-1]}{form.end}"
     if form.named:
         return f"{form.begin[0]}{name}[ARGS]{arguments}"
     call = f'{{"name": {quoted(name)}, "{form.arguments}": {arguments}}}'

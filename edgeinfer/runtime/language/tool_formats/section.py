@@ -35,14 +35,14 @@ class Section:
         certain: bool,
         new_call: Callable[[], tuple[int, str]],
     ) -> None:
-        self._form, self._marker, self._tools, self._certain, self._new_call = (
-            form,
-            marker,
-            tools,
-            certain,
-            new_call,
-        )
-        self._raw, self._at, self._done_to = marker, len(marker), 0
+        self._form = form
+        self._marker = marker
+        self._tools = tools
+        self._certain = certain
+        self._new_call = new_call
+        self._raw = marker
+        self._at = len(marker)
+        self._done_to = 0
         # a fence closes what a fence opened, the family's own end any other
         self._end = _FENCE if marker.startswith(_FENCE) else form.end
         brackets = () if form.named and form.end else _BRACKETS
@@ -196,11 +196,8 @@ class Section:
         """The tool that a name means, `functions.get_weather` being get_weather; "" when none is
         meant.
         """
-        return (
-            name
-            if name in self._tools
-            else (short if (short := name.rpartition(".")[2]) in self._tools else "")
-        )
+        candidates = (name, name.rpartition(".")[2])
+        return next((one for one in candidates if one in self._tools), "")
 
     def _emit(self, name: str, arguments: str) -> bool:
         known = self._known(name)
@@ -227,7 +224,9 @@ class Section:
 
     def _called(self) -> None:
         """A whole call has been read."""
-        self._reader, self._name, self._index = None, "", -1
+        self._reader = None
+        self._name = ""
+        self._index = -1
         self._done_to = self._at
         self._step = self._between
 
@@ -241,8 +240,9 @@ class Section:
         self._over() if self._done_to else self._stop()
 
     def _stop(self) -> None:
-        """What follows is no call. After a whole call that is the section's end, before one its
-        failure.
+        """What follows is no call.
+
+        After a whole call that is the section's end, before one its failure.
         """
         if self._done_to and self._step == self._between:
             self._done_to = self._at

@@ -32,8 +32,9 @@ def call_id(*, short: bool = False) -> str:
 
 
 class CallParser:
-    """One generation's text to text and calls. `tools` are the schemas of the tools that may be called,
-    by name; `ids` makes an id.
+    """One generation's text to text and calls.
+
+    `tools` are the schemas of the tools that may be called, by name; `ids` makes an id.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class CallParser:
         certain: bool = False,
         ids: Callable[[], str] | None = None,
     ) -> None:
-        self._form, self._tools, self._certain = form, tools, certain
+        self._form = form
+        self._tools = tools
+        self._certain = certain
         self._id = ids or (lambda: call_id(short=form.short_ids))
         self._count = 0
         self._text = ""
@@ -90,8 +93,9 @@ class CallParser:
         return bool(self._text)
 
     def _close(self, section: Section, events: list[Parsed]) -> None:
-        """Go on outside, with what the section did not take. The marker of one that failed is text, or
-        it would open again.
+        """Go on outside, with what the section did not take.
+
+        The marker of one that failed is text, or it would open again.
         """
         marker, rest = section.leftover
         self._section = None
