@@ -36,9 +36,8 @@ def need_room(folder: Path, n_bytes: int, what: str) -> None:
     """Raise DiskFullError when `folder`'s disk has less than `n_bytes` free."""
     free = free_bytes(folder)
     if free < n_bytes:
-        raise DiskFullError(
-            f"{what} needs {format_bytes(n_bytes)} on the disk of {folder}; {format_bytes(free)} are free"
-        )
+        needed = f"{what} needs {format_bytes(n_bytes)} on the disk of {folder}"
+        raise DiskFullError(f"{needed}; {format_bytes(free)} are free")
 
 
 @contextmanager

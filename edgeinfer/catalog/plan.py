@@ -75,7 +75,8 @@ def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...],
         raise UsageError(
             f"the sources of {ref.name} have no other quantization than "
             f"{entry.quantization or 'their own'}",
-            hint=f"make it here: `edgeinfer pull {ref.name}`, then `edgeinfer quantize {ref.name} {ref.quant}`",
+            hint=f"make it here: `edgeinfer pull {ref.name}`, "
+            f"then `edgeinfer quantize {ref.name} {ref.quant}`",
         )
     return tuple((sources.HubQuant(repo.repo, ref.quant, repo.revision),) for repo in repos)
 

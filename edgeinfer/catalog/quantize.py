@@ -173,7 +173,8 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
     if "imatrix" in message or "importance matrix" in message:
         return QuantizeError(
             f"{FILE_TYPES[kind]} needs an importance matrix that knows every tensor",
-            hint="give one with --imatrix FILE.gguf, or take a type that does without: Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q8_0",
+            hint="give one with --imatrix FILE.gguf, or take a type that does without: "
+            "Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q8_0",
         )
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
 

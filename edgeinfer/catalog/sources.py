@@ -1,7 +1,7 @@
 """Where a model's files come from, as it is written in models.toml and on the command line.
 
 hf:OWNER/REPO/PATH.gguf           one file of a Hugging Face repository
-hf:OWNER/REPO:QUANT               the file, or the split files, of that quantization; OWNER/REPO:QUANT works too
+hf:OWNER/REPO:QUANT               file or split files of that quantization; OWNER/REPO:QUANT works too
 hf:OWNER/REPO@REVISION…           the same at a branch, tag or commit
 https://HOST/PATH.gguf            any server (http: only on the command line, where the user sees it)
 file:/PATH.gguf                   a file of this machine
@@ -141,7 +141,8 @@ def _hub(text: str) -> HubFile | HubQuant:
     if not match:
         raise UsageError(
             f"{text!r} is no source of a model",
-            hint="hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, file:/…, or wheel:NAME==VERSION/PATH",
+            hint="hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, file:/…, "
+            "or wheel:NAME==VERSION/PATH",
         )
     revision = _safe(match["rev"], text) if match["rev"] else "main"
     if match["path"]:

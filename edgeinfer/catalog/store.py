@@ -2,7 +2,7 @@
 
     models/NAME/model.json       the record; a folder without one holds no model
     models/NAME/FILE.gguf        the files, unless the record names files elsewhere (imported in place)
-    models/NAME.lock.json        pins: the SHA-256 every source had when it was first pulled; outlives `rm`
+    models/NAME.lock.json        pins: the SHA-256 each source had at the first pull; outlives `rm`
     models/.partial/NAME/        what an unfinished pull has fetched
     models/.locks/NAME           flock of whoever changes the model
 
@@ -178,7 +178,7 @@ def model_files(name_or_path: str) -> ModelFiles:
 
 
 def full_name(name_or_path: str) -> str:
-    """Resolve a model to the name it is known by here: a pulled one's full name, a file's absolute path.
+    """Resolve a model to its name here: a pulled one's full name, a file's absolute path.
 
     Raises what `model_files` raises; a file need not be there.
     """

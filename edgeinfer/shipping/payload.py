@@ -1,10 +1,11 @@
 """The shipped file's format: what follows the bootloader in it, and how to read that. Standard library
 only.
 
-    bootloader                     ELF; its field EDGEINFER-APP= names the application's folder, EDGEINFER-MODEL= the model
-    payload   (page aligned)       "EDGEPAY1", u64 length of the index, the index (JSON), then the blocks it lists
-    bundle    (page aligned)       only in a file that carries a model: u64 length, JSON, then each file page aligned
-    trailer                        "EDGETRL1", u64 offset and length of the payload, u64 offset and length of the bundle
+    bootloader                     ELF; its field EDGEINFER-APP= names the application's folder,
+                                   EDGEINFER-MODEL= the model
+    payload   (page aligned)       "EDGEPAY1", u64 length of the index, the index (JSON), its blocks
+    bundle    (page aligned)       only with a model inside: u64 length, JSON, each file page aligned
+    trailer                        "EDGETRL1", u64 offset and length of payload, then of bundle
     archive                        PyInstaller's, with its cookie as the file's last bytes
 
 Numbers are little-endian. The folder's name is `VERSION-` and the first 20 digits of the index's

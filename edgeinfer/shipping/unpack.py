@@ -3,7 +3,7 @@ Standard library only.
 
     DATA/app/.lock                   flock of whoever unpacks or removes
     DATA/app/.unpacking-XXXX/        an unpacking in progress; a dead one is removed by the next
-    DATA/app/VERSION-DIGEST/         a whole application, by one rename; `payload.json` in it is the index it was checked by
+    DATA/app/VERSION-DIGEST/         an application, by one rename; `payload.json` in it is its index
     DATA/app/VERSION-DIGEST/.source  the shipped file it came from
     DATA/app/MODEL-DIGEST.model      says that the model of a bundle is in the store
 

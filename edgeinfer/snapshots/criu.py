@@ -4,7 +4,7 @@ Three tiers, tried in this order, each with the reason it was taken or left:
 
     root           the caller is root: new pid and mount namespaces suffice
     unprivileged   a new user, pid and mount namespace; four capabilities that count only inside it
-    capabilities   no namespaces may be made, but the criu binary carries file capabilities: one app at a time
+    capabilities   no namespaces may be made; the criu binary has file capabilities: one app at a time
 
 Nothing but the standard library, and what the launcher does not need is imported where it is used.
 """
@@ -97,7 +97,7 @@ def probe() -> Probe:
     if os.uname().machine not in ("x86_64", "aarch64"):
         return Probe(None, f"no one has tried snapshots on {os.uname().machine}")
     found = [(path, version_of(path)) for path in candidates()]
-    fix = "install CRIU >= 4.1 (`apt-get install criu` on Debian 13 and later, `make setup` in a checkout)"
+    fix = "install CRIU >= 4.1 (`apt-get install criu` from Debian 13 on, `make setup` in a checkout)"
     if not found:
         return Probe(None, "there is no criu on this machine", fix)
     able = [(path, version) for path, version in found if version >= MINIMUM]
@@ -117,7 +117,8 @@ def _tier(criu: str, version: str) -> Probe:
             tier, f"CRIU {version} at {criu}, in namespaces of its own", criu=criu, version=version
         )
     if _has_file_capabilities(criu):
-        reason = f"CRIU {version} at {criu} has file capabilities; one resumed process at a time, because {why_not}"
+        has = f"CRIU {version} at {criu} has file capabilities"
+        reason = f"{has}; one resumed process at a time, because {why_not}"
         return Probe(CAPABILITIES, reason, criu=criu, version=version)
     fix = (
         "allow user namespaces (sysctl user.max_user_namespaces, "
@@ -148,7 +149,8 @@ def namespaces_refused(tier: str) -> str:
         return f"namespaces could not be tried: {error}"
     if done.returncode == 0:
         return ""
-    return f"this system does not let you make namespaces ({(done.stderr.strip().splitlines() or ['no reason given'])[-1]})"
+    lines = done.stderr.strip().splitlines() or ["no reason given"]
+    return f"this system does not let you make namespaces ({lines[-1]})"
 
 
 def _has_file_capabilities(criu: str) -> bool:

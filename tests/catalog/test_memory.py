@@ -25,7 +25,8 @@ import json, re, sys
 from edgeinfer.runtime import libllama
 llama = libllama.lib()
 def told(lines, pattern):
-    return sum(float(m[1]) for line in lines for m in [re.search(pattern + r"\\s*=\\s*([\\d.]+) MiB", line)] if m)
+    size = re.compile(pattern + r"\\s*=\\s*([\\d.]+) MiB")
+    return sum(float(m[1]) for m in map(size.search, lines) if m)
 with libllama.listening() as lines:
     params = llama.llama_model_default_params()
     params.use_extra_bufts = False
@@ -38,7 +39,8 @@ for n_ctx, n_seq, n_ubatch, n_outputs, kind in json.loads(sys.argv[2]):
     params.kv_unified, params.swa_full, params.n_threads = True, True, 1
     with libllama.listening() as lines:
         context = llama.llama_init_from_model(model, params)
-    out[1].append([told(lines, "KV buffer size"), told(lines, "compute buffer size") + told(lines, "output buffer size")])
+    compute = told(lines, "compute buffer size") + told(lines, "output buffer size")
+    out[1].append([told(lines, "KV buffer size"), compute])
     llama.llama_free(context)
 print(json.dumps(out))
 """

@@ -214,7 +214,8 @@ def wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
     info = f"{module}-1.0.dist-info"
     metadata = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode(),
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\n"
+        b"Root-Is-Purelib: true\nTag: py3-none-any\n",
     }
     listed = "".join(f"{path},,\n" for path in [*files, *metadata, f"{info}/RECORD"])
     with zipfile.ZipFile(

@@ -1,4 +1,4 @@
-"""Snapshots of models that do not generate, and builds that fail: tried once, not after every launch."""
+"""Snapshots of models that do not generate; builds that fail, and are tried once."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def folder_of(name, generation, program=""):
 
 
 def publish(root, name, generation=1, *, model="m", requested=None, actual=None, size=4096, program=""):
-    """A snapshot that passes every check of a launch; of the program that lies at `program`, or ours."""
+    """A snapshot that passes every check of a launch; of the program at `program`, or ours."""
     folder = root / folder_of(name, generation, program and format.short_hash(program))
     (folder / format.IMAGES).mkdir(parents=True, mode=0o700)
     folder.chmod(0o700)

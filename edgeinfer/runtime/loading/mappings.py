@@ -15,6 +15,13 @@ DONTNEED, HUGEPAGE, PAGEOUT = 4, 14, 21
 LARGE_BYTES = 32 << 20
 
 
+class Range(NamedTuple):
+    """Addresses from `low` up to `high`, or offsets in a file; `high` is the first that is outside."""
+
+    low: int
+    high: int
+
+
 class Area(NamedTuple):
     """A line of /proc/self/maps. `path` is "" for anonymous memory."""
 
@@ -38,8 +45,8 @@ def areas() -> Iterator[Area]:
             yield Area(low, high, parts[1], int(parts[2], 16), parts[5] if len(parts) > 5 else "")
 
 
-def advise(ranges: Iterable[tuple[int, int]], advice: int) -> None:
-    """madvise(2) on each range, lowest and highest address; advice that is not taken is no error."""
+def advise(ranges: Iterable[Range], advice: int) -> None:
+    """Call madvise(2) on each range; advice that is not taken is no error."""
     libc = ctypes.CDLL(None)
     for low, high in ranges:
         libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), advice)
@@ -60,7 +67,7 @@ class HugePages:
     def ask(self) -> None:
         """Nothing of the allocations needs to be touched yet."""
         new = [
-            (low, high)
+            Range(low, high)
             for area in _anonymous()
             for low, high in self._cut(*area)
             if high - low >= LARGE_BYTES
@@ -68,17 +75,19 @@ class HugePages:
         if new:
             advise(new, HUGEPAGE)
 
-    def _cut(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+    def _cut(self, low: int, high: int) -> Iterator[Range]:
         """What of a range was not there before; neighbours may have grown together."""
         for known_low, known_high in self._before:
             if known_high <= low or known_low >= high:
                 continue
             if known_low > low:
-                yield low, known_low
+                yield Range(low, known_low)
             low = known_high
         if low < high:
-            yield low, high
+            yield Range(low, high)
 
 
-def _anonymous() -> Iterator[tuple[int, int]]:
-    return ((area.low, area.high) for area in areas() if not area.path and area.permissions == "rw-p")
+def _anonymous() -> Iterator[Range]:
+    return (
+        Range(area.low, area.high) for area in areas() if not area.path and area.permissions == "rw-p"
+    )

@@ -77,7 +77,8 @@ def build(model: str, options: LoadOptions) -> str:
         details = build_order.build(order, host.config.snapshots, lambda _stage, _fraction: None)
     except EdgeInferError as error:
         return f"{model}: not built: {error.message}"
-    return f"{details.name}: built in {time.monotonic() - began:.1f} s, {format_bytes(details.disk_bytes)} on disk"
+    took = f"{time.monotonic() - began:.1f} s"
+    return f"{details.name}: built in {took}, {format_bytes(details.disk_bytes)} on disk"
 
 
 def log(words: str) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgeinfer.errors import DumpError
+from edgeinfer.runtime.loading.mappings import Range
 from edgeinfer.snapshots.building import images
 from edgeinfer.snapshots.building.images import Message
 
@@ -107,10 +108,10 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
     return runs
 
 
-def _scan(memory: Path, progress: Callable[[int, int], None]) -> list[tuple[int, int]]:
+def _scan(memory: Path, progress: Callable[[int, int], None]) -> list[Range]:
     """Punch holes where the file holds zeros; those (offset, end), in order."""
     zero = bytes(BLOCK_BYTES)
-    zeros: list[tuple[int, int]] = []
+    zeros: list[Range] = []
     size = memory.stat().st_size
     fd = os.open(memory, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -119,10 +120,9 @@ def _scan(memory: Path, progress: Callable[[int, int], None]) -> list[tuple[int,
             for block in range(0, len(chunk) - BLOCK_BYTES + 1, BLOCK_BYTES):
                 if chunk[block : block + BLOCK_BYTES] == zero:
                     begin = at + block
-                    joined = bool(zeros) and zeros[-1][1] == begin
-                    zeros[-1 if joined else len(zeros) :] = [
-                        (zeros[-1][0] if joined else begin, begin + BLOCK_BYTES)
-                    ]
+                    if zeros and zeros[-1].high == begin:
+                        begin = zeros.pop().low
+                    zeros.append(Range(begin, at + block + BLOCK_BYTES))
             progress(at + len(chunk), size)
         for begin, end in zeros:
             _punch(fd, begin, end - begin)
@@ -157,7 +157,7 @@ class _Baker:
     """The edit of one dump's images."""
 
     def __init__(
-        self, folder: Path, memory: Path, pid: int, runs: list[Run], zeros: list[tuple[int, int]]
+        self, folder: Path, memory: Path, pid: int, runs: list[Run], zeros: list[Range]
     ) -> None:
         self._folder, self._memory, self._pid = folder, memory, pid
         self._runs = runs
@@ -290,7 +290,7 @@ def _pagemap_entry(run: Run) -> bytes:
     return images.encode([*message, (images.PAGEMAP_FLAGS, images.VARINT, run.flags)])
 
 
-def _without(run: Run, zeros: list[tuple[int, int]]) -> Iterator[Run]:
+def _without(run: Run, zeros: list[Range]) -> Iterator[Run]:
     """The parts of a run outside the given file ranges."""
     at = run.offset
     for begin, end in zeros:

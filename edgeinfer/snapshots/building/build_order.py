@@ -110,8 +110,10 @@ def repack_choice(
         return options, "as asked"
     need, free = sum(os.path.getsize(path) for path in files.paths), free_bytes(paths.snapshots_dir())
     if free - need - _EXTRA_BYTES < config.disk_margin_gib * _GIB:
-        reason = f"the disk has no room for {format_bytes(need)} of repacked weights: they stay in the model's file"
-        return msgspec.structs.replace(options, repack="off"), reason
+        return msgspec.structs.replace(options, repack="off"), (
+            f"the disk has no room for {format_bytes(need)} of repacked weights: they stay in the "
+            "model's file"
+        )
     return options, "repacked where llama.cpp can: the snapshot keeps the result"
 
 
@@ -120,8 +122,8 @@ def refuse_full(root: Path, order: Order, config: SnapshotsConfig) -> None:
     need, free = _need_bytes(order), free_bytes(root)
     if free - need < config.disk_margin_gib * _GIB:
         raise DiskFullError(
-            f"a snapshot of {order.model} needs about {format_bytes(need)} and {format_bytes(free)} are "
-            f"free; "
+            f"a snapshot of {order.model} needs about {format_bytes(need)} and "
+            f"{format_bytes(free)} are free; "
             f"{config.disk_margin_gib:g} GiB stay free (snapshots.disk-margin-gib)"
         )
 

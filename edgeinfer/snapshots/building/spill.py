@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from edgeinfer.runtime.loading.mappings import Range
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.building.digests import Hashing
 
@@ -36,7 +37,7 @@ class Spilled(NamedTuple):
     digest: str
 
 
-def spill(buffers: list[tuple[int, int]], path: str, progress: Callable[[float], None]) -> Spilled:
+def spill(buffers: list[Range], path: str, progress: Callable[[float], None]) -> Spilled:
     """Move the content of these ranges of whole pages (lowest and highest address) into the new file
     `path`, and map it there.
 
@@ -64,9 +65,7 @@ def spill(buffers: list[tuple[int, int]], path: str, progress: Callable[[float],
         os.close(fd)
 
 
-def _stretches(
-    buffers: list[tuple[int, int]], progress: Callable[[float], None]
-) -> Iterator[tuple[int, int]]:
+def _stretches(buffers: list[Range], progress: Callable[[float], None]) -> Iterator[tuple[int, int]]:
     """Address and length of what is not zeros; blocks of zeros are given back."""
     zeros = ctypes.create_string_buffer(BLOCK_BYTES)
     total, seen = sum(high - low for low, high in buffers), 0

@@ -54,7 +54,7 @@ class Copies:
 
 
 class Kept:
-    """The launcher's end: `fds` are the channel and the states. `replies` are indexed by state; an empty
+    """The launcher's end: `fds` are channel and states. `replies` are indexed by state; an empty
     one only closes.
     """
 

@@ -15,7 +15,7 @@ from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching import supervise
 from edgeinfer.snapshots.shelf import choose
 
-#: Resource limits that go with a launch; the kernel refuses to raise a hard one, so only soft ones are set.
+#: Resource limits that go with a launch: soft ones, for the kernel refuses to raise a hard one.
 LIMITS = (
     "RLIMIT_NOFILE",
     "RLIMIT_CORE",

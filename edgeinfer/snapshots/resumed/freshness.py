@@ -20,35 +20,34 @@ import time
 from collections.abc import Mapping
 
 from edgeinfer.runtime import SPIN_COUNT
+from edgeinfer.runtime.loading.mappings import Range
 from edgeinfer.snapshots import frames, linux
 from edgeinfer.snapshots.launching.surroundings import LIMITS
 
-_Range = tuple[int, int]
 
-
-def droppable_ranges(smaps: str) -> list[_Range]:
+def droppable_ranges(smaps: str) -> list[Range]:
     """The memory that the kernel may drop: where glibc >= 2.41 keeps the vDSO's getrandom state (`dp`
     among the flags).
     """
-    found: list[_Range] = []
-    current = (0, 0)
+    found: list[Range] = []
+    current = Range(0, 0)
     for line in smaps.splitlines():
         head = line.split(None, 1)[0]
         if "-" in head and not head.endswith(":"):
             low, high = head.split("-")
-            current = (int(low, 16), int(high, 16))
+            current = Range(int(low, 16), int(high, 16))
         elif head == "VmFlags:" and "dp" in line.split()[1:]:
             found.append(current)
     return found
 
 
-def read_droppable_ranges() -> list[_Range]:
+def read_droppable_ranges() -> list[Range]:
     """Those of this process."""
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as file:
         return droppable_ranges(file.read())
 
 
-def forget_random_state(ranges: list[_Range]) -> None:
+def forget_random_state(ranges: list[Range]) -> None:
     """Empty those ranges: the vDSO then asks the kernel. Before a dump nothing of them gets into an
     image; CRIU 4.1 restores them as ordinary memory, so the same ranges are emptied again after the
     restore.
@@ -57,7 +56,7 @@ def forget_random_state(ranges: list[_Range]) -> None:
         linux.forget_pages(low, high - low)
 
 
-def reseed(entropy: bytes, ranges: list[_Range]) -> bytes:
+def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
     """Give every source of randomness in this process a state of its own; returns entropy for the
     samplers.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.loading.mappings import Range
 from edgeinfer.snapshots.resumed import residency
 
 
@@ -49,7 +50,7 @@ class IdleWatch:
         return metrics.running + metrics.queued, metrics.requests_total, metrics.prompt_tokens_total
 
 
-def give_back(buffers: list[tuple[int, int]]) -> int:
+def give_back(buffers: list[Range]) -> int:
     """Give back the buffers and the model's file; the bytes dropped from this process."""
     residency.give_back_shared()
     return residency.give_back(buffers)

@@ -12,7 +12,7 @@ from edgeinfer.errors import EngineClosedError
 from edgeinfer.load_options import snapshot_options, unmet
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.loading.mappings import Area
+from edgeinfer.runtime.loading.mappings import Area, Range
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshots.resumed import prefetch
@@ -54,8 +54,8 @@ class LoadedModel:
         self._options = options
         self._entropy = b""
         self._watch: IdleWatch | None = None
-        self.droppable: list[tuple[int, int]] = []
-        self.buffers: list[tuple[int, int]] = []
+        self.droppable: list[Range] = []
+        self.buffers: list[Range] = []
         self.shared: list[Area] = []
 
     @property

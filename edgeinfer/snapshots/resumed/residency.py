@@ -20,6 +20,7 @@ from edgeinfer.runtime.loading.mappings import (
     LARGE_BYTES,
     PAGEOUT,
     Area,
+    Range,
     advise,
     areas,
 )
@@ -43,8 +44,8 @@ def large(kind: str) -> list[Area]:
     ]
 
 
-def buffers() -> list[tuple[int, int]]:
-    """The whole pages of every large allocation in anonymous memory: lowest and highest address."""
+def buffers() -> list[Range]:
+    """Find the whole pages of every large allocation in anonymous memory."""
     found = []
     for area in areas():
         if area.path or area.permissions != "rw-p":
@@ -53,7 +54,7 @@ def buffers() -> list[tuple[int, int]]:
         while at + LARGE_BYTES <= area.high:
             size = _chunk_bytes(at, area.high)
             if size:
-                found.append((at + PAGE, at + size - PAGE))
+                found.append(Range(at + PAGE, at + size - PAGE))
             at += size or PAGE
     return found
 
@@ -66,15 +67,15 @@ def _chunk_bytes(at: int, limit: int) -> int:
     return total if is_one and LARGE_BYTES <= total <= limit - at else 0
 
 
-def give_back(ranges: list[tuple[int, int]]) -> int:
+def give_back(ranges: list[Range]) -> int:
     """Drop the pages of these ranges that come from a file and were not written since; page out the
     windows that were.
 
     Returns the bytes dropped from this process; they stay in the page cache. Nothing may write to the
     ranges meanwhile.
     """
-    clean: list[tuple[int, int]] = []
-    own: list[tuple[int, int]] = []
+    clean: list[Range] = []
+    own: list[Range] = []
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         for low, high in ranges:
             for at in range(low, high, WINDOW_BYTES):
@@ -83,7 +84,7 @@ def give_back(ranges: list[tuple[int, int]]) -> int:
                     e & _SWAPPED or (e & _PRESENT and not e & _OF_FILE)
                     for e in _entries(pagemap, at, end)
                 )
-                (own if written else clean).append((at, end))
+                (own if written else clean).append(Range(at, end))
     advise(own, PAGEOUT)
     advise(clean, DONTNEED)
     return sum(end - at for at, end in clean)
@@ -91,7 +92,7 @@ def give_back(ranges: list[tuple[int, int]]) -> int:
 
 def give_back_shared() -> None:
     """Drop the pages of large shared file mappings: the model's file."""
-    advise(((area.low, area.high) for area in large("s")), DONTNEED)
+    advise((Range(area.low, area.high) for area in large("s")), DONTNEED)
 
 
 def touched_shared() -> list[Area]:
@@ -117,4 +118,4 @@ def want_huge_pages(mapped: Iterable[Area]) -> None:
     """Have what is read into the page cache for these mappings read in huge pages, where the file
     system has them.
     """
-    advise(((area.low, area.high) for area in mapped), HUGEPAGE)
+    advise((Range(area.low, area.high) for area in mapped), HUGEPAGE)

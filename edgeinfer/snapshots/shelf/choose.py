@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LaunchChoice:
-    """What a launch wants to resume: a model, options that must hold; `resume` is auto, always or never."""
+    """What a launch wants to resume: model, options that must hold; `resume`: auto, always, never."""
 
     __slots__ = ("model", "options", "resume")
 

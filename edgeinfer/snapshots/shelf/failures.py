@@ -1,7 +1,7 @@
 """Builds that failed for a reason that will come again: the background does not try them a second time
 until something they depend on has changed.
 
-    SNAPSHOTS/.NAME-PROGRAM.failed    a `Failure` in JSON, removed by the next build of NAME that succeeds
+    SNAPSHOTS/.NAME-PROGRAM.failed    a `Failure` in JSON; a build of NAME that succeeds removes it
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 library only.
 
     SNAPSHOTS/                          0700, this user's
-      NAME@GENERATION-PROGRAM/          0700; GENERATION is a time in hexadecimal; the newest of a NAME counts of
-                                        those that this PROGRAM (`fingerprint.program_tag`) has built
+      NAME@GENERATION-PROGRAM/          0700; GENERATION is a time in hexadecimal, the newest of a NAME
+                                        counts of this PROGRAM (`fingerprint.program_tag`)
         lock                            held by the process that builds it; never read
-        manifest                        what must hold before CRIU runs; written last, by a rename: it is the publication
-        snapshot.json                   what `snapshots show` tells a person; the launcher never reads it
-        memory.img                      the parked process's other private memory, mapped copy-on-write by every resume
-        buffers.img                     llama.cpp's buffers, repacked weights among them; mapped like it; not in every snapshot
+        manifest                        what must hold before CRIU runs; written last, by a rename
+        snapshot.json                   what `snapshots show` tells; the launcher never reads it
+        memory.img                      the parked process's other private memory, mapped copy-on-write
+        buffers.img                     llama.cpp's buffers, repacked weights among them, mapped alike;
+                                        not in every snapshot
         images/                         CRIU's images: what is left to restore after these
         resume.log                      CRIU's words on the last resume that failed
 
@@ -251,7 +252,7 @@ def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str
 
 
 def _option_part(name: str, value: str) -> str:
-    """An option in a snapshot's name: `ctx8192`; of paths their names and what tells their folders apart."""
+    """An option in a snapshot's name: `ctx8192`; of paths the file names and a hash of it all."""
     if "/" in value:
         files = "+".join(os.path.splitext(os.path.basename(path))[0] for path in value.split(","))
         value = f"+{files}+{short_hash(value)}"
