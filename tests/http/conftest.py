@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from made_models import make_llama
 
 from edgeinfer.host import Copies, Start
 from edgeinfer.runtime.fake import FakeEngine
@@ -213,3 +214,13 @@ def real(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=4, n_threads=1), None)
     with served(Setup(engine=engine, names=("smollm2",))) as here:
         yield here
+
+
+@pytest.fixture
+def chatterer(tmp_path: Path) -> Callable[[], Engine]:
+    """Loads the real engine with a model of random numbers that is done in no time."""
+    from edgeinfer.runtime.engine import load_engine
+    from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+    files = ModelFiles(name="chatterer", paths=(str(make_llama(tmp_path / "chatterer.gguf")),))
+    return lambda: load_engine(files, LoadOptions(n_ctx=256, n_parallel=4, n_threads=1), None)

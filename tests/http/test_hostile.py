@@ -143,9 +143,10 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_thousand_hostile_requests_change_nothing(serve, until):
-    engine = FakeEngine([["a", "b"]])
-    here = serve(engine, limits=Limits(header_s=1, body_s=1, idle_s=2))
+@pytest.mark.parametrize("kind", ["scripted", "real"])
+def test_a_thousand_hostile_requests_change_nothing(serve, until, chatterer, kind):
+    engine = chatterer() if kind == "real" else FakeEngine([["a", "b"]])
+    here = serve(engine, names=(engine.info.model,), limits=Limits(header_s=1, body_s=1, idle_s=2))
     assert here.chat().status_code == 200
     before = _descriptors()
     rng = random.Random(20_260_101)

@@ -85,11 +85,10 @@ def test_the_document_is_served(serve):
 
 
 @pytest.mark.timeout(1800)
-def test_schemathesis_finds_no_case_where_the_document_is_wrong(serve, tmp_path):
-    here = serve(
-        load=lambda name, progress: Loaded(engine=FakeEngine([["a", "b"]])),
-        limits=Limits(max_requests=1000),
-    )
+@pytest.mark.parametrize("engine", ["scripted", "real"])
+def test_schemathesis_finds_no_case_where_the_document_is_wrong(serve, tmp_path, chatterer, engine):
+    make = chatterer if engine == "real" else lambda: FakeEngine([["a", "b"]])
+    here = serve(load=lambda name, progress: Loaded(engine=make()), limits=Limits(max_requests=1000))
     command = [
         sys.executable,
         "-m",

@@ -93,3 +93,56 @@ def make_adapter(path: Path, seed: int, strength: float = 0.05) -> str:
     writer.write_tensors_to_file()
     writer.close()
     return str(path)
+
+
+def make_llama(path: Path, n_ctx: int = 256) -> Path:
+    """A Llama of random numbers with a token a byte: it chatters at thousands of tokens a second."""
+    rng = np.random.default_rng(11)
+    # GPT-2 spells the bytes that are no printable characters as characters from 256 on.
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = {
+        byte: chr(256 + place) for place, byte in enumerate(b for b in range(256) if b not in plain)
+    }
+    tokens = [*(moved.get(byte, chr(byte)) for byte in range(256)), "<|end|>", "<|turn|>"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(n_ctx)
+    writer.add_embedding_length(N_EMBD)
+    writer.add_feed_forward_length(N_FF)
+    writer.add_block_count(N_LAYER)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(N_EMBD // 4)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3] * 2)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(256)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(
+        "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
+    )
+
+    def add(name: str, *shape: int, offset: float = 0.0) -> None:
+        writer.add_tensor(f"{name}.weight", (offset + rng.normal(0, 0.3, shape)).astype(np.float32))
+
+    add("token_embd", len(tokens), N_EMBD)
+    add("output_norm", N_EMBD, offset=1.0)
+    add("output", len(tokens), N_EMBD)
+    for layer in range(N_LAYER):
+        block = f"blk.{layer}"
+        add(f"{block}.attn_norm", N_EMBD, offset=1.0)
+        add(f"{block}.ffn_norm", N_EMBD, offset=1.0)
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"{block}.{name}", N_EMBD, N_EMBD)
+        add(f"{block}.ffn_gate", N_FF, N_EMBD)
+        add(f"{block}.ffn_up", N_FF, N_EMBD)
+        add(f"{block}.ffn_down", N_EMBD, N_FF)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,129 @@
+"""Adapters, speculation, embeddings and reranking over HTTP, on the real engine."""
+
+from __future__ import annotations
+
+import base64
+import struct
+
+import pytest
+from made_models import MEAN, N_EMBD, RANK, make_adapter, make_bert
+
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def smol(serve_module, smollm2, tmp_path_factory):
+    """The real small model with two adapters, and itself for a draft model."""
+    folder = tmp_path_factory.mktemp("lora")
+    adapters = [
+        make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(("red", "blue"))
+    ]
+    files = ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(smollm2),))
+    options = LoadOptions(n_ctx=1024, n_parallel=2, n_threads=1, lora=",".join(adapters))
+    return serve_module(load_engine(files, options), names=("smol",))
+
+
+def _completed(here, **fields) -> dict:
+    answer = here.client.post("/v1/completions", json=ASK | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def _text(here, **fields) -> str:
+    return _completed(here, **fields)["choices"][0]["text"]
+
+
+@pytest.mark.model
+def test_an_adapter_is_chosen_by_name_and_scale(smol):
+    plain, red, blue = (
+        _text(smol, lora=lora) for lora in ([], [{"name": "red"}], [{"name": "blue", "scale": 1.0}])
+    )
+    assert len({plain, red, blue}) == 3
+    assert _text(smol, lora=[{"name": "red", "scale": 0}]) == plain
+    assert _text(smol, lora=[{"name": "red"}, {"name": "blue"}]) == _text(smol)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("lora", [[{"name": "green"}], [{"name": "red"}, {"name": "red"}]])
+def test_an_adapter_that_is_not_there_is_refused(smol, lora):
+    refused = smol.client.post("/v1/completions", json=ASK | {"lora": lora})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora")
+
+
+@pytest.mark.model
+def test_speculation_changes_nothing_but_the_counts(smol):
+    off = _completed(smol, speculative="off", lora=[])
+    draft = _completed(smol, speculative="draft", lora=[])
+    ngram = _completed(smol, speculative="ngram", lora=[])
+    texts = {answer["choices"][0]["text"] for answer in (off, draft, ngram)}
+    assert len(texts) == 1
+    assert off["timings"]["draft_n"] == 0
+    assert draft["timings"]["draft_n"] >= draft["timings"]["draft_n_accepted"] > 0
+    scrape = smol.client.get("/metrics").text
+    assert 'edgeinfer_spec_decode_num_accepted_tokens_total{model_name="smol"' in scrape
+
+
+def test_a_draft_that_is_not_there_is_refused(serve, chatterer):
+    here = serve(chatterer(), names=("chatterer",))
+    refused = here.client.post("/v1/completions", json=ASK | {"speculative": "draft"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "speculative")
+
+
+@pytest.fixture
+def bert(serve, tmp_path):
+    """`bert(pooling)`: the endpoint of a small encoder, or of a small reranker, and its engine."""
+
+    def start(pooling: int):
+        path = make_bert(tmp_path / "bert.gguf", pooling, head=pooling == RANK)
+        files = ModelFiles(name="bert", paths=(str(path),))
+        engine = load_engine(files, LoadOptions(n_ctx=128, n_parallel=2, n_threads=1))
+        return serve(engine, names=("bert",)), engine
+
+    return start
+
+
+def test_an_encoder_embeds_as_numbers_and_as_base64(bert):
+    here, engine = bert(MEAN)
+    texts = ["red cat", "the dog sleeps on a mat"]
+    plain = here.client.post("/v1/embeddings", json={"input": texts}).json()
+    packed = here.client.post(
+        "/v1/embeddings", json={"input": texts, "encoding_format": "base64"}
+    ).json()
+    wanted = engine.embed(texts)
+    assert plain["usage"]["prompt_tokens"] == sum(
+        len(engine.tokenize(text, add_special=True)) for text in texts
+    )
+    for place, vector in enumerate(wanted):
+        assert plain["data"][place]["embedding"] == pytest.approx(vector, abs=1e-5)
+        raw = base64.b64decode(packed["data"][place]["embedding"])
+        assert struct.unpack(f"<{N_EMBD}f", raw) == pytest.approx(vector, abs=1e-5)
+
+
+def test_a_reranker_orders_documents(bert):
+    here, engine = bert(RANK)
+    documents = ["red cat", "the dog", "a mat", "blue dog runs"]
+    body = {"query": "red cat", "documents": documents, "top_n": 3, "return_documents": True}
+    reply = here.client.post("/v1/rerank", json=body).json()
+    scores = engine.rerank("red cat", documents)
+    best = sorted(range(4), key=lambda place: -scores[place])[:3]
+    assert [result["index"] for result in reply["results"]] == best
+    assert [result["document"]["text"] for result in reply["results"]] == [documents[b] for b in best]
+    assert reply["results"][0]["relevance_score"] == pytest.approx(scores[best[0]], abs=1e-5)
+
+
+@pytest.mark.parametrize("pooling", [MEAN, RANK])
+def test_what_a_model_cannot_do_is_refused(bert, pooling):
+    here, _ = bert(pooling)
+    asked = {
+        "/v1/completions": ASK,
+        "/v1/rerank": {"query": "red", "documents": ["cat"]},
+        "/v1/embeddings": {"input": "red"},
+    }
+    statuses = {path: here.client.post(path, json=body).status_code for path, body in asked.items()}
+    can = "/v1/rerank" if pooling == RANK else "/v1/embeddings"
+    assert statuses[can] == 200
+    assert {status for path, status in statuses.items() if path != can} == {400}
+    assert '"event":"internal"' not in here.log.getvalue()

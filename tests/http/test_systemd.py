@@ -1,0 +1,121 @@
+"""The units of docs/systemd: systemd reads them, the command in them parses, and the launcher serves on
+the socket that systemd holds.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgeinfer import paths
+from edgeinfer.cli import build_parser
+
+UNITS = Path(__file__).parents[2] / "docs/systemd"
+
+
+def _unit(name: str) -> configparser.ConfigParser:
+    unit = configparser.ConfigParser(interpolation=None, strict=True, delimiters=("=",))
+    unit.optionxform = str
+    unit.read_string((UNITS / name).read_text("utf-8"))
+    return unit
+
+
+def _command() -> list[str]:
+    """The words behind the program's name."""
+    program, *words = shlex.split(_unit("edgeinfer.service")["Service"]["ExecStart"])
+    assert program == "%h/.local/bin/edgeinfer"
+    return words
+
+
+def test_the_units_say_what_the_command_line_takes():
+    options = build_parser().parse_args(_command())
+    assert (options.idle_exit, options.log) == (600, "json")
+    service, listening = _unit("edgeinfer.service"), _unit("edgeinfer.socket")
+    assert service["Unit"]["Requires"] == "edgeinfer.socket"
+    assert service["Service"]["NotifyAccess"] == "all"
+    assert listening["Socket"]["ListenStream"] == "127.0.0.1:8080"
+    assert listening["Install"]["WantedBy"] == "sockets.target"
+    stop_s = int(service["Service"]["TimeoutStopSec"])
+    drain_s = build_parser().parse_args(["serve", "--drain", "30"]).drain
+    assert stop_s > drain_s
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")
+def test_systemd_finds_nothing_to_say_about_the_units(tmp_path):
+    program = tmp_path / "edgeinfer"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    for unit in UNITS.iterdir():
+        text = unit.read_text("utf-8").replace("%h/.local/bin/edgeinfer", str(program))
+        (tmp_path / unit.name).write_text(text)
+    units = [str(tmp_path / unit.name) for unit in UNITS.iterdir()]
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    verified = subprocess.run(
+        ["systemd-analyze", "--user", "--man=no", "verify", *units],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
+    )
+    said = [
+        line for line in verified.stderr.splitlines() if str(tmp_path) in line or "edgeinfer" in line
+    ]
+    assert (verified.returncode, said) == (0, []), verified.stderr
+
+
+#: What systemd does before it starts the unit's command: the socket is number 3, and the process is named.
+ACTIVATED = """
+import os, sys
+os.dup2(int(sys.argv.pop(1)), 3)
+os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()), LISTEN_FDNAMES="edgeinfer.socket")
+from edgeinfer.launcher import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.model
+def test_the_launcher_serves_on_the_socket_that_systemd_holds(smollm2, tmp_path):
+    words = _command()
+    words[words.index("--idle-exit") + 1] = "1"
+    config = paths.config_dir() / "config.toml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(
+        f"default-model = {json.dumps(str(smollm2))}\n"
+        "[load]\nctx = 512\nparallel = 1\n[snapshots]\nauto-warm = false\n"
+    )
+    address = str(tmp_path / "notify")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager,
+    ):
+        manager.bind(address)
+        manager.settimeout(60)
+        url = "http://{}:{}".format(*listener.getsockname())
+        # connects before anything is loaded, and waits in the socket's queue
+        with socket.create_connection(listener.getsockname()) as early:
+            early.settimeout(60)
+            early.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            with subprocess.Popen(
+                [sys.executable, "-c", ACTIVATED, str(listener.fileno()), *words],
+                pass_fds=[listener.fileno()],
+                env={**os.environ, "NOTIFY_SOCKET": address},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as process:
+                assert early.recv(4096).startswith(b"HTTP/1.1 200")
+                assert manager.recv(4096).startswith(b"READY=1\nSTATUS=serving")
+                assert manager.recv(4096).startswith(b"STOPPING=1")
+                said = [json.loads(line) for line in process.stderr if line.startswith("{")]
+                assert process.wait(60) == 0
+    assert [line["url"] for line in said if line["event"] == "listening"] == [url]
+    assert [line["why"] for line in said if line["event"] == "draining"] == ["idle"]
