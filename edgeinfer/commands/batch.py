@@ -71,8 +71,9 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
-    """`done` lines of this run, of which `failed` have a status of 400 or more; `skipped` were there
-    already. `left` lines have no answer yet: their failure, `left_reason`, may pass.
+    """`done` lines of this run, of which `failed` have a status of 400 or more; `skipped` were there.
+
+    `left` lines have no answer yet: their failure, `left_reason`, may pass.
     """
 
     kind: ClassVar[str] = "batch"

@@ -35,9 +35,7 @@ T = TypeVar("T")
 
 
 class ServeResult(Result, frozen=True, kw_only=True):
-    """How serving ended: by a signal or by idleness; `cut_short` when the drain's limit ended
-    requests.
-    """
+    """How serving ended. `cut_short`: the drain's limit ended requests."""
 
     kind: ClassVar[str] = "serve"
 
@@ -59,8 +57,9 @@ def serve(options: argparse.Namespace, host: Host) -> ServeResult:
 
 
 def _name(options: argparse.Namespace, host: Host) -> str:
-    """The default model's name. What this process was resumed with needs no catalogue, which takes 8 ms
-    to read.
+    """Name the default model.
+
+    What this process was resumed with needs no catalogue, which takes 8 ms to read.
     """
     wanted: str = options.model or host.config.default_model
     return wanted if wanted == host.loaded_model else host.files(wanted).name
@@ -163,8 +162,9 @@ def _bind(options: argparse.Namespace, host: Host) -> list[socket.socket]:
 
 
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
-    """Who may ask. A bind that others can reach gets a key, made and stored on first use. Raises
-    ServeError.
+    """Say who may ask. Raises ServeError.
+
+    A bind that others can reach gets a key, made and stored on first use.
     """
     given = keys.given_keys(options.api_key_file)
     if not given and not sockets.is_loopback(listeners):

@@ -1,3 +1,1 @@
-"""The HTTP endpoint: wire types, translation to engine requests, SSE, metrics. Knows no llama_cpp and
-no terminal.
-"""
+"""The HTTP endpoint. Knows no llama_cpp and no terminal."""

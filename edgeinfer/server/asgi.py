@@ -18,7 +18,7 @@ from edgeinfer.server.operations import DIALECTS, find
 
 
 def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
-    """The application of `endpoint`, guarded by `gate`. For requests alone: no lifespan, no websockets."""
+    """Build the application of `endpoint`, guarded by `gate`. It knows requests alone, no lifespan."""
     payloads = endpoint.payloads
     middlewares = [
         Middleware(m.ExchangeMiddleware, endpoint),

@@ -1,4 +1,4 @@
-"""What every request passes on its way to a route, one concern a class; `asgi.build_app` lists them in order.
+"""What every request passes on its way to a route, one concern a class, in the order of `asgi`.
 
 Each is an ASGI application around the next. The request's `Exchange` lies in its scope.
 """

@@ -1,6 +1,4 @@
-"""The endpoint's routes without a socket: one call in, one status and body out. `edgeinfer batch` runs
-on it.
-"""
+"""The endpoint's routes without a socket, for `edgeinfer batch`."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Reply:
 
 
 class _Line:
-    """Both directions of one call. The caller never leaves: `receive` waits for ever once the body was
-    taken.
-    """
+    """Both directions of one call. The caller never leaves: `receive` waits once the body was taken."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

@@ -1,6 +1,4 @@
-"""The OpenAPI 3.1 document, generated from the wire types and the list of operations. Nothing is
-written by hand.
-"""
+"""The OpenAPI 3.1 document, generated from the wire types and the operations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every dialect and every route, once: the router, the metrics' labels and the OpenAPI document read
-this list.
-"""
+"""Every dialect and every route, once, for the router, the metrics' labels and the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ _LAST_WORDS_S = 2.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`idle_exit_s` None never exits by itself; certificates are files in PEM. `preload` loads the
-    default model at once.
-    """
+    """How to run. `idle_exit_s` None never exits by itself; certificates are files in PEM."""
 
     idle_exit_s: float | None = None
     tls_cert: str | None = None
@@ -55,8 +53,9 @@ async def run(
     options: RunOptions,
     copies: Copies | None = None,
 ) -> Ended:
-    """Serve until a signal or idleness. The endpoint's models are closed at the end. `copies`: see
-    `Host.keep_copies`.
+    """Serve until a signal or idleness, and close the endpoint's models then.
+
+    `copies`: see `Host.keep_copies`.
     """
     capture_uvicorn(endpoint.log)
     config = uvicorn.Config(

@@ -55,8 +55,9 @@ def arguments_of(call: Call) -> dict[str, Any]:
 
 
 class MessageRenderer:
-    """`message` and its stream. `stop_strings` are the request's own: only those count as Anthropic's
-    stop_sequence.
+    """Render `message` and its stream.
+
+    `stop_strings` are the request's own: only those count as Anthropic's stop_sequence.
     """
 
     def __init__(self, request_id: str, model: str, stop_strings: tuple[str, ...] = ()) -> None:

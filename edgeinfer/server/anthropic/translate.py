@@ -21,8 +21,9 @@ from edgeinfer.server.core.request_parts import (
 
 
 def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRequest:
-    """One request. A last turn of the assistant is continued (Anthropic's prefill). Raises
-    InvalidRequestError.
+    """Make one request. Raises InvalidRequestError.
+
+    A last turn of the assistant is continued (Anthropic's prefill).
     """
     tools = tools_of(body)
     form = body.output_config.format if body.output_config else None
@@ -43,8 +44,9 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
 
 
 def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
-    """System prompt and turns; a user turn's tool results become turns of their own, before its
-    text.
+    """Make turns of the system prompt and the messages.
+
+    A user turn's tool results become turns of their own, before its text.
     """
     turns: list[Message] = []
     if body.system:

@@ -70,8 +70,9 @@ async def _begin_once(exchange: Exchange, job: Job) -> Begun:
 async def submit_all(
     exchange: Exchange, lease: Lease, requests: Sequence[GenerateRequest]
 ) -> list[Generation]:
-    """All or none: when one is refused, those before it are cancelled. They count in the model's queue
-    until `_leave`.
+    """Submit all or none: when one is refused, those before it are cancelled.
+
+    They count in the model's queue until `_leave`.
     """
     endpoint, engine = exchange.endpoint, lease.engine
     endpoint.queue(exchange.model, engine.info.n_parallel, len(requests))
@@ -117,9 +118,7 @@ def _heavy(request: GenerateRequest) -> bool:
 
 
 async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of all generations as they come, with the generation's index. One task a generation when
-    there are several.
-    """
+    """Yield events of all generations as they come, with the generation's index."""
     if len(generations) == 1:
         async for event in generations[0]:
             yield 0, event

@@ -1,6 +1,4 @@
-"""One generation collected: what the events said, put together. And how a renderer turns it into a
-client's bytes.
-"""
+"""One generation collected from its events, and what a renderer makes of it."""
 
 from __future__ import annotations
 
@@ -74,8 +72,9 @@ class Answer:
 
 
 class Renderer(Protocol):
-    """One route's shape of an answer. A streaming answer is `opening`, then `event`s, then `closing`,
-    all SSE bytes.
+    """One route's shape of an answer.
+
+    A streaming answer is `opening`, then `event`s, then `closing`, all SSE bytes.
     """
 
     def opening(self) -> bytes:

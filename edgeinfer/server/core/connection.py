@@ -1,6 +1,4 @@
-"""A client's connection beyond what uvicorn does with it: its copy in a process that outlives this one,
-and a way for tokens past the event loop.
-"""
+"""A client's connection beyond uvicorn: its copy in another process, and a way past the event loop."""
 
 from __future__ import annotations
 
@@ -29,8 +27,10 @@ class Connection:
         self._short_cut: ShortCut | None = None
 
     def mark(self, state: int) -> None:
-        """Note what a survivor of this process would have to say (`last_words`). The copy is made at
-        the first time. Nothing once the connection is lost: its number may be another's by then.
+        """Note what a survivor of this process would have to say (`guards.crash_replies`).
+
+        The copy is made at the first time. Does nothing once the connection is lost: its number may be
+        another's by then.
         """
         if self._copies is None or self._is_lost:
             return
@@ -40,8 +40,9 @@ class Connection:
             self._copies.hold(self._number)
 
     def short_cut(self, render: Callable[[Event], bytes]) -> ShortCut | None:
-        """A way for a stream's next tokens past the event loop; None under TLS, or while something
-        waits to be written.
+        """Open a way for a stream's next tokens past the event loop.
+
+        None under TLS, or while something waits to be written.
         """
         if self._is_tls or self._is_lost or self._transport.get_write_buffer_size():
             return None
@@ -49,9 +50,7 @@ class Connection:
         return self._short_cut
 
     def lost(self) -> None:
-        """The event loop is about to close it. The client sees that now, not only when the copy is
-        closed.
-        """
+        """Shut down what the event loop is about to close, so that the client sees it now."""
         self._is_lost = True
         if self._short_cut is not None:
             self._short_cut.close()
@@ -72,7 +71,9 @@ class ShortCut:
     def __init__(
         self, number: int, transport: asyncio.WriteTransport, render: Callable[[Event], bytes]
     ) -> None:
-        self._number, self._transport, self._render = number, transport, render
+        self._number = number
+        self._transport = transport
+        self._render = render
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._is_open = True

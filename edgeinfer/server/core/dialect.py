@@ -1,4 +1,4 @@
-"""What a dialect is: a list of operations and an error envelope. Each dialect is a folder beside this one.
+"""What a dialect is: operations and an error envelope. Each is a folder beside this one.
 
 A folder holds the wire types (`wire.py`), the way in (`translate.py`), the way out (`render.py`), the
 handlers (`routes.py`) and, in `dialect.py`, the `Dialect` that `server/operations.py` collects.

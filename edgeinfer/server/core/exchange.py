@@ -1,6 +1,4 @@
-"""What every route works with: the models, the limits, the gate, what is counted and written down. And
-one request's state.
-"""
+"""What every route works with: the endpoint, and one request's state."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ class Endpoint:
                 del self._by_key[key]
 
     def queue(self, model: str, n_parallel: int, n: int) -> None:
-        """Count `n` more generations into a model; whoever counts them calls `unqueue`. Raises
-        QueueFullError.
-        """
+        """Count `n` more generations into a model, until `unqueue`. Raises QueueFullError."""
         if self.inside[model] + n > n_parallel + self.limits.max_queue:
             self.metrics.refused.labels("queue").inc()
             raise QueueFullError(

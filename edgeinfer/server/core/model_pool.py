@@ -40,8 +40,9 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loader gives back. `how` is "resumed", "cold" or "held" (it was in this process already);
-    stages in ms.
+    """What a loader gives back. Stages are in milliseconds.
+
+    `how` is "resumed", "cold" or "held" (it was in this process already).
     """
 
     engine: Engine
@@ -154,8 +155,9 @@ class Models:
     # --- asking
 
     def resolve(self, name: str | None) -> str:
-        """The model's name; the default where none is given. Raises UnknownModelError. Never a path:
-        only pulled names.
+        """Name the model, which is the default where none is given. Raises UnknownModelError.
+
+        Never a path: only pulled names.
         """
         if name is None or name == self.default:
             return self.default
@@ -205,8 +207,9 @@ class Models:
     # --- holding
 
     async def acquire(self, name: str, keep_alive_s: float | None = None) -> Lease:
-        """Hold `name`, loading it if needed. Raises what loading raises, and OutOfMemoryError when
-        there is no room.
+        """Hold `name`, loading it if needed.
+
+        Raises what loading raises, and OutOfMemoryError when there is no room.
         """
         slot = self._slots.get(name) or self._start(name)
         slot.users += 1
@@ -315,8 +318,9 @@ class Models:
         return files + files // 4 + (256 << 20)
 
     async def _make_room(self, slot: _Slot) -> None:
-        """Evict idle models, least recently used first, until `slot` fits. Raises OutOfMemoryError
-        after `room_s`.
+        """Evict idle models, least recently used first, until `slot` fits.
+
+        Raises OutOfMemoryError after `room_s`.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._room_s

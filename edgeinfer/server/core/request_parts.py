@@ -28,8 +28,9 @@ def named_tool(name: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice
 
 
 def required_tool(word: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
-    """Demand a call of any tool; `word` is how the client asked. Raises InvalidRequestError without
-    tools.
+    """Demand a call of any tool. Raises InvalidRequestError without tools.
+
+    `word` is how the client asked.
     """
     if not tools:
         raise InvalidRequestError(
@@ -39,7 +40,7 @@ def required_tool(word: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolCho
 
 
 def template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Variables for the chat template. Effort is spelled both ways that templates in the wild read it."""
+    """Collect variables for the chat template. Effort is spelled both ways that templates read it."""
     options: dict[str, Any] = {}
     if effort is not None:
         options["enable_thinking"] = effort != "none"

@@ -30,7 +30,9 @@ _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def answer(exchange: Exchange, job: Job) -> Response:
-    """Raises Problem and EdgeInferError while the status can still say so; later failures are in the
+    """Begin a job and give its response, whole or streamed.
+
+    Raises Problem and EdgeInferError while the status can still say so; later failures are in the
     stream.
     """
     endpoint = exchange.endpoint
@@ -253,9 +255,7 @@ class _SseResponse(_Answering, Response):
                 self._short_cut.close()
 
     def _pass_by(self, begun: Begun) -> None:
-        """From the first token on, have tokens sent by the thread that makes them, where nothing speaks
-        against it.
-        """
+        """Have tokens sent by the thread that makes them, after the first, where possible."""
         alone = len(begun.generations) == 1 and self._texts is None
         if self._short_cut is None and self._last_token and alone and self._connection is not None:
             self._short_cut = self._connection.short_cut(self._passing)

@@ -23,8 +23,9 @@ _MIN_LENGTH = 16
 
 
 class Keys:
-    """A set of keys that knows only their digests. `name` of a key is 8 hex digits of its digest, safe
-    in logs and metrics.
+    """A set of keys that knows only their digests.
+
+    `name` of a key is 8 hex digits of its digest, safe in logs and metrics.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -58,8 +59,9 @@ def given_keys(file: str | None = None) -> Keys:
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """The stored keys and whether one was made just now. Raises ServeError when the file is readable by
-    others.
+    """Return the stored keys and whether one was made just now.
+
+    Raises ServeError when the file is readable by others.
     """
     path = key_path()
     try:
@@ -78,8 +80,9 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def read_keys(path: Path) -> list[str]:
-    """The keys of a file, one a line, `#` begins a comment. Raises FileNotFoundError, and ServeError
-    when it is not safe.
+    """Read the keys of a file, one a line; `#` begins a comment.
+
+    Raises FileNotFoundError, and ServeError when it is not safe.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -26,8 +26,9 @@ _REFUSALS = {
 
 
 def guarded(limits: Limits, copies_kept: Copies | None = None) -> type[HttpToolsProtocol]:
-    """A protocol class that enforces `limits`; uvicorn makes one instance a connection. Requests find
-    theirs in their scope.
+    """Make a protocol class that enforces `limits`, of which uvicorn makes one instance a connection.
+
+    Requests find theirs in their scope.
     """
 
     class Guarded(_Guarded):
@@ -148,8 +149,9 @@ class _Guarded(HttpToolsProtocol):
             self._refuse(408)
 
     def _refuse(self, status: int) -> None:
-        """Answer in plain HTTP without the application, and close. A request that had begun sees a
-        disconnect.
+        """Answer in plain HTTP without the application, and close.
+
+        A request that had begun sees a disconnect.
         """
         if self._refused:
             return

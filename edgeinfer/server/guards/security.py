@@ -54,9 +54,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def check_origin(self, headers: Headers, scheme: str) -> str | None:
-        """The allowed origin of a cross-origin request, or None when there is none. Raises
-        Problem 403.
-        """
+        """Return the allowed origin of a cross-origin request, or None. Raises Problem 403."""
         origin = headers.get("origin")
         if origin is None:
             if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
@@ -113,8 +111,9 @@ def _is_address(name: str) -> bool:
 
 
 def cors_headers(origin: str, *, preflight: bool = False) -> dict[str, str]:
-    """What a named origin's browser needs to read the answer. Credentials are never allowed: keys
-    travel in headers.
+    """Give what a named origin's browser needs to read the answer.
+
+    Credentials are never allowed: keys travel in headers.
     """
     headers = {
         "access-control-allow-origin": origin,

@@ -16,7 +16,7 @@ from edgeinfer.process import activated_descriptors
 
 
 def activated() -> list[socket.socket]:
-    """Listening sockets that systemd passed to this process."""
+    """Take the listening sockets that systemd passed to this process."""
     return [socket.socket(fileno=descriptor) for descriptor in activated_descriptors()]
 
 
@@ -49,8 +49,9 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
 
 
 def is_loopback(listeners: Sequence[socket.socket]) -> bool:
-    """Whether only this machine can reach all of them. A unix socket is the file system's business, so
-    it counts as local.
+    """Whether only this machine can reach all of them.
+
+    A unix socket is the file system's business, so it counts as local.
     """
     return all(_local(listener) for listener in listeners)
 
@@ -81,9 +82,7 @@ def own_names(listeners: Sequence[socket.socket]) -> set[str]:
 
 
 def notify(*lines: str) -> bool:
-    """Tell the service manager, if there is one. Whether it was told; a failure is not worth stopping
-    for.
-    """
+    """Tell the service manager, if there is one, and return whether it was told."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False

@@ -156,8 +156,9 @@ async def unload(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 when the default model is loaded, or was and can be again; 503 while it loads for the first
-    time, or drains.
+    """Answer 200 when the default model is loaded, or was and can be again.
+
+    Else 503: while it loads for the first time, or drains.
     """
     endpoint = exchange_of(request).endpoint
     models = endpoint.models

@@ -118,9 +118,7 @@ class InferFields(Wire, frozen=True, kw_only=True):
 
 
 class InferQuery(InferFields, frozen=True, kw_only=True):
-    """GET /infer, and POST /infer with a query: one prompt, one answer. A longer prompt belongs into a
-    body.
-    """
+    """GET /infer, and POST /infer with a query. A longer prompt belongs into a body."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=4096)]
 

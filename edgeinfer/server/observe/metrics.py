@@ -30,48 +30,32 @@ from edgeinfer.runtime.interface import Engine
 
 #: Seconds. A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)
-TOKEN_BUCKETS = (
-    0.002,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
+_TOKEN_MS = (2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2500, 5000)
+TOKEN_BUCKETS = tuple(ms / 1000 for ms in _TOKEN_MS)
+_E2E_TENTHS = (
     0.5,
-    0.75,
     1,
-    2.5,
+    3,
     5,
-)
-E2E_BUCKETS = (
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
+    8,
     10,
     15,
     20,
-    30,
-    40,
+    25,
     50,
-    60,
-    120,
-    240,
-    480,
-    960,
+    100,
+    150,
+    200,
+    300,
+    400,
+    500,
+    600,
+    1200,
+    2400,
+    4800,
+    9600,
 )
+E2E_BUCKETS = tuple(tenths / 10 for tenths in _E2E_TENTHS)
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
 #: Values of the label `key`, with "" for none and "other" for those beyond.
@@ -79,8 +63,9 @@ MAX_KEYS = 64
 
 
 class TokenClock:
-    """Times between tokens of one model: a bucket index and two additions a token, within which CPython
-    switches no threads.
+    """Times between tokens of one model.
+
+    A token costs a bucket index and two additions, within which CPython switches no threads.
     """
 
     def __init__(self) -> None:
@@ -101,85 +86,69 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._clocks: dict[tuple[str, str], TokenClock] = {}
         self._keys = {"", "other"}
-        r = self.registry
-        self.requests = Counter(
-            "edgeinfer_requests",
-            "Requests by route, outcome and API key (8 hex digits of its digest).",
-            ("route", "status", "key", *_MODEL),
-            registry=r,
-        )
-        self.ttft = Histogram(
-            "edgeinfer_time_to_first_token_seconds",
+        self._count_requests()
+        self._count_generations()
+        self._count_loads()
+        self._engines = _Engines(engines, self._clocks)
+        self.registry.register(self._engines)
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = _MODEL) -> Counter:
+        return Counter(f"edgeinfer_{name}", text, labels, registry=self.registry)
+
+    def _histogram(
+        self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = _MODEL
+    ) -> Histogram:
+        return Histogram(f"edgeinfer_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def _count_requests(self) -> None:
+        said = "Requests by route, outcome and API key (8 hex digits of its digest)."
+        self.requests = self._counter("requests", said, ("route", "status", "key", *_MODEL))
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds",
             "From the request's arrival to its first token.",
-            _MODEL,
-            buckets=TTFT_BUCKETS,
-            registry=r,
+            TTFT_BUCKETS,
         )
-        self.e2e = Histogram(
-            "edgeinfer_e2e_request_latency_seconds",
-            "From the request's arrival to its last byte.",
-            _MODEL,
-            buckets=E2E_BUCKETS,
-            registry=r,
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "From the request's arrival to its last byte.", E2E_BUCKETS
         )
-        self.queue_time = Histogram(
-            "edgeinfer_request_queue_time_seconds",
-            "Time a request waited to be run.",
-            _MODEL,
-            buckets=TTFT_BUCKETS,
-            registry=r,
+
+    def _count_generations(self) -> None:
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Time a request waited to be run.", TTFT_BUCKETS
         )
-        self.prefill_time = Histogram(
-            "edgeinfer_request_prefill_time_seconds",
-            "Time spent on the prompt.",
-            _MODEL,
-            buckets=TTFT_BUCKETS,
-            registry=r,
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "Time spent on the prompt.", TTFT_BUCKETS
         )
-        self.decode_time = Histogram(
-            "edgeinfer_request_decode_time_seconds",
-            "Time spent on the answer.",
-            _MODEL,
-            buckets=E2E_BUCKETS,
-            registry=r,
+        self.decode_time = self._histogram(
+            "request_decode_time_seconds", "Time spent on the answer.", E2E_BUCKETS
         )
-        self.prompt_tokens = Counter("edgeinfer_prompt_tokens", "Prompt tokens.", _MODEL, registry=r)
-        self.cached_tokens = Counter(
-            "edgeinfer_prompt_tokens_cached",
-            "Prompt tokens taken from the KV cache.",
-            _MODEL,
-            registry=r,
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
+        self.cached_tokens = self._counter(
+            "prompt_tokens_cached", "Prompt tokens taken from the KV cache."
         )
-        self.generated_tokens = Counter(
-            "edgeinfer_generation_tokens", "Generated tokens.", _MODEL, registry=r
+        self.generated_tokens = self._counter("generation_tokens", "Generated tokens.")
+        self.finished = self._counter(
+            "request_success", "Generations by how they ended.", ("finished_reason", *_MODEL)
         )
-        self.finished = Counter(
-            "edgeinfer_request_success",
-            "Generations by how they ended.",
-            ("finished_reason", *_MODEL),
-            registry=r,
-        )
-        self.loads = Counter(
-            "edgeinfer_model_loads",
+
+    def _count_loads(self) -> None:
+        self.loads = self._counter(
+            "model_loads",
             "Models brought into memory: resumed, cold, or held by this process.",
             ("how", "model_name"),
-            registry=r,
         )
-        self.load_time = Histogram(
-            "edgeinfer_model_load_seconds",
+        self.load_time = self._histogram(
+            "model_load_seconds",
             'Seconds of bringing a model into memory; stage "total" is the whole.',
+            LOAD_BUCKETS,
             ("how", "stage", "model_name"),
-            buckets=LOAD_BUCKETS,
-            registry=r,
         )
         self.in_flight = Gauge(
-            "edgeinfer_http_requests_in_flight", "Requests being answered, of any route.", registry=r
+            "edgeinfer_http_requests_in_flight",
+            "Requests being answered, of any route.",
+            registry=self.registry,
         )
-        self.refused = Counter(
-            "edgeinfer_requests_refused", "Requests refused by a limit.", ("limit",), registry=r
-        )
-        self._engines = _Engines(engines, self._clocks)
-        r.register(self._engines)
+        self.refused = self._counter("requests_refused", "Requests refused by a limit.", ("limit",))
 
     def request_ended(self, route: str, status: int, key: str, model: str, version: str) -> None:
         """Count a request. Beyond `MAX_KEYS` keys, those not seen before are counted as "other"."""
@@ -228,9 +197,7 @@ class Metrics:
         ]
 
     def exposition(self) -> bytes:
-        """The Prometheus text format. Asks every engine, which may be another process: call it in a
-        thread.
-        """
+        """Write the Prometheus text format. Call it in a thread: every engine is asked."""
         return generate_latest(self.registry)
 
 

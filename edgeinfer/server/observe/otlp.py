@@ -1,7 +1,9 @@
 """Spans to a collector: OTLP over HTTP, JSON encoded, in batches, from a thread of its own.
 
 A collector that is slow or away costs spans, never requests: the queue is bounded, and what finds it
-full is dropped and counted. Source: the OpenTelemetry Protocol, "OTLP/HTTP" and "JSON Protobuf Encoding".
+full is dropped and counted.
+
+Source: the OpenTelemetry Protocol, "OTLP/HTTP" and "JSON Protobuf Encoding".
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 _QUEUE_SPANS = 2048
 _BATCH_SPANS = 512
-#: A batch waits this long for more spans, a request this long for its answer, the end this long for all.
+#: How long a batch waits for more spans, a request for its answer, the end for everything.
 _DELAY_S = 5.0
 _TIMEOUT_S = 10.0
 _CLOSE_S = 3.0

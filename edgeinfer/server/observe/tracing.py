@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from edgeinfer import __version__
@@ -59,8 +59,8 @@ class OtlpTracer:
         self, headers: Mapping[str, str], model: str, route: str, started_ns: int, end: Finished
     ) -> None:
         """Record one generation, unless the caller's trace is not sampled."""
-        trace_id, parent_id, is_sampled = parent_of(headers.get("traceparent", ""))
-        if not is_sampled:
+        parent = parent_of(headers.get("traceparent", ""))
+        if not parent.is_sampled:
             return
         root_id = secrets.token_hex(8)
         spans = []
@@ -75,7 +75,7 @@ class OtlpTracer:
             at_ns += int(span_ms * 1e6)
             spans.append(
                 Span(
-                    trace_id=trace_id,
+                    trace_id=parent.trace_id,
                     span_id=secrets.token_hex(8),
                     parent_id=root_id,
                     name=name,
@@ -84,9 +84,9 @@ class OtlpTracer:
                 )
             )
         root = Span(
-            trace_id=trace_id,
+            trace_id=parent.trace_id,
             span_id=root_id,
-            parent_id=parent_id,
+            parent_id=parent.span_id,
             name=f"generate {model}",
             start_ns=started_ns,
             end_ns=at_ns,
@@ -110,12 +110,20 @@ def _attributes(model: str, route: str, end: Finished) -> dict[str, Attribute]:
     }
 
 
-def parent_of(traceparent: str) -> tuple[str, str, bool]:
-    """The trace id, the parent span's id and whether to record; a fresh trace without a valid header."""
+class Parent(NamedTuple):
+    """Whose child a span is. Ids are hex digits; `span_id` is "" for the first of its trace."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+
+def parent_of(traceparent: str) -> Parent:
+    """Read the trace id, the parent span's id and whether to record; a fresh trace without any."""
     found = _TRACEPARENT.fullmatch(traceparent.strip())
     if found is None or not found[1].strip("0") or not found[2].strip("0"):
-        return secrets.token_hex(16), "", True
-    return found[1], found[2], bool(int(found[3], 16) & _SAMPLED)
+        return Parent(secrets.token_hex(16), "", is_sampled=True)
+    return Parent(found[1], found[2], is_sampled=bool(int(found[3], 16) & _SAMPLED))
 
 
 def tracer_from_environment(log: Log, *, offline: bool = False) -> Tracer:

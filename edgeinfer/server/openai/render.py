@@ -30,9 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def finish_reason(end: Finished) -> wire.WireFinish:
-    """OpenAI has no word for a deadline: a cut-short answer is "length". A cancelled one is never
-    read.
-    """
+    """Name an end in OpenAI's words, which has none for a deadline: a cut-short answer is "length"."""
     if end.reason in ("length", "deadline"):
         return "length"
     return "tool_calls" if end.reason == "tool_calls" else "stop"
@@ -219,8 +217,9 @@ def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
 
 
 class CompletionRenderer(_OpenAI):
-    """`text_completion`, whole and as chunks. `echoes` are put before the answers, one a prompt of `n`
-    answers.
+    """Render `text_completion`, whole and as chunks.
+
+    `echoes` are put before the answers, one a prompt of `n` answers.
     """
 
     def __init__(

@@ -202,9 +202,7 @@ def _structured(given: wire.StructuredOutputs) -> list[tuple[str, Constraint]]:
 def prompts(
     given: str | Sequence[str | int | Sequence[int]], param: str
 ) -> list[str | tuple[int, ...]]:
-    """One or several prompts, as text or token ids. Raises InvalidRequestError for a list of mixed
-    kinds.
-    """
+    """List the prompts, each text or token ids. Raises InvalidRequestError for mixed kinds."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}

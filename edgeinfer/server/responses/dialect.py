@@ -1,4 +1,4 @@
-"""OpenAI's Responses. Refusals have OpenAI's envelope; a stream tells its failure in an event of its own."""
+"""OpenAI's Responses: OpenAI's envelope for refusals, an event of its own for failing streams."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class ResponseRenderer:
         self, status: Any, output: list[wire.OutputItem], usage: Usage | None
     ) -> wire.ResponseReply:
         body = self._request
-        choice = body.tool_choice
+        text = (body.text and body.text.format) or wire.PlainText()
         return wire.ResponseReply(
             id=self.id,
             created_at=self.created,
@@ -207,15 +207,9 @@ class ResponseRenderer:
             output=output,
             usage=None if usage is None else _wire_usage(usage),
             tools=msgspec.to_builtins(body.tools or []),
-            tool_choice=choice
-            if isinstance(choice, str)
-            else msgspec.to_builtins(choice)
-            if choice
-            else "auto",
+            tool_choice=msgspec.to_builtins(body.tool_choice or "auto"),
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            text={"format": msgspec.to_builtins(body.text.format)}
-            if body.text and body.text.format
-            else {"format": {"type": "text"}},
+            text={"format": msgspec.to_builtins(text)},
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             temperature=body.temperature,

@@ -128,8 +128,9 @@ class ResponsesStreamOptions(Wire, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/responses. `input` items are checked one by one after the body, so that each error names
-    its place.
+    """POST /v1/responses.
+
+    `input` items are checked one by one after the body, so that each error names its place.
     """
 
     input: str | Annotated[list[JsonObject], Meta(min_length=1, max_length=4096)]
