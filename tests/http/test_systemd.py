@@ -22,9 +22,18 @@ from edgeinfer.cli import build_parser
 UNITS = Path(__file__).parents[2] / "docs/systemd"
 
 
-def _unit(name: str) -> configparser.ConfigParser:
-    unit = configparser.ConfigParser(interpolation=None, strict=True, delimiters=("=",))
-    unit.optionxform = str
+class _Unit(configparser.ConfigParser):
+    """A unit file: names keep their capitals, `%` is systemd's."""
+
+    def __init__(self) -> None:
+        super().__init__(interpolation=None, strict=True, delimiters=("=",))
+
+    def optionxform(self, optionstr: str) -> str:
+        return optionstr
+
+
+def _unit(name: str) -> _Unit:
+    unit = _Unit()
     unit.read_string((UNITS / name).read_text("utf-8"))
     return unit
 
