@@ -65,11 +65,12 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         _print_error(error, as_json=as_json)
         return error_text.exit_code(error)
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the reader went away: nothing more to flush at exit
+        # the reader went away: nothing more to flush at exit
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # noqa: BLE001  the main of a process: a person never sees a traceback unasked
+    except Exception as error:  # noqa: BLE001  a person never sees a traceback unasked
         _print_unexpected(error, as_json=as_json)
         return 70
 

@@ -36,7 +36,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """How this process came to run its verb. `reason` says why it was not resumed.
 
     `stages_ms` are milliseconds from exec at which each stage began: of a launch `launcher`, `restore`,
-    `running` and `request`, then `load`, when an engine was asked for, and `ready`, when it could compute.
+    `running` and `request`, then `load`, an engine was asked for, and `ready`, it could compute.
     """
 
     how: Literal["resumed", "cold"] = "cold"
@@ -106,9 +106,8 @@ class Host:
 
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError.
         """
-        from edgeinfer.catalog.store import (
-            model_files,
-        )  # the catalogue is not needed when a snapshot was resumed
+        # the catalogue is not needed when a snapshot was resumed
+        from edgeinfer.catalog.store import model_files
 
         return model_files(model)
 
@@ -132,7 +131,7 @@ class Host:
         return engine
 
     def keep_blocks(self, engine: KeepsBlocks) -> None:
-        """Have `engine` keep what it computes, and find it again; not where the user has it switched off.
+        """Have `engine` keep what it computes, and find it again, unless the user switched that off.
 
         What keeps it from working is told on stderr: it only costs time.
         """
@@ -158,7 +157,7 @@ class Host:
             )
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Open `model` beside an engine that stays: in a process of its own where a launcher can start one.
+        """Open `model` beside an engine that stays, in a process of its own where there is a launcher.
 
         Raises what `engine` raises.
         """
@@ -187,8 +186,9 @@ class Host:
         progress: LoadProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Build a snapshot now. Raises SnapshotsUnavailableError where none can be made, DumpError,
-        InterruptedByUser.
+        """Build a snapshot now.
+
+        Raises SnapshotsUnavailableError where none can be made, InterruptedByUser, and what building raises.
         """
         raise SnapshotsUnavailableError(
             f"{self.start.reason or 'this process'}: no snapshot can be made from here",

@@ -61,13 +61,12 @@ def snapshots() -> str:
 
 
 def runtime() -> str:
-    """Records of running processes: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this user under
-    /tmp.
-    """
+    """Name the place of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this user under /tmp."""
     home = os.environ.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), "run")
     directory = os.environ.get("XDG_RUNTIME_DIR", "")
     if directory.startswith("/") and os.path.isdir(directory):
         return os.path.join(directory, "edgeinfer")
-    return os.path.join(os.environ.get("TMPDIR", "/tmp"), f"edgeinfer-{os.getuid()}")  # noqa: S108  checked: 0700, ours
+    shared = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  whoever uses it checks: 0700, ours
+    return os.path.join(shared, f"edgeinfer-{os.getuid()}")

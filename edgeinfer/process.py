@@ -57,7 +57,7 @@ def silence(*keep: int) -> None:
 
 
 def close_all_but(*keep: int) -> None:
-    """Close every descriptor but the standard streams and `keep`: nobody waits for a pipe's end on us."""
+    """Close every descriptor but the standard streams and `keep`; nobody waits for a pipe of ours then."""
     first = 3
     for fd in sorted(keep):
         os.closerange(first, fd)

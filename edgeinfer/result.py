@@ -37,7 +37,7 @@ def envelope(result: Result) -> bytes:
 
 
 def error_envelope(error: EdgeInferError) -> bytes:
-    """Encode `{"schema", "kind": "error", "ok": false, "error": {"code", "message", "hint"}}` as a line.
+    """Encode `{"schema", "kind": "error", "ok": false, "error": {"code", "message", "hint"}}`, one line.
 
     `error` also has `param` or `key` where the error names one. `errors.from_fields` reads it back.
     """

@@ -22,7 +22,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Options of load time: another value needs another snapshot. None means: the configuration decides."""
+    """Add the options of load time; None means that the configuration decides."""
     group = parser.add_argument_group(times.LOAD)
     for option in LOAD_OPTIONS:
         if option.flag and option.of_snapshot:
@@ -146,9 +146,7 @@ def _add_serve(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the HTTP endpoint: launch time, all of them. None means: the configuration decides, or
-    the default.
-    """
+    """Add the options of the endpoint, all of launch time; None means the configuration or a default."""
     where = parser.add_argument_group(times.ENDPOINT)
     where.add_argument(
         "--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key"
@@ -256,4 +254,5 @@ def positive_s(text: str) -> float:
 
 def keep_alive_s(text: str) -> float:
     """0, -1, or up to a year, in seconds. Raises ValueError."""
-    return -1.0 if float(text) == -1 else 0.0 if float(text) == 0 else positive_s(text)
+    seconds = float(text)
+    return seconds if seconds in (-1.0, 0.0) else positive_s(text)

@@ -28,7 +28,8 @@ class BundleResult(Result, frozen=True, kw_only=True):
     size_bytes: int
 
     def human(self) -> str:
-        return f"{self.file}: {format_bytes(self.size_bytes)}, with {self.model} inside; copied anywhere, it needs no network"
+        size = format_bytes(self.size_bytes)
+        return f"{self.file}: {size}, with {self.model} inside; copied anywhere, it needs no network"
 
 
 def bundle(options: argparse.Namespace, host: Host) -> BundleResult:

@@ -213,7 +213,8 @@ def _catalogue() -> Check:
     from edgeinfer.catalog.store import list_pulled, model_files
 
     config: Config = load_config()
-    text = f"{len(load_catalog().models)} models known, {len(list_pulled())} pulled; default {config.default_model}"
+    known, pulled = len(load_catalog().models), len(list_pulled())
+    text = f"{known} models known, {pulled} pulled; default {config.default_model}"
     try:
         model_files(config.default_model)
     except EdgeInferError as error:

@@ -50,9 +50,10 @@ class ListResult(Result, frozen=True, kw_only=True):
 
 
 def _row(model: ListedModel) -> tuple[str, ...]:
+    here = "yes" if model.pulled else "-"
     return (
         model.name,
-        "in place" if model.in_place else "yes" if model.pulled else "-",
+        "in place" if model.in_place else here,
         format_bytes(model.size_bytes) if model.size_bytes else "?",
         model.parameters or "?",
         model.quantization or "?",

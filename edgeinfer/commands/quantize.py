@@ -49,7 +49,10 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
         ]
         text = table(rows, right=frozenset({2, 3}))
         if self.n_scored_tokens:
-            text += f"\n\nperplexity over {self.n_scored_tokens} tokens of the text shipped with edgeinfer; lower is better"
+            text += (
+                f"\n\nperplexity over {self.n_scored_tokens} tokens of the text shipped with edgeinfer; "
+                "lower is better"
+            )
         if self.quantized_twice:
             text += (
                 f"\nnote: {self.source} was quantized already ({self.source_type}); "

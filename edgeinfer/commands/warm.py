@@ -84,7 +84,9 @@ class _Talk:
 
     def __init__(self, out: TextIO, *, quiet: bool) -> None:
         self._out, self._quiet = out, quiet
-        self._stage, self._began, self._shown = "", time.monotonic(), 0.0
+        self._stage = ""
+        self._began = time.monotonic()
+        self._shown = 0.0
 
     def say(self, stage: str, fraction: float | None) -> None:
         if self._quiet:
@@ -92,7 +94,8 @@ class _Talk:
         now = time.monotonic()
         if stage != self._stage:
             self._finish(now)
-            self._stage, self._began, self._shown = stage, now, now
+            self._stage = stage
+            self._began = self._shown = now
             self._out.write(f"{stage} …" + ("" if self._out.isatty() else "\n"))
         elif fraction is not None and self._out.isatty() and now - self._shown > 0.1:
             self._shown = now

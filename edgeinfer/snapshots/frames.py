@@ -58,9 +58,7 @@ def join(strings: Iterable[str]) -> bytes:
 
 
 def split(value: bytes) -> list[str]:
-    """The strings of a value made by `join`; none for an empty value, so a list of one empty string
-    does not survive.
-    """
+    """Split a value made by `join`; an empty one has no strings, so [""] does not survive."""
     return [os.fsdecode(part) for part in value.split(b"\0")] if value else []
 
 
@@ -89,9 +87,7 @@ def receive(link: _socket.socket) -> tuple[dict[str, bytes], list[int]] | None:
 
 
 def _exactly(link: _socket.socket, size: int, fds: list[int]) -> bytes:
-    """`size` bytes, fewer at the end of the stream; descriptors that come along are added to `fds`,
-    close-on-exec.
-    """
+    """Read `size` bytes, fewer at the end of the stream; add descriptors, close-on-exec, to `fds`."""
     parts: list[bytes] = []
     while size:
         part, control, _flags, _address = link.recvmsg(

@@ -28,9 +28,7 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def _libc() -> ctypes.CDLL:
-    """The C library, opened on first use: importing this module must work where there is none to
-    open.
-    """
+    """Open the C library on first use: importing this module must work where there is none."""
     if not _loaded:
         _loaded.append(ctypes.CDLL(None, use_errno=True))
     return _loaded[0]
@@ -44,9 +42,7 @@ def _checked(result: int, what: str) -> int:
 
 
 def clone(flags: int) -> int:
-    """fork() into new namespaces: 0 in the child. Only for a process with one thread. Raises
-    OSError.
-    """
+    """Fork into new namespaces: 0 in the child. Only for a process with one thread. Raises OSError."""
     number = _CLONE[os.uname().machine]
     return _checked(
         _libc().syscall(number, ctypes.c_ulong(flags | _SIGCHLD), None, None, None, None), "clone"
@@ -54,9 +50,7 @@ def clone(flags: int) -> int:
 
 
 def map_this_user(uid: int, gid: int) -> None:
-    """Inside a new user namespace: user and group stay what they are outside. Supplementary groups are
-    kept.
-    """
+    """Keep user and group what they are outside, in a new user namespace; other groups stay."""
     for name, text in (
         ("uid_map", f"{uid} {uid} 1"),
         ("setgroups", "deny"),
@@ -67,9 +61,7 @@ def map_this_user(uid: int, gid: int) -> None:
 
 
 def own_proc() -> None:
-    """A /proc for this pid namespace; mounts made outside later are still seen, ours are not seen
-    outside.
-    """
+    """Mount a /proc for this pid namespace; later mounts outside are seen here, ours not outside."""
     _checked(
         _libc().mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None),
         "mount --make-rslave /",

@@ -60,7 +60,7 @@ def processes() -> list[Running]:
 
 
 def shares_folders(pid: int) -> bool:
-    """Whether a process keeps its data where this one does; True where its environment is hidden."""
+    """Tell whether a process keeps its data where this one does; True where that is hidden."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

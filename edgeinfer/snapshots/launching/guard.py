@@ -87,9 +87,7 @@ def _wait(read_fd: int, fd: int, modes: list[object]) -> NoReturn:
 
 
 def _mend(fd: int, modes: list[object]) -> None:
-    """Put the terminal right, unless a shell has set it up for its own prompt already: then only the
-    screen is ours to mend.
-    """
+    """Put the terminal right; only the screen, when a shell has set up its own prompt already."""
     import termios
 
     now = termios.tcgetattr(fd)

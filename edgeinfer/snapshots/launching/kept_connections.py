@@ -41,9 +41,7 @@ class Copies:
         os.pwrite(self._states_fd, bytes((state,)), number)
 
     def drop(self, number: int) -> None:
-        """The connection ends. Its client sees that only when the copy is closed too, or after a
-        shutdown.
-        """
+        """Close the copy: only then, or after a shutdown, does the client see the end."""
         self._send(number.to_bytes(_BYTES, "little"), [])
 
     def _send(self, raw: bytes, rights: list[tuple[int, int, bytes]]) -> None:
@@ -54,8 +52,9 @@ class Copies:
 
 
 class Kept:
-    """The launcher's end: `fds` are channel and states. `replies` are indexed by state; an empty
-    one only closes.
+    """The launcher's end: `fds` are the channel and the states.
+
+    `replies` are indexed by state; an empty one only closes the connection.
     """
 
     def __init__(self, fds: Sequence[int], replies: Sequence[bytes]) -> None:

@@ -41,13 +41,17 @@ _UNEXPECTED = 70
 
 
 class App:
-    """A running app: its supervisor and its link. `fds` are what its request carries, kept for a cold
-    start after a resume that failed.
+    """A running app: its supervisor and its link.
+
+    `fds` are what its request carries, kept for a cold start after a resume that failed.
     """
 
     def __init__(self, child: supervise.Child, link: _socket.socket, role: str) -> None:
-        self.child, self.link, self.role = child, link, role
-        self.how, self.snapshot = "cold", ""
+        self.child = child
+        self.link = link
+        self.role = role
+        self.how = "cold"
+        self.snapshot = ""
         self.restored = False
         self.request: dict[str, frames.Value] = {}
         self.copies: kept_connections.Kept | None = None
@@ -60,7 +64,9 @@ class Launcher:
     """One launch of one verb."""
 
     def __init__(self, argv: list[str], exec_ns: int, main_ns: int) -> None:
-        self.argv, self._exec_ns, self._main_ns = argv, exec_ns, main_ns
+        self.argv = argv
+        self._exec_ns = exec_ns
+        self._main_ns = main_ns
         self._apps: list[App] = []
         self._main: App | None = None
         self._listeners: list[_socket.socket] = []
@@ -97,8 +103,9 @@ class Launcher:
     def _start(
         self, choice: choose.LaunchChoice, request: dict[str, frames.Value], fds: list[int]
     ) -> App:
-        """Resume when that is wished and possible, else start cold. Raises what `find` raises when it
-        is insisted on.
+        """Resume when that is wanted and possible, else start cold.
+
+        Raises what `choose.find` raises when a resume is insisted on.
         """
         reason = "you asked for a cold start (--resume=never)"
         if choice.resume != "never":
@@ -125,9 +132,8 @@ class Launcher:
         app = self._adopt(App(child, ours, str(request["role"])), request, fds)
         app.how, app.snapshot = "resumed", manifest.name
         self._send(app, spawn_ns, "")
-        _quietly(
-            os.utime, f"{folder}/{format.LOCK}"
-        )  # the last use, for the least recently used to be pruned
+        # the last use, for the least recently used to be pruned
+        _quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
 
     def _cold(self, request: dict[str, frames.Value], fds: list[int], reason: str) -> App:
@@ -156,14 +162,11 @@ class Launcher:
             stamps = dict.fromkeys(stamps, spawn_ns)
         how: dict[str, frames.Value] = {"how": app.how, "snapshot": app.snapshot, "reason": reason}
         message = {"op": "launch", **app.request, **surroundings.of_this_process(), **stamps, **how}
-        _quietly(
-            frames.send, app.link, message, app.fds
-        )  # it may be gone already: its supervisor tells why
+        # it may be gone already: its supervisor tells why
+        _quietly(frames.send, app.link, message, app.fds)
 
     def _explain(self, error: EdgeInferError, role: str) -> str:
-        """One line on stderr about a cold start: the reason and the fix. A chat shows it in its status
-        line instead.
-        """
+        """Write the reason of a cold start and its fix to stderr; a chat shows it in its status line."""
         reason = error.message
         if role == "verb" and self.argv[0] != "chat":
             if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
@@ -179,9 +182,8 @@ class Launcher:
 
     def _turn(self) -> None:
         """Wait for something to happen, and deal with it. Signals are handled in between."""
-        apps = list(
-            self._apps
-        )  # one that starts meanwhile may have a descriptor that was another's at the poll
+        # one that starts meanwhile may have a descriptor that was another's at the poll
+        apps = list(self._apps)
         for fd, _ in self._poll.poll():
             for app in apps:
                 if app not in self._apps:
@@ -194,9 +196,7 @@ class Launcher:
                     self._poll.unregister(fd)
 
     def _forward(self, number: int, _frame: object) -> None:
-        """A signal from the terminal or from outside goes to the app. A stop stops us when the app has
-        stopped.
-        """
+        """Pass a signal on to the app. A stop stops this process when the app has stopped."""
         self._asked_to_end |= number in _ASKED_TO_END
         for app in self._apps:
             if app.role == "verb" or number == _signal.SIGCONT:
@@ -310,9 +310,7 @@ class Launcher:
         theirs.close()
 
     def _warm_now(self, app: App, fields: dict[str, bytes], fds: list[int]) -> None:
-        """Run `edgeinfer warm` for the app, which cannot from inside its namespaces; what it says goes
-        to the app's pipe.
-        """
+        """Run `edgeinfer warm` for the app, which cannot inside its namespaces; its talk goes to `fds`."""
         self._warm_stop()
 
         def prepare() -> None:
@@ -408,8 +406,9 @@ def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:
 
 
 def _quietly(call: Callable[..., object], *arguments: object) -> None:
-    """What `contextlib.suppress` does, whose import costs 3 ms: the other side, or what is undone, may
-    be gone already.
+    """Call it, though the other side, or what is undone, may be gone already.
+
+    `contextlib.suppress` does the same, and its import costs 3 ms.
     """
     try:  # noqa: SIM105
         call(*arguments)

@@ -50,8 +50,9 @@ class Child:
 
 
 def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
-    """Restore a snapshot; `link_fd` becomes its link. Returns at once; the pipe tells how it went.
-    Raises OSError.
+    """Restore a snapshot; `link_fd` becomes its link.
+
+    Returns at once; the pipe tells how it went. Raises OSError.
     """
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()
@@ -137,8 +138,7 @@ def _restore_child(manifest: Manifest, images: str, link_fd: int, wake_fd: int, 
 
 
 def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: int) -> NoReturn:
-    """Wait for everything there is to wait for, until the app has ended. `criu_pid` 0: the app runs
-    already.
+    """Wait for CRIU and the app until the app has ended. `criu_pid` 0: the app runs already.
 
     A restore that fails kills the app first and ends then: only CRIU's end tells what an app's early
     end was.

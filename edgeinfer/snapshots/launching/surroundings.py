@@ -52,9 +52,7 @@ def of_this_process() -> dict[str, frames.Value]:
 
 
 def listen(argv: list[str]) -> list[_socket.socket]:
-    """The sockets of `serve`, bound before anything is loaded; none when they cannot be: the app will
-    say why.
-    """
+    """Bind the sockets of `serve` before anything is loaded; none when that fails: the app says why."""
     activated = process.activated_descriptors()
     if activated:
         return [_socket.socket(fileno=fd) for fd in activated]
