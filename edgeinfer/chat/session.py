@@ -343,6 +343,7 @@ class ChatSession:
             sampling=self.sampling(),
             continue_final=continue_final,
             max_tokens=int(limit) if limit else None,
+            conversation=self.conversation.owner,
         )
 
 

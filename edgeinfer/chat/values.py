@@ -94,6 +94,11 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: int = 0
     updated_ms: int = 0
 
+    @property
+    def owner(self) -> str:
+        """What the engine calls it, so that what was computed can go with it; "" until it is stored."""
+        return f"chat-{self.id}" if self.id else ""
+
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation as a list shows it. `snippet` is where a search found its words."""

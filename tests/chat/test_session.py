@@ -71,6 +71,7 @@ def test_an_answer_is_stored_with_its_figures(store):
         ("system", "Be brief."),
         ("user", "Why?"),
     ]
+    assert engine.requests[0].conversation == f"chat-{session.conversation.id}"
 
 
 def test_flush_gives_only_what_is_stored(store):
