@@ -109,21 +109,20 @@ def _free_bytes(
     """(bytes left for the KV cache, whether the weights stay on the disk for want of memory).
 
     Mapped weights without room for the least context are read from the disk as they are needed: then
-    half of the memory is left to the page cache.
+    a quarter of the memory is left to the page cache.
     """
     available = machine.memory.available_bytes
-    rough = make_buffers(
-        shape,
-        options.n_ctx or min(shape.n_ctx_train, 1 << 15),
-        options.kv_type,
-        n_seq_max=2 * _SPARE_SEQUENCES,
-        n_ubatch=options.n_batch,
-        n_outputs=64,
-    )
-    free = available - shape.weights_bytes - rough.compute_bytes - _PROCESS_BYTES
+
+    def rough_compute(n_seq_max: int, n_outputs: int) -> int:
+        n_ctx = options.n_ctx or min(shape.n_ctx_train, 1 << 15)
+        kept = {"n_seq_max": n_seq_max, "n_ubatch": options.n_batch, "n_outputs": n_outputs}
+        return make_buffers(shape, n_ctx, options.kv_type, **kept).compute_bytes
+
+    free = available - shape.weights_bytes - rough_compute(2 * _SPARE_SEQUENCES, 64) - _PROCESS_BYTES
     least = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
     if is_mapped and free < least * shape.kv_bytes_per_token(options.kv_type):
-        return available // 2 - rough.compute_bytes, True
+        few = 1 + _SPARE_SEQUENCES
+        return available - available // 4 - rough_compute(few, few), True
     return free, False
 
 
