@@ -17,8 +17,10 @@ from edgeinfer.runtime.decoding.chunks import Exactness
 from edgeinfer.runtime.decoding.draft import DraftModel
 from edgeinfer.runtime.decoding.kvcache import KvCache, LlamaMemory
 from edgeinfer.runtime.decoding.loop import DecodeLoop
+from edgeinfer.runtime.decoding.points import Points
 from edgeinfer.runtime.decoding.prepare import Preparer
 from edgeinfer.runtime.decoding.scheduler import Scheduler
+from edgeinfer.runtime.decoding.states import SequenceStates
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.language.constraints import Constraints
@@ -258,6 +260,9 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
         whole_only=not can_cut,
         window=sliding_window(loaded),
     )
+    if not can_cut and loaded.memory:
+        states = SequenceStates(loaded.context, loaded.memory, loaded.n_seq_max)
+        kv.points = Points(states)
     batch = Batch(
         capacity=loaded.n_batch,
         max_outputs=loaded.n_outputs_max,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
+from edgeinfer.runtime.decoding import restore
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, Usage
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -67,6 +70,12 @@ def heard(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[object], 
     assert isinstance(events[-1], Finished)
     tokens = [token for event in events if isinstance(event, TextDelta) for token in event.logprobs]
     return list(tokens), events[-1].usage
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may read slower than it computes: what is tested here is what comes back."""
+    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
 
 
 @pytest.fixture
@@ -194,6 +203,7 @@ def test_what_was_evicted_comes_back(store: BlockStore, smollm2: Path) -> None:
         prompts = [tuple(engine.tokenize(text(600, start))) for start in (0, 1000, 2000)]
         for prompt in prompts:
             heard(engine, ask(prompt))
+        assert engine.flush_blocks()
         for prompt in prompts:
             _, usage = heard(engine, ask(prompt))
             assert usage.cached_tokens >= len(prompt) - 40
@@ -211,3 +221,40 @@ def test_a_model_whose_check_fails_keeps_nothing(store: BlockStore, engine: Llam
     assert blocks.is_refused
     assert list_blocks(store.root) == []
     assert blocks.blocks.read_check() == "after a restore the next logits differ by 2"
+
+
+def test_fifty_conversations_with_edits_answer_like_an_oracle_that_forgets(
+    store: BlockStore, smollm2: Path
+) -> None:
+    """Three engines' lives over one store, and one engine that computes every prompt whole. A q8_0 cache
+    gives the same bits in any batch, so texts must be equal.
+    """
+    rng = random.Random(11)
+    oracle = load(smollm2, None, kv_type="q8_0", n_ctx=1024)
+    pool = [oracle.tokenize(text(120, 200 * i)) for i in range(4)]
+    talks: list[list[int]] = []
+    reused = 0
+    for _ in range(3):
+        engine = load(smollm2, store, kv_type="q8_0", n_ctx=1024, n_parallel=2)
+        for _ in range(17):
+            talk = _next_talk(rng, talks, pool)
+            request = ask(tuple(talk), max_tokens=2, logprobs=1)
+            found, usage = heard(engine, request)
+            reused += usage.cached_disk_tokens
+            wanted, _ = heard(oracle, msgspec.structs.replace(request, cache_prompt=False))
+            assert found == wanted
+        engine.flush_blocks()
+        engine.close()
+    oracle.close()
+    assert reused > 0
+
+
+def _next_talk(rng: random.Random, talks: list[list[int]], pool: list[list[int]]) -> list[int]:
+    """A new conversation, one that goes on, or one that was cut or edited somewhere."""
+    talk = list(rng.choice(talks)) if talks and rng.random() < 0.8 else []
+    if talk and rng.random() < 0.5:
+        del talk[rng.randrange(1, len(talk)) :]
+    part = rng.choice(pool)
+    talk += part[: rng.randrange(20, len(part))]
+    talks.append(talk[:700])
+    return talks[-1]

@@ -14,9 +14,11 @@ def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:
     return made
 
 
-def test_alone_a_long_prompt_fills_the_batch() -> None:
-    assert chunks().budget(512, 0, [2000]) == 512
+def test_alone_short_prompts_fill_the_batch_and_long_ones_leave_room_for_newcomers() -> None:
     assert chunks().budget(512, 0, [61, 5]) == 512
+    assert chunks().budget(512, 0, [256, 256]) == 512
+    for ms_per_token in (0.1, 1.0, 60.0):
+        assert chunks(ms_per_token=ms_per_token).budget(512, 0, [2000]) == 128
 
 
 def test_short_prompts_stay_where_each_keeps_its_bits() -> None:

@@ -136,7 +136,9 @@ class BlockCache:
     def write(self, resident: Resident, s_per_token: float) -> None:
         """Have what `resident` holds written, if computing it again would take long enough."""
         n = len(resident.tokens)
-        if self.is_refused or n < TAIL_KEY_TOKENS or n * s_per_token < _WORTH_WRITING_S:
+        if self.is_refused or resident.is_shifted or n < TAIL_KEY_TOKENS:
+            return
+        if n * s_per_token < _WORTH_WRITING_S:
             return
         if resident not in self._pending:
             self._pending.append(resident)

@@ -15,6 +15,11 @@ _CHUNK_MIN = 32
 #: no longer (seconds): in a deep cache it takes hardly longer than half of one (decision 020).
 _TILE = 64
 _TILE_S = 0.3
+#: While nobody decodes, a prompt longer than `SHORT_TOKENS` is computed in pieces of this length, for those
+#: who may come: 128 at a time give 95 % of the rate that 512 give. Not by time: the size decides bits.
+_ALONE = 128
+#: A prompt that is computed before longer ones, whoever came first.
+SHORT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,14 @@ class Chunks:
         Short prompts stay together where each gives the bits that it gives alone; a long one gets what
         is there.
         """
-        budget = min(room, self._beside_decoding()) if n_decoding else room
+        longest = max(pending, default=0)
+        budget = room
+        if n_decoding:
+            budget = min(room, self._beside_decoding())
+        elif longest > SHORT_TOKENS:
+            budget = min(room, _ALONE)
         exact = self._exact_rows - n_decoding
-        return min(budget, exact) if max(pending, default=0) <= exact else budget
+        return min(budget, exact) if longest <= exact else budget
 
     def _beside_decoding(self) -> int:
         within = int(_CHUNK_S / self._s_per_token)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from edgeinfer.runtime.decoding.points import Point, Points
+
 #: Adapters and scales a sequence was computed with; another set's cells are of no use.
 AdapterKey = tuple[tuple[str, float], ...]
 
@@ -84,12 +86,15 @@ class Resident:
 
     A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's
     next cell. Requests with another `salt` cannot use it. `conversation` is whose it was last.
+    One that was shifted has keys that were turned, not computed where they are.
     """
 
     seq_id: int
     adapters: AdapterKey
     salt: str = ""
     conversation: str = ""
+    is_shifted: bool = False
+    points: list[Point] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
     active: bool = True
@@ -101,8 +106,8 @@ class Resident:
 class KvCache:
     """The books of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. One thread.
 
-    `whole_only`: the model's state cannot be cut (recurrent, hybrid), so a resident is reused whole or
-    not at all. `window`: positions that layers with a sliding window see, 0 without such layers.
+    `whole_only`: the model's state cannot be cut (recurrent, hybrid), so a resident is reused whole, or up
+    to one of its `points`. `window`: positions that layers with a sliding window see, 0 without such layers.
     `before_drop` is told of each resident that is about to be forgotten.
     """
 
@@ -111,6 +116,7 @@ class KvCache:
     ) -> None:
         self._memory, self.n_cells, self._whole_only = memory, n_cells, whole_only
         self._window = window
+        self.points: Points | None = None
         self.before_drop: Callable[[Resident], None] = lambda resident: None
         self._ids = list(range(n_seq_max - 1, -1, -1))
         self._free = list(range(n_cells - 1, -1, -1))
@@ -140,22 +146,22 @@ class KvCache:
             foreign = resident.salt != salt and not resident.pinned
             if resident.adapters != adapters or foreign or resident.ghost:
                 continue
-            n = min(common_prefix(resident.tokens, tokens), limit)
-            if not self._can_go_on(resident, n):
-                continue
+            n = self._usable(resident, min(common_prefix(resident.tokens, tokens), limit))
             if n > length or (
                 n == length and n and best is not None and best.active and not resident.active
             ):
                 best, length = resident, n
         return best, length
 
-    def _can_go_on(self, resident: Resident, n: int) -> bool:
-        """Whether a sequence can go on behind the first `n` tokens of `resident`. llama.cpp gives cells
-        that a sliding window has passed to others when it finds them before free ones.
+    def _usable(self, resident: Resident, n: int) -> int:
+        """How many of the first `n` tokens of `resident` a sequence can go on behind. llama.cpp gives
+        cells that a sliding window has passed to others when it finds them before free ones.
         """
         if self._whole_only and n < len(resident.tokens):
-            return False
-        return not self._window or self._memory.first(resident.seq_id) <= max(0, n - self._window)
+            point = self.points.best(resident.points, n) if self.points is not None else None
+            return point.n_tokens if point is not None else 0
+        lost = self._window and self._memory.first(resident.seq_id) > max(0, n - self._window)
+        return 0 if lost else n
 
     def claim(
         self, tokens: Sequence[int], adapters: AdapterKey, salt: str = "", *, reuse: bool = True
@@ -180,6 +186,13 @@ class KvCache:
 
     def _share(self, source: Resident, target: Resident, n: int) -> None:
         self._memory.copy(source.seq_id, target.seq_id, -1 if n == len(source.tokens) else n)
+        if self.points is not None and n < len(source.tokens):
+            point = self.points.best(source.points, n)
+            if point is None or not self.points.go_back(target.seq_id, point):
+                self._memory.remove(target.seq_id, -1, -1)
+                return
+            self.points.keep(target.points, point)
+        target.is_shifted = source.is_shifted
         target.tokens = source.tokens[:n]
         target.cells = source.cells[:n]
         for cell in target.cells:
@@ -199,13 +212,33 @@ class KvCache:
         """
         if n == len(resident.tokens):
             return True
-        cut = not (self._whole_only and n) and self._memory.remove(resident.seq_id, n, -1)
+        cut = self._go_back(resident, n) and self._memory.remove(resident.seq_id, n, -1)
         if not cut:
             self._memory.remove(resident.seq_id, -1, -1)
             n = 0
         self._give_back(resident.cells[n:])
         del resident.tokens[n:], resident.cells[n:]
+        if self.points is not None:
+            self.points.forget(resident.points, n)
         return cut
+
+    def _go_back(self, resident: Resident, n: int) -> bool:
+        """Give a state that cannot be cut the one of the point at `n`. False when there is none."""
+        if not (self._whole_only and n):
+            return True
+        point = self.points.best(resident.points, n) if self.points is not None else None
+        if self.points is None or point is None or point.n_tokens != n:
+            return False
+        return self.points.go_back(resident.seq_id, point)
+
+    def take_point(self, resident: Resident) -> None:
+        """Note where `resident` is, so that a state that cannot be cut can come back to here."""
+        if self.points is not None:
+            self.points.take(resident.points, resident.seq_id, len(resident.tokens))
+
+    def remove_behind(self, resident: Resident) -> None:
+        """Remove what llama.cpp may have behind the tokens that are noted."""
+        self._memory.remove(resident.seq_id, len(resident.tokens), -1)
 
     def _give_back(self, cells: Iterable[int]) -> None:
         for cell in cells:
@@ -222,6 +255,7 @@ class KvCache:
         if not self._memory.remove(resident.seq_id, keep, keep + drop):
             return False
         self._memory.shift(resident.seq_id, keep + drop, -drop)
+        resident.is_shifted = True
         self._give_back(resident.cells[keep : keep + drop])
         del resident.tokens[keep : keep + drop], resident.cells[keep : keep + drop]
         return True
@@ -265,6 +299,8 @@ class KvCache:
             self.before_drop(resident)
         self._memory.remove(resident.seq_id, -1, -1)
         self._give_back(resident.cells)
+        if self.points is not None:
+            self.points.forget(resident.points)
         resident.tokens, resident.cells, resident.active = [], [], False
         self.residents.remove(resident)
         self._ids.append(resident.seq_id)

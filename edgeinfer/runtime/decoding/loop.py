@@ -56,6 +56,8 @@ class DecodeLoop:
             self._inbox.put(seq)
             self._start()
             self._changed.notify_all()
+        if not seq.is_prefill_only:
+            self._scheduler.interruptions.for_newcomer(len(seq.tokens))
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the loop's thread between two steps and wait for it; what it raises is raised
@@ -78,6 +80,7 @@ class DecodeLoop:
 
     def wake(self) -> None:
         """Have the loop look again: something was cancelled."""
+        self._scheduler.look_at_cancelled()
         with self._changed:
             self._changed.notify_all()
 

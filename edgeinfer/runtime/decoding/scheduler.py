@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
+from edgeinfer.runtime.decoding import points
+from edgeinfer.runtime.decoding.abort import Abort
 from edgeinfer.runtime.decoding.batch import Batch, Logits
 from edgeinfer.runtime.decoding.block_cache import BlockCache
-from edgeinfer.runtime.decoding.chunks import Chunks, Exactness
+from edgeinfer.runtime.decoding.chunks import SHORT_TOKENS, Chunks, Exactness
+from edgeinfer.runtime.decoding.interruptions import Interruptions
 from edgeinfer.runtime.decoding.kvcache import AdapterKey, KvCache, common_prefix
 from edgeinfer.runtime.decoding.metrics import Counters
 from edgeinfer.runtime.decoding.restore import Restore
@@ -31,6 +34,8 @@ _WORTH_WAITING = 32
 #: Short prompts of requests that came together: up to this many tokens are computed before any of them
 #: decodes.
 _TOGETHER_TOKENS = 256
+#: What llama_decode returns when it was ended early.
+_ABORTED = 2
 #: Blocks are put back for so long in a step (seconds) beside running streams, and when nobody runs.
 _RESTORE_BESIDE_S = 0.02
 _RESTORE_ALONE_S = 0.1
@@ -91,6 +96,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.on_end: Callable[[Sequence], None] = lambda seq: None
         self.blocks: BlockCache | None = None
+        self._abort = Abort(context) if can_cut else None
+        self.interruptions = Interruptions(self._abort.ask if self._abort else lambda: None)
+        self._in_step: list[Sequence] = []
 
     @property
     def is_idle(self) -> bool:
@@ -113,6 +121,8 @@ class Scheduler:
             self._wait_for_disk()
             return
         decode_s = self._decode(parts)
+        if decode_s is None:
+            return
         self._harvest(parts)
         self.counters.steps += 1
         self.counters.python_s += time.perf_counter() - began - decode_s
@@ -182,6 +192,8 @@ class Scheduler:
         if seq.resident is not None:
             resident, seq.resident = seq.resident, None
             resident.conversation = seq.request.conversation
+            if keep:
+                self.kv.take_point(resident)
             self.kv.release(resident, keep=keep)
             if keep and self.blocks is not None:
                 self.blocks.write(resident, self._chunks.s_per_token)
@@ -416,23 +428,38 @@ class Scheduler:
         return seq.drafting.propose(seq.tokens, room)
 
     def _add_prefill(self, prefilling: list[Sequence], parts: list[Part]) -> None:
-        budget = self._chunks.budget(
-            self._batch.room, self._batch.n_tokens, [s.n_pending for s in prefilling]
-        )
-        for seq in prefilling:
+        """Short prompts first, so that they do not wait for a long one; the long keep half of a step at
+        least. Prompts that nobody waits for yet come when there are no others.
+        """
+        awaited = [s for s in prefilling if not s.is_prefill_only]
+        short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
+        long = [s for s in awaited if s.n_pending > SHORT_TOKENS]
+        pending = [s.n_pending for s in prefilling]
+        budget = self._chunks.budget(self._batch.room, self._batch.n_tokens, pending)
+        left = self._add_prompts(short, budget, parts)
+        left = self._add_prompts(long, max(left, min(budget // 2, self._batch.room)), parts)
+        if not awaited:
+            self._add_prompts(prefilling, left, parts)
+
+    def _add_prompts(self, prompts: list[Sequence], budget: int, parts: list[Part]) -> int:
+        """Add up to `budget` tokens of them, in order; how much of it is left."""
+        for seq in prompts:
             if budget <= 0 or self._batch.n_outputs >= self._batch.max_outputs:
-                return
+                return budget
             used = self._batch.n_tokens
             if not self.kv.make_room(used + min(budget, seq.n_pending)):
                 budget = min(budget, self.kv.free_cells - used)
                 if budget <= 0:
                     self._preempt_for_prefill(seq, parts)
-                    return
+                    return 0
             budget -= self._add_chunk(seq, budget, parts)
+        return budget
 
     def _add_chunk(self, seq: Sequence, budget: int, parts: list[Part]) -> int:
         assert seq.resident is not None
         past = seq.n_past
+        if not self.can_cut:
+            budget = min(budget, points.tokens_to_next(past, len(seq.tokens)))
         tokens = seq.tokens[past : past + budget]
         complete = past + len(tokens) == len(seq.tokens)
         wanted = complete and not seq.is_prefill_only
@@ -452,13 +479,16 @@ class Scheduler:
 
     # what comes out of it
 
-    def _decode(self, parts: list[Part]) -> float:
-        """Run the batch; seconds in llama.cpp. Raises DecodeError when llama.cpp fails."""
+    def _decode(self, parts: list[Part]) -> float | None:
+        """Run the batch; seconds in llama.cpp, None when it was given up for a newcomer.
+
+        Raises DecodeError when llama.cpp fails.
+        """
         began = time.perf_counter()
-        code = self._batch.decode(self._context)
-        if (
-            code == 1
-        ):  # no cells, although our books say there are: free what can be spared and try once more
+        code = self._decode_or_abort(parts)
+        if code == _ABORTED:
+            return None
+        if code == 1:  # no cells, although our books say there are: free what can be spared, once more
             self.kv.drop_idle(pinned=True)
             code = self._batch.decode(self._context)
         seconds = time.perf_counter() - began
@@ -471,6 +501,29 @@ class Scheduler:
             self.kv.extend(part.seq.resident, part.tokens)
         self._book_time(parts, seconds)
         return seconds
+
+    def _decode_or_abort(self, parts: list[Part]) -> int:
+        """A step of nothing but prefill can be given up while it runs; what it computed is dropped."""
+        if self._abort is None or not all(part.is_prefill for part in parts):
+            return self._batch.decode(self._context)
+        self._abort.clear()
+        self._in_step = [part.seq for part in parts]
+        self.interruptions.begin(is_early=all(seq.is_prefill_only for seq in self._in_step))
+        code = self._batch.decode(self._context)
+        self.interruptions.end(lost=code == _ABORTED)
+        self._in_step = []
+        self._abort.clear()
+        if code == _ABORTED:
+            for seq in {
+                part.seq.resident.seq_id: part.seq for part in parts if part.seq.resident
+            }.values():
+                assert seq.resident is not None
+                self.kv.remove_behind(seq.resident)
+        return code
+
+    def look_at_cancelled(self) -> None:
+        """Something was cancelled: a step that nobody waits for any more is given up. Any thread."""
+        self.interruptions.for_cancel([seq.cancelled for seq in self._in_step])
 
     def _book_time(self, parts: list[Part], seconds: float) -> None:
         decode_tokens = sum(len(p.tokens) for p in parts if not p.is_prefill)
@@ -489,10 +542,17 @@ class Scheduler:
         for part in parts:
             if part.is_prefill:
                 part.seq.progress()
+                self._take_point(part.seq)
             if part.has_output:
                 self._sample_or_fail(part, plain)
             elif part.seq.is_prefill_only and not part.seq.n_pending:
                 self._end(part.seq, "length")
+
+    def _take_point(self, seq: Sequence) -> None:
+        """Note where a state that cannot be cut is, where a later request may want to go back to."""
+        worth = seq.request.cache_prompt and points.is_worth_a_point(seq.n_past, len(seq.tokens))
+        if worth and seq.resident is not None:
+            self.kv.take_point(seq.resident)
 
     def _sample_or_fail(self, part: Part, plain: int) -> None:
         """A constraint that outgrew its parser ends its own request and no other."""

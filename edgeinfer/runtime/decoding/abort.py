@@ -1,0 +1,33 @@
+"""Ends a llama_decode early: a long prompt's step, when somebody comes who has less to compute.
+
+llama.cpp asks a callback before each node of its graph. One in Python would take the interpreter's lock
+thousands of times a step; libc's `strlen` over a buffer of ours needs none: "" goes on, "x" ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from edgeinfer.runtime import libllama
+
+
+class Abort:
+    """The switch of one context. `ask` may be called by any thread, the rest by the one that decodes."""
+
+    def __init__(self, context: Any) -> None:
+        llama = libllama.lib()
+        self._text = ctypes.create_string_buffer(2)
+        strlen = ctypes.CDLL(None).strlen
+        self._callback = ctypes.cast(strlen, llama.ggml_abort_callback)
+        llama.llama_set_abort_callback(
+            context, self._callback, ctypes.cast(self._text, ctypes.c_void_p)
+        )
+
+    def ask(self) -> None:
+        """End the llama_decode that is running, or the next; it returns 2."""
+        self._text[0] = b"x"
+
+    def clear(self) -> None:
+        """Let computing go on."""
+        self._text[0] = b"\0"

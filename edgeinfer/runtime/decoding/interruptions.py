@@ -1,0 +1,56 @@
+"""Decides when a step of prefill is given up for a newcomer, and how much work may be lost that way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from edgeinfer.runtime.decoding.chunks import SHORT_TOKENS
+
+#: Work thrown away is at most this share of the prefill that was done.
+_LOST_SHARE = 0.05
+_MOST_LOST_S = 1.0
+
+
+class Interruptions:
+    """`ask` ends the running llama_decode. Steps are begun and ended by one thread; others call
+    `for_newcomer` and `for_cancel`.
+    """
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._began: float | None = None
+        self._is_early = False
+        self._allowed_s = _MOST_LOST_S
+
+    def begin(self, *, is_early: bool) -> None:
+        """A step of nothing but prefill begins; `is_early` when nobody waits for its prompts yet."""
+        with self._lock:
+            self._began, self._is_early = time.monotonic(), is_early
+
+    def end(self, *, lost: bool) -> None:
+        """The step has ended, or has been given up."""
+        with self._lock:
+            if self._began is None:
+                return
+            took_s, self._began = time.monotonic() - self._began, None
+            if not self._is_early:
+                change_s = -took_s if lost else took_s * _LOST_SHARE
+                self._allowed_s = min(_MOST_LOST_S, self._allowed_s + change_s)
+
+    def for_newcomer(self, n_tokens: int) -> None:
+        """A request has come that has at most so many tokens to compute."""
+        with self._lock:
+            if self._began is None:
+                return
+            lost_s = time.monotonic() - self._began
+            if self._is_early or (n_tokens <= SHORT_TOKENS and lost_s <= self._allowed_s):
+                self._ask()
+
+    def for_cancel(self, cancelled: Sequence[bool]) -> None:
+        """Requests of the running step were cancelled, or not."""
+        with self._lock:
+            if self._began is not None and cancelled and all(cancelled):
+                self._ask()

@@ -1,0 +1,98 @@
+"""Who comes while a long prompt is computed: served soon, with the long one's answer unchanged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.runtime.decoding.interruptions import Interruptions
+from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
+from edgeinfer.runtime.generation import EventStream
+
+from .test_blocks import ask, heard, load, text
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path) -> Iterator[LlamaEngine]:
+    opened = load(smollm2, None, kv_type="q8_0", n_ctx=4096)
+    yield opened
+    opened.close()
+
+
+def begun(stream: EventStream, tokens: int) -> Iterator[Event]:
+    """The rest of the stream, once so many tokens of its prompt are computed."""
+    events = iter(stream)
+    for event in events:
+        if isinstance(event, Progress) and event.done_tokens >= tokens:
+            break
+    return events
+
+
+def test_short_prompts_overtake_a_long_one_and_change_nothing(engine: LlamaEngine) -> None:
+    long = tuple(engine.tokenize(text(1500)))
+    alone, _ = heard(engine, ask(long, cache_prompt=False))
+    stream = engine.submit(ask(long, cache_prompt=False))
+    rest = begun(stream, 128)
+    for n in range(3):
+        answer = list(engine.submit(ask(f"Newcomer {n} asks", max_tokens=1, logprobs=None)))
+        assert isinstance(answer[-1], Finished)
+    assert not stream.ended
+    found = [t for e in rest if isinstance(e, TextDelta) for t in e.logprobs]
+    assert found == alone
+
+
+def test_a_prompt_without_an_answer_gives_way_at_once_and_keeps_what_it_has(
+    engine: LlamaEngine,
+) -> None:
+    tokens = tuple(engine.tokenize(text(1500, 3000)))
+    early = engine.submit(ask(tokens, max_tokens=0))
+    rest = begun(early, 128)
+    answer = list(engine.submit(ask("Somebody asks", max_tokens=2)))
+    assert isinstance(answer[-1], Finished)
+    assert not early.ended
+    early.cancel()
+    last = list(rest)[-1]
+    assert isinstance(last, Finished)
+    assert last.reason == "cancelled"
+    _, usage = heard(engine, ask(tokens, max_tokens=1))
+    assert usage.cached_tokens >= 128
+
+
+def test_prompts_without_answers_leave_their_places_to_others(smollm2: Path) -> None:
+    engine = load(smollm2, None, n_parallel=1)
+    try:
+        early = engine.submit(ask(tuple(engine.tokenize(text(1200))), max_tokens=0))
+        rest = begun(early, 128)
+        assert isinstance(list(engine.submit(ask("Somebody asks", max_tokens=2)))[-1], Finished)
+        assert not early.ended
+        last = list(rest)[-1]
+        assert isinstance(last, Finished)
+        assert last.reason == "length"
+    finally:
+        engine.close()
+
+
+def test_little_work_is_lost_for_newcomers() -> None:
+    asked = threading.Event()
+    interruptions = Interruptions(asked.set)
+    interruptions.for_newcomer(10)
+    assert not asked.is_set()
+    interruptions.begin(is_early=False)
+    interruptions.for_newcomer(5000)
+    assert not asked.is_set()
+    interruptions.for_newcomer(10)
+    assert asked.is_set()
+    interruptions.end(lost=True)
+    asked.clear()
+    interruptions._allowed_s = 0.0
+    interruptions.begin(is_early=False)
+    interruptions.for_newcomer(10)
+    assert not asked.is_set()
+    interruptions.for_cancel([True, False])
+    assert not asked.is_set()
+    interruptions.for_cancel([True, True])
+    assert asked.is_set()
