@@ -101,15 +101,15 @@ class Host:
         """Listening sockets the launcher bound for `serve`; empty when the verb has to bind its own."""
         return ()
 
-    def files(self, model: str) -> ModelFiles:
-        """The pulled model's files. `model` is a catalogue name or the path of a GGUF file.
+    def files(self, model: str, draft: str = "") -> ModelFiles:
+        """The pulled model's files, and those of `draft`; each a catalogue name or the path of a GGUF file.
 
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError.
         """
         # the catalogue is not needed when a snapshot was resumed
         from edgeinfer.catalog.store import model_files
 
-        return model_files(model)
+        return model_files(model, draft)
 
     def is_model(self, name: str) -> bool:
         """Whether `name` is a model's name or an existing GGUF file, as opposed to, say, a prompt."""
@@ -125,7 +125,7 @@ class Host:
         self._reached("load")
         from edgeinfer.runtime.engine import load_engine  # 160–290 ms: llama_cpp
 
-        engine = load_engine(self.files(model), options, progress)
+        engine = load_engine(self.files(model, options.draft), options, progress)
         self.keep_blocks(engine)
         self._reached("ready")
         return engine

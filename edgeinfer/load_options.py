@@ -94,6 +94,16 @@ class PathsOption(LoadOption):
         return "files of different names, with commas between them"
 
 
+class ModelOption(LoadOption):
+    """An option whose value is a model's name, the absolute path of its file, or one of `words`."""
+
+    __slots__ = ()
+
+    def parse(self, text: str) -> Value:
+        is_path = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(".gguf")
+        return os.path.abspath(os.path.expanduser(text)) if is_path else text
+
+
 def name_of_file(path: str) -> str:
     """The last part of a path without its extension."""
     return os.path.splitext(os.path.basename(path))[0]
@@ -176,6 +186,15 @@ LORA = PathsOption(
     exact=True,
 )
 
+DRAFT = ModelOption(
+    "draft",
+    "",
+    "a smaller model of the same vocabulary that drafts; none loads without the catalogue's",
+    flag="--draft",
+    metavar="MODEL|none",
+    exact=True,
+)
+
 LOAD_OPTIONS = (
     N_CTX,
     N_PARALLEL,
@@ -186,6 +205,7 @@ LOAD_OPTIONS = (
     FLASH_ATTENTION,
     GPU_LAYERS,
     LORA,
+    DRAFT,
 )
 
 

@@ -91,6 +91,9 @@ class Model(_Table, frozen=True, kw_only=True):
     chat_template: Annotated[str, _about("Jinja template instead of the file's own.")] = ""
     stop: Annotated[tuple[str, ...], _about("Stop strings beside the model's own end tokens.")] = ()
     system_prompt: Annotated[str, _about("System prompt when none is given.")] = ""
+    draft: Annotated[
+        str, _about("A smaller pulled model of the same vocabulary that drafts (speculative decoding).")
+    ] = ""
     sampling: SamplingDefaults = SamplingDefaults()
 
     def parsed_sources(self) -> list[tuple[places.Source, ...]]:

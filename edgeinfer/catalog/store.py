@@ -159,9 +159,20 @@ def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None
     return plain if plain is not None and plain.quantization == ref.quant else None
 
 
-def model_files(name_or_path: str) -> ModelFiles:
-    """The files of a pulled model (`NAME`, `NAME:QUANT`, or the source it was pulled from), or of the
-    GGUF at a path.
+def model_files(name_or_path: str, draft: str = "") -> ModelFiles:
+    """The files of a model and of the one that drafts for it, in the catalogue's word unless `draft` is given.
+
+    Raises what `_model_files` raises, for either. "none" is no draft model.
+    """
+    files = _model_files(name_or_path)
+    draft = draft or files.draft
+    if draft in ("", "none"):
+        return msgspec.structs.replace(files, draft="")
+    return msgspec.structs.replace(files, draft=draft, draft_paths=_model_files(draft).paths)
+
+
+def _model_files(name_or_path: str) -> ModelFiles:
+    """The files of a pulled model (`NAME`, `NAME:QUANT`, or its source), or of the GGUF at a path.
 
     Raises UnknownModelError with near names, ModelNotPulledError with the command that pulls it,
     InvalidGgufError when a path is no GGUF or a pulled file was changed since.
@@ -184,7 +195,7 @@ def full_name(name_or_path: str) -> str:
     """
     if names.is_path(name_or_path):
         return str(Path(name_or_path).expanduser().absolute())
-    return model_files(name_or_path).name
+    return _model_files(name_or_path).name
 
 
 def is_model(text: str) -> bool:
@@ -221,6 +232,7 @@ def _files(pulled: PulledModel, entry: Model | None) -> ModelFiles:
         stop=entry.stop,
         sampling=entry.sampling.over(Sampling()),
         system_prompt=entry.system_prompt,
+        draft=entry.draft,
     )
 
 

@@ -38,7 +38,7 @@ class Engines:
     def _get(self, model: str, n_ctx: int | None, progress: LoadProgress | None) -> Engine:
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
         if model != (self._first_model or model):
-            options = msgspec.structs.replace(options, lora="")  # adapters fit one model
+            options = options.for_another_model()
         self._first_model = self._first_model or model
         key = (model, options.n_ctx)
         if self._home is not None and key == self._home_key:

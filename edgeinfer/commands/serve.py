@@ -129,7 +129,7 @@ class Loader:
             )
         target, options = self._typed, self._options
         if name != self._name:
-            target, options = name, msgspec.structs.replace(options, lora="")  # adapters fit one model
+            target, options = name, options.for_another_model()
         engine = self._host.worker(target, options, progress)
         start = self._host.worker_start(engine)
         if start is None:

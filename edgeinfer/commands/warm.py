@@ -49,9 +49,9 @@ def warm(options: argparse.Namespace, host: Host) -> WarmResult:
     """
     began = time.monotonic()
     model = store.full_name(options.model or host.config.default_model)
-    files = host.files(model)
     config = host.config.snapshots
     asked = requesting.load_options(options, host.config.load)
+    files = host.files(model, asked.draft)
     for path in asked.adapters.values():
         if not os.path.isfile(path):
             raise UsageError(f"{path} is not a file")

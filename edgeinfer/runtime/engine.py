@@ -29,7 +29,7 @@ from edgeinfer.runtime.language.prepared import TemplateFacts
 from edgeinfer.runtime.loading.choices import exact_rows
 from edgeinfer.runtime.loading.load import Loaded, load_model
 from edgeinfer.runtime.loading.lora import LoraAdapters
-from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import Chosen, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.plan import MAX_DRAFT
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
@@ -325,6 +325,7 @@ def _info(
 ) -> EngineInfo:
     llama = libllama.lib()
     meta = loaded.meta
+    draft = Chosen(files.draft or "none", "as asked, or as the catalogue says")
     return EngineInfo(
         model=files.name,
         sha256=files.sha256,
@@ -347,7 +348,12 @@ def _info(
         system_prompt=files.system_prompt,
         sampling=files.sampling,
         lora=lora.names,
-        choices={**loaded.choices, **conversations.choices, "pooling": embedder.pooling},
+        choices={
+            **loaded.choices,
+            **conversations.choices,
+            "pooling": embedder.pooling,
+            "draft": draft,
+        },
         load_ms=loaded.load_ms,
         warnings=loaded.warnings,
     )

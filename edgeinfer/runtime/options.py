@@ -14,7 +14,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A pulled model as the engine needs it: absolute paths, and how the catalogue says to talk to it.
 
     `paths` are the GGUF files in order (one, or all of a split). `chat_template` overrides the file's
-    own.
+    own. `draft` names the draft model that `draft_paths` are of.
     """
 
     name: str
@@ -24,6 +24,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
     system_prompt: str = ""
+    draft: str = ""
     draft_paths: tuple[str, ...] = ()
 
 
@@ -43,12 +44,17 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     flash_attention: str = table.FLASH_ATTENTION.default
     gpu_layers: int | str = table.GPU_LAYERS.default
     lora: str = table.LORA.default
+    draft: str = table.DRAFT.default
     max_queue: int = 4096
 
     @property
     def adapters(self) -> dict[str, str]:
         """The paths of the LoRA adapters by their names."""
         return {table.name_of_file(path): path for path in self.lora.split(",") if path}
+
+    def for_another_model(self) -> LoadOptions:
+        """These options without what fits one model alone: its adapters and its draft model."""
+        return msgspec.structs.replace(self, lora="", draft="")
 
 
 class Chosen(msgspec.Struct, frozen=True):

@@ -78,13 +78,18 @@ class Endpoint:
 
     def ask(self, model: str = MODEL, tokens: int = 3) -> dict:
         """One completion. The connection may wait, it is never refused once the endpoint was up."""
-        body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": tokens, "temperature": 0})
+        return self.post({"model": model, "prompt": "Hello", "max_tokens": tokens, "temperature": 0})
+
+    def post(self, body: dict, status: int = 200) -> dict:
+        """The answer to a completion."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         with contextlib.closing(link):
-            link.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            link.request(
+                "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+            )
             answer = link.getresponse()
             content = answer.read()
-            assert answer.status == 200, content
+            assert answer.status == status, content
             return json.loads(content)
 
     def listening(self) -> None:
@@ -152,6 +157,37 @@ def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
         os.close(handle)
     warm.run("snapshots", "rm", "second").check()
     warm.run("rm", "second").check()
+
+
+def test_a_draft_model_is_named_resumed_and_drafts_over_http(warm):
+    """The small model drafts for itself: it is always right, and the text stays what it was."""
+    draft = {"model": MODEL, "prompt": "Note 1:", "max_tokens": 24, "temperature": 0}
+    with Endpoint(warm, MODEL) as endpoint:
+        plain = endpoint.post(draft)
+        refused = endpoint.post(draft | {"speculative": "draft"}, status=400)
+        assert refused["error"]["param"] == "speculative"
+    warm.run("warm", MODEL, "--draft", MODEL, "--quiet").check()
+    with Endpoint(warm, MODEL, "--draft", MODEL, "--resume=always") as endpoint:
+        drafted = endpoint.post(draft | {"speculative": "draft"})
+    assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert drafted["timings"]["draft_n_accepted"] == drafted["timings"]["draft_n"] > 0
+    assert warm.ask().start["snapshot"] == MODEL  # nobody who did not ask for it gets the draft
+    warm.run("snapshots", "rm", f"{MODEL},draft{MODEL}").check()
+
+
+def test_a_draft_model_in_the_catalogue_is_loaded_with_the_model(user, gemma3):
+    user.run("warm", MODEL, "--quiet").check()
+    catalogue = user.data / "config/models.toml"
+    catalogue.parent.mkdir(parents=True, exist_ok=True)
+    catalogue.write_text(
+        f'[models.{MODEL}]\ntitle = "Small"\nsources = ["file:/x.gguf"]\ndraft = "{MODEL}"\n'
+    )
+    outcome = user.ask()
+    assert outcome.start["how"] == "cold"
+    assert "another models.toml" in outcome.err
+    assert outcome.result["timings"]["draft_tokens"] > 0
+    refused = user.ask("--draft", str(gemma3))
+    assert (refused.code, "another vocabulary" in refused.out) == (8, True)
 
 
 def test_a_killed_endpoint_is_resumed_and_no_client_is_refused(warm):

@@ -71,6 +71,7 @@ def test_the_model_is_the_first_word_that_has_a_snapshot(root):
     publish(root, "m")
     assert choose.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
     assert choose.launch_choice(["run", "hello"]).model == places.DEFAULT_MODEL
+    assert choose.launch_choice(["run", "--draft", "m", "hello"]).model == places.DEFAULT_MODEL
 
 
 def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):

@@ -154,12 +154,18 @@ class ModelDrafter:
 
 def check_same_vocabulary(main: Vocab, draft: Vocab) -> None:
     """Raises ModelLoadError, naming the first difference."""
+    differs = ""
     if main.kind != draft.kind or abs(main.n_vocab - draft.n_vocab) > _MAX_PADDING:
+        differs = f"{draft.n_vocab} tokens instead of {main.n_vocab}"
+    elif (main.bos, main.eos, main.adds_bos) != (draft.bos, draft.eos, draft.adds_bos):
+        differs = "other BOS and EOS tokens"
+    else:
+        for token in range(min(main.n_vocab, draft.n_vocab)):
+            if main.raw_text(token) != draft.raw_text(token):
+                differs = f"token {token} differs"
+                break
+    if differs:
         raise ModelLoadError(
-            f"the draft model has another vocabulary: {draft.n_vocab} tokens instead of {main.n_vocab}"
+            f"the draft model has another vocabulary: {differs}",
+            hint="take a smaller model of the same family, or load without: --draft none",
         )
-    if (main.bos, main.eos, main.adds_bos) != (draft.bos, draft.eos, draft.adds_bos):
-        raise ModelLoadError("the draft model has other BOS and EOS tokens")
-    for token in range(min(main.n_vocab, draft.n_vocab)):
-        if main.raw_text(token) != draft.raw_text(token):
-            raise ModelLoadError(f"the draft model has another vocabulary: token {token} differs")

@@ -66,7 +66,7 @@ def build(model: str, options: LoadOptions) -> str:
     host = Host()
     try:
         name = store.full_name(model)
-        files = host.files(name)
+        files = host.files(name, options.draft)
         order = build_order.Order(model=name, files=files, options=options, system=files.system_prompt)
         chosen, _ = build_order.repack_choice(options, files, host.config.snapshots)
         order = msgspec.structs.replace(order, options=chosen)

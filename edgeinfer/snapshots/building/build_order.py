@@ -50,7 +50,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         """What a build depends on, as a digest. Raises OSError when a file of the model is gone."""
         what = (self.files, snapshot_options(self.options), self.system)
         return failures.digest_of(
-            (*self.files.paths, *self.options.adapters.values()), msgspec.json.encode(what)
+            (*self.files.paths, *self.files.draft_paths, *self.options.adapters.values()),
+            msgspec.json.encode(what),
         )
 
 
@@ -129,7 +130,7 @@ def refuse_full(root: Path, order: Order, config: SnapshotsConfig) -> None:
 
 
 def _need_bytes(order: Order) -> int:
-    weights = sum(os.path.getsize(path) for path in order.files.paths)
+    weights = sum(os.path.getsize(path) for path in (*order.files.paths, *order.files.draft_paths))
     return _EXTRA_BYTES + (weights if order.options.repack != "off" else 0)
 
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+#: Options after which a model's name, or a word like one, is not the model to launch.
+_NAME_ANOTHER = ("--draft", "--system")
+
+
 class LaunchChoice:
     """What a launch wants to resume: model, options that must hold; `resume`: auto, always, never."""
 
@@ -48,8 +52,10 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     bundled = os.environ.get(places.BUNDLED_MODEL)
     model = str(config.get("default-model") or bundled or places.DEFAULT_MODEL)
     known = {format.model_part(name) for name in format.generations()}
-    for word in argv[1:]:
-        if not word.startswith("-") and len(word) < 200 and format.safe_name(word) in known:
+    for at, word in enumerate(argv[1:]):
+        if argv[at] in _NAME_ANOTHER or word.startswith("-"):
+            continue
+        if len(word) < 200 and format.safe_name(word) in known:
             model = word
             break
     return LaunchChoice(

@@ -11,6 +11,7 @@ import os
 import sys
 
 import edgeinfer
+from edgeinfer import places
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
 from edgeinfer.snapshots.shelf.format import (
     IMAGES,
@@ -67,7 +68,16 @@ def machine_keys() -> dict[str, str]:
         "architecture": system.machine,
         "cpu": _cpu(),
         "user": f"{os.getuid()}:{os.getgid()}",
+        "models.toml": _models_toml(),
     }
+
+
+def _models_toml() -> str:
+    """When the user's catalogue was last written: its words on a model are in the model's snapshot."""
+    try:
+        return str(os.stat(f"{places.base('config')}/models.toml").st_mtime_ns)
+    except OSError:
+        return ""
 
 
 def _cpu() -> str:
