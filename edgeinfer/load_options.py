@@ -218,20 +218,24 @@ def snapshot_options(options: object) -> dict[str, str]:
     }
 
 
-def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
-    """The first option in which what was `requested`, or what it `became`, is not what is wanted, or "".
-
-    An option that is not wanted may have any value, unless it is `exact`.
-    """
+def differing(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
+    """The first option wanted of which neither what was `requested` nor what it `became` is that, or ""."""
     for name, value in wanted.items():
         if value not in (requested.get(name), became.get(name)):
             return name
-    differing = (
+    return ""
+
+
+def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
+    """`differing`, or the first `exact` option that is not wanted and was requested."""
+    if found := differing(wanted, requested, became):
+        return found
+    others = (
         option.field
         for option in LOAD_OPTIONS
         if option.exact and wanted.get(option.field) != requested.get(option.field)
     )
-    return next(differing, "")
+    return next(others, "")
 
 
 def check(options: object) -> None:

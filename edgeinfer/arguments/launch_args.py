@@ -74,7 +74,13 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Options of launch time: they ride in the launch request, so any snapshot serves them."""
     group = parser.add_argument_group(times.LAUNCH)
     add_load_option(group, N_THREADS)
-    group.add_argument("--resume", choices=("auto", "always", "never"), help="resume from a snapshot")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument("--resume", choices=("auto", "always", "never"), help="resume from a snapshot")
+    which.add_argument(
+        "--snapshot",
+        metavar="NAME",
+        help="resume this one, with the model and load options it was made with",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

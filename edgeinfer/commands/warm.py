@@ -13,9 +13,11 @@ from edgeinfer import requesting
 from edgeinfer.catalog import store
 from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.host import Host
+from edgeinfer.load_options import snapshot_options
 from edgeinfer.result import Result
-from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots.building import build_order as snapshots_warm
+from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.units import format_bytes
 
@@ -33,13 +35,15 @@ class WarmResult(Result, frozen=True, kw_only=True):
         d = self.snapshot
         stages = ", ".join(f"{name} {ms / 1000:.1f} s" for name, ms in d.stages_ms.items() if ms >= 50)
         prefilled = f"; {d.system_tokens} tokens of system prompt computed" if d.system_tokens else ""
+        given = format.is_given(d.name, d.model, d.requested)
+        start = f"\nto start from it: edgeinfer chat --snapshot {d.name}" if given else ""
         return (
             f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, {format_bytes(d.memory_bytes)} of "
             f"memory{prefilled}\n"
             f"{stages}; {self.wall_s:.1f} s in all\n"
             f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, "
             f"{d.tier} tier; "
-            f"weights {self.repack_reason}"
+            f"weights {self.repack_reason}{start}"
         )
 
 
@@ -61,13 +65,19 @@ def warm(options: argparse.Namespace, host: Host) -> WarmResult:
         files=files,
         options=wanted,
         system=_system(options.system, files),
-        given_name=options.name,
+        given_name=options.name or _own_name(options.system, wanted),
     )
     try:
         details = snapshots_warm.build(order, config, _Talk(sys.stderr, quiet=options.quiet).say)
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
     return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
+
+
+def _own_name(system: str, options: LoadOptions) -> str:
+    """A name for a snapshot with a system prompt of its own: it does not replace the plain one."""
+    what = f"{system}{snapshot_options(options)}"
+    return f"system-{format.short_hash(what)}" if system else ""
 
 
 def _system(text: str, files: ModelFiles) -> str:

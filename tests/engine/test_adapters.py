@@ -132,8 +132,9 @@ def _with(request: GenerateRequest, speculative: str) -> GenerateRequest:
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(smollm2: Path, gemma3: Path) -> None:
-    with pytest.raises(ModelLoadError, match="another vocabulary"):
+    with pytest.raises(ModelLoadError, match="another vocabulary") as refused:
         load_engine(ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(gemma3),)), OPTIONS)
+    assert "--draft none" in (refused.value.hint or "")
 
 
 def test_drafting_without_a_draft_model_is_refused(engine: LlamaEngine) -> None:

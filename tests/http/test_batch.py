@@ -30,7 +30,7 @@ class FakeHost(Host):
         super().__init__(config=Config(default_model="fake"))
         self.fake = engine
 
-    def files(self, model):
+    def files(self, model, draft=""):
         return ModelFiles(name=model, paths=())
 
     def engine(self, model, options, progress=None):

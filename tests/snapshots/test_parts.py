@@ -105,9 +105,24 @@ def test_an_exact_match_is_preferred_then_the_newest(root):
         choose.find("other", {})
 
 
+def test_one_with_a_given_name_is_found_by_it_alone(root):
+    publish(root, "m,work", 5, requested={"n_ctx": "512"}, actual={"n_ctx": "512"})
+    with pytest.raises(SnapshotMissingError, match="no snapshot yet"):
+        choose.find("m", {})
+    for typed in ("work", "m,work"):
+        choice = choose.launch_choice(["run", "m", "hello", "--snapshot", typed])
+        assert choice.find()[1].name == "m,work"
+    assert choose.find_named("m,work", "other", {"n_ctx": "512"})[1].name == "m,work"
+    with pytest.raises(SnapshotMissingError, match="made with n_ctx=512, not with n_ctx=99"):
+        choose.find_named("work", "m", {"n_ctx": "99"})
+    with pytest.raises(SnapshotMissingError, match="called play") as caught:
+        choose.find_named("play", "m", {})
+    assert "m,work" in (caught.value.hint or "")
+
+
 def test_a_refused_snapshot_gives_way_to_the_next_that_fits(root):
     publish(root, "m", 1)
-    spoiled = publish(root, "m,work", 2)
+    spoiled = publish(root, "m,ctx512", 2, requested={"n_ctx": "512"})
     (spoiled / format.MEMORY).write_bytes(b"")
     assert choose.find("m", {})[1].name == "m"
 

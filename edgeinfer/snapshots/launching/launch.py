@@ -110,7 +110,7 @@ class Launcher:
         reason = "you asked for a cold start (--resume=never)"
         if choice.resume != "never":
             try:
-                folder, manifest = choose.find(choice.model, choice.options)
+                folder, manifest = choice.find()
                 return self._resume(folder, manifest, request, fds)
             except EdgeInferError as error:
                 if choice.resume == "always":
@@ -160,7 +160,13 @@ class Launcher:
         stamps = {"exec_ns": self._exec_ns, "main_ns": self._main_ns, "spawn_ns": spawn_ns}
         if app.role == "worker":  # its launch began when it was asked for
             stamps = dict.fromkeys(stamps, spawn_ns)
-        how: dict[str, frames.Value] = {"how": app.how, "snapshot": app.snapshot, "reason": reason}
+        named = int(app.role == "verb" and bool(self._verb[0].snapshot))
+        how: dict[str, frames.Value] = {
+            "named": named,
+            "how": app.how,
+            "snapshot": app.snapshot,
+            "reason": reason,
+        }
         message = {"op": "launch", **app.request, **surroundings.of_this_process(), **stamps, **how}
         # it may be gone already: its supervisor tells why
         _quietly(frames.send, app.link, message, app.fds)
@@ -291,9 +297,8 @@ class Launcher:
         """Start a process that serves an engine, and give the app the other end of its socket."""
         theirs, ours = _socket.socketpair()
         model, options = os.fsdecode(fields["model"]), fields["options"]
-        choice = choose.LaunchChoice(
-            model, choose.unpack_options(fields.get("requested", b"")), self._verb[0].resume
-        )
+        resume = "auto" if self._verb[0].snapshot else self._verb[0].resume
+        choice = choose.LaunchChoice(model, choose.unpack_options(fields.get("requested", b"")), resume)
         request: dict[str, frames.Value] = {
             "role": "worker",
             "model": model,

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from edgeinfer import process
-from edgeinfer.errors import EngineClosedError, from_fields
+from edgeinfer.config import Config, LoadConfig
+from edgeinfer.errors import EngineClosedError, UsageError, from_fields
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.interface import Engine
@@ -58,10 +59,12 @@ class AppHost(Host):
         listeners: tuple[socket.socket, ...] = (),
         *,
         exec_ns: int = 0,
+        named: bool = False,
         long_lived: bool = True,
     ) -> None:
         super().__init__(start, exec_ns=exec_ns)
         self._link = link
+        self._named = named
         self._loaded = loaded
         self._listeners = listeners
         self._long_lived = long_lived
@@ -70,6 +73,14 @@ class AppHost(Host):
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
         return self._listeners
+
+    @property
+    def config(self) -> Config:
+        """The configuration; where a snapshot was named, its model and load options are the defaults."""
+        config = super().config
+        if self._named:
+            config = msgspec.structs.replace(config, default_model=self.loaded_model, load=LoadConfig())
+        return config
 
     @property
     def loaded_model(self) -> str:
@@ -87,10 +98,15 @@ class AppHost(Host):
             self._ask_for_warming(engine, model, options)
             return engine
         self._reached("load")
-        if self._loaded.serves(model, options):
+        if self._loaded.serves(model, options, named=self._named):
             self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
             engine = self._loaded.take(options)
             self.keep_blocks(self._loaded.engine)
+        elif self._named:
+            raise UsageError(
+                f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {model}",
+                hint="leave the model out, or name a snapshot of it",
+            )
         else:  # the launcher guessed wrong: what counts is how the worker came to be
             engine = remote = self.worker(model, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
@@ -284,7 +300,16 @@ def _play(
         argv = frames.split(fields["argv"])
         long_lived = argv[0] in ("chat", "serve")
         return cli.main(
-            argv, AppHost(start, link, loaded, tuple(sockets), exec_ns=exec_ns, long_lived=long_lived)
+            argv,
+            AppHost(
+                start,
+                link,
+                loaded,
+                tuple(sockets),
+                exec_ns=exec_ns,
+                named=fields.get("named") == b"1",
+                long_lived=long_lived,
+            ),
         )
     if role == WORKER:
         from edgeinfer.workers.server import serve  # 5 ms in a cold process

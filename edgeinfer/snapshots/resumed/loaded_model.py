@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.errors import EngineClosedError
-from edgeinfer.load_options import snapshot_options, unmet
+from edgeinfer.load_options import differing, snapshot_options, unmet
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.loading.mappings import Area, Range
@@ -67,14 +67,15 @@ class LoadedModel:
     def engine(self) -> Parkable:
         return self._engine
 
-    def serves(self, model: str, options: LoadOptions) -> bool:
-        """Whether this engine is that model with those options. An option left at its default may have
-        any value here.
+    def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
+        """Whether this engine is that model with those options.
+
+        An option left at its default may have any value here, and every one where its snapshot was `named`.
         """
         if not self.is_open or model != self.model:
             return False
         wanted, requested = snapshot_options(options), snapshot_options(self._options)
-        return not unmet(wanted, requested, actual(self._engine))
+        return not (differing if named else unmet)(wanted, requested, actual(self._engine))
 
     def take(self, options: LoadOptions) -> Engine:
         """The engine, decoding with the threads that were asked for."""

@@ -12,7 +12,7 @@ import os
 
 from edgeinfer import places
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
-from edgeinfer.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, unmet
+from edgeinfer.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.shelf import fingerprint, format
 
@@ -22,22 +22,33 @@ if TYPE_CHECKING:
 
 
 #: Options after which a model's name, or a word like one, is not the model to launch.
-_NAME_ANOTHER = ("--draft", "--system")
+_NAME_ANOTHER = ("--draft", "--system", "--snapshot")
 
 
 class LaunchChoice:
-    """What a launch wants to resume: model, options that must hold; `resume`: auto, always, never."""
+    """What a launch wants to resume: model, options that must hold; `resume`: auto, always, never.
 
-    __slots__ = ("model", "options", "resume")
+    `snapshot` names the one to resume, or is "".
+    """
 
-    def __init__(self, model: str, options: dict[str, str], resume: str) -> None:
+    __slots__ = ("model", "options", "resume", "snapshot")
+
+    def __init__(self, model: str, options: dict[str, str], resume: str, snapshot: str = "") -> None:
         self.model, self.options, self.resume = model, options, resume
+        self.snapshot = snapshot
+
+    def find(self) -> tuple[str, format.Manifest]:
+        """The folder and manifest to resume. Raises what `find` and `find_named` raise."""
+        if self.snapshot:
+            return find_named(self.snapshot, self.model, self.options)
+        return find(self.model, self.options)
 
 
 def launch_choice(argv: list[str]) -> LaunchChoice:
     """Guess it from the words typed, then from config.toml."""
     config = read_config()
-    load, snapshots = config.get("load", {}), config.get("snapshots", {})
+    snapshots, snapshot = config.get("snapshots", {}), option(argv, "--snapshot")
+    load = {} if snapshot else config.get("load", {})
     options = {}
     for one in filter(lambda row: row.flag, LOAD_OPTIONS):
         words = typed(argv, one.flag)
@@ -58,9 +69,8 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
         if len(word) < 200 and format.safe_name(word) in known:
             model = word
             break
-    return LaunchChoice(
-        model, options, option(argv, "--resume") or str(snapshots.get("resume", "auto"))
-    )
+    resume = option(argv, "--resume") or str(snapshots.get("resume", "auto"))
+    return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
 
 
 def option(argv: list[str], name: str) -> str:
@@ -101,11 +111,11 @@ def read_config() -> dict[str, Any]:
 
 def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """The folder and manifest of the snapshot to resume: one made with exactly these options, else the
-    newest that fits.
+    newest that fits. Those that a person named are left alone.
 
     Raises SnapshotMissingError when there is none, else what refused the best one.
     """
-    root = places.snapshots()
+    root, others = places.snapshots(), False
     all_of = format.generations(root, fingerprint.program_tag())
     names = [name for name in all_of if format.model_part(name) == format.safe_name(model)]
     if names:
@@ -120,6 +130,9 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
         except EdgeInferError as error:
             refused = error
             continue
+        if format.is_given(manifest.name, manifest.model, manifest.requested):
+            continue
+        others = True
         if not unmet(options, manifest.requested, manifest.actual):
             found.append(
                 (manifest.requested == options, format.generation_of(folder), folder, manifest)
@@ -131,7 +144,35 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
             refused = refused or error
             continue
         return folder, manifest
-    raise refused or _missing(model, options, bool(names))
+    raise refused or _missing(model, options, others)
+
+
+def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
+    """The folder and manifest of the snapshot called so, in full or as it was given for this model.
+
+    Raises SnapshotMissingError when there is none or it was made with other options than these, else
+    what refuses it.
+    """
+    root = places.snapshots()
+    all_of = format.generations(root, fingerprint.program_tag())
+    name = snapshot if snapshot in all_of else format.snapshot_name(model, {}, snapshot)
+    if name not in all_of:
+        raise SnapshotMissingError(
+            f"there is no snapshot called {snapshot}",
+            hint=f"there are: {', '.join(sorted(all_of)) or 'none'}",
+        )
+    format.refuse_unsafe(root, directory=True)
+    format.refuse_unsafe_ancestors(root)
+    manifest = format.read_manifest(all_of[name][0])
+    field = differing(options, manifest.requested, manifest.actual)
+    if field:
+        had = manifest.requested.get(field) or manifest.actual.get(field, "none")
+        raise SnapshotMissingError(
+            f"the snapshot {name} was made with {field}={had}, not with {field}={options[field]}",
+            hint="leave the option out, or build one with it: `edgeinfer warm --name NAME`",
+        )
+    fingerprint.refuse_stale(manifest, all_of[name][0])
+    return all_of[name][0], manifest
 
 
 def _missing(model: str, options: dict[str, str], others: bool) -> EdgeInferError:

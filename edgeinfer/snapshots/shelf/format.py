@@ -251,6 +251,11 @@ def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, words)])
 
 
+def is_given(name: str, model: str, requested: dict[str, str]) -> bool:
+    """Whether a person gave this name: such a snapshot is resumed only by its name."""
+    return name != snapshot_name(model, requested)
+
+
 def _option_part(name: str, value: str) -> str:
     """An option in a snapshot's name: `ctx8192`; of paths the file names and a hash of it all."""
     if "/" in value:
