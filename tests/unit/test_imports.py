@@ -38,6 +38,8 @@ def modules_after(statement):
         ("import edgeinfer.runtime.interface, edgeinfer.runtime.fake", HEAVY),
         ("import edgeinfer.tui, edgeinfer.chat, edgeinfer.server", ("llama_cpp",)),
         ("import edgeinfer.catalog.store, edgeinfer.catalog.models", HEAVY),
+        # it clones into namespaces, where a lock that another thread holds is never released
+        ("import edgeinfer.snapshots.building.builder", HEAVY),
         ("import edgeinfer.commands.show, edgeinfer.chat.shelf", ("llama_cpp", "numpy")),
     ],
 )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from edgeinfer.blocks.store import BlockStore
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.load_options import differing, snapshot_options, unmet
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
@@ -17,6 +16,9 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshots.resumed import prefetch
 from edgeinfer.snapshots.resumed.idle import IdleWatch, give_back
+
+if TYPE_CHECKING:
+    from edgeinfer.blocks.store import BlockStore  # numpy, whose threads the builder cannot clone with
 
 CANARY_TOKENS = 4
 _CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy dog"
