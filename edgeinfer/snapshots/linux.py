@@ -49,6 +49,13 @@ def clone(flags: int) -> int:
     )
 
 
+def refuse_threads() -> None:
+    """Raise OSError when this process has more than one thread: a child of `clone` could wait for ever."""
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        raise OSError(f"this process has {len(threads)} threads and cannot be cloned")
+
+
 def map_this_user(uid: int, gid: int) -> None:
     """Keep user and group what they are outside, in a new user namespace; other groups stay."""
     for name, text in (

@@ -40,6 +40,7 @@ def modules_after(statement):
         ("import edgeinfer.catalog.store, edgeinfer.catalog.models", HEAVY),
         # it clones into namespaces, where a lock that another thread holds is never released
         ("import edgeinfer.snapshots.building.builder", HEAVY),
+        ("import edgeinfer.snapshots.resumed.app_process", HEAVY),
         ("import edgeinfer.commands.show, edgeinfer.chat.shelf", ("llama_cpp", "numpy")),
     ],
 )

@@ -94,6 +94,7 @@ class Builder:
         wake_read, _wake_write = os.pipe()
         user, group = os.getuid(), os.getgid()
         flags = criu.NAMESPACES[self._tier]
+        linux.refuse_threads()
         init = linux.clone(flags) if flags else os.fork()
         if init == 0:
             mine.close()
