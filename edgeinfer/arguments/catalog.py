@@ -1,4 +1,4 @@
-"""`pull`, `list`, `show`, `rm`, `quantize`: models as files."""
+"""`pull`, `list`, `show`, `rm`, `forget`, `quantize`: models as files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_list(verbs)
     _add_show(verbs)
     _add_rm(verbs)
+    _add_forget(verbs)
     _add_quantize(verbs)
 
 
@@ -71,6 +72,22 @@ def _add_rm(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="NAME or NAME:QUANT")
     parser.add_argument(
         "--forget", action="store_true", help="forget the pinned SHA-256 too: the next pull trusts anew"
+    )
+
+
+def _add_forget(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs, "forget", "forget:forget", "delete what models have read and the disk still knows"
+    )
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf, or `all`"
+    )
+    parser.add_argument(
+        "--conversation",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="what only this conversation has read",
     )
 
 

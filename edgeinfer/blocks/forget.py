@@ -22,7 +22,7 @@ def forget_all(root: Path) -> int:
 
 
 def forget_model(root: Path, model: str) -> int:
-    """Delete the blocks of a model, named by its sha256; the bytes that were freed."""
+    """Delete the blocks of a model, named by its key; the bytes that were freed."""
     folder = root / model_folder(model)
     freed = sum(block.n_bytes for block in limits.list_blocks(folder))
     shutil.rmtree(folder, ignore_errors=True)

@@ -50,6 +50,17 @@ def _make_secret(path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def model_key(sha256: str, files: Sequence[str]) -> str:
+    """What stands for a model: its sha256, or the stamps of files that nobody has hashed. Raises OSError."""
+    return sha256 or stamps(files)
+
+
+def stamps(files: Sequence[str]) -> str:
+    """Size, time and inode of files: others with the same would be a wonder. Raises OSError."""
+    found = [(path, os.stat(path)) for path in files]
+    return "\0".join(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for path, s in found)
+
+
 class Names:
     """The names of one model's blocks. `identity` is a digest of what decides their bits."""
 

@@ -5,9 +5,9 @@ parts that read and write them.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
+from edgeinfer.blocks.names import model_key, stamps
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.block_cache import BlockCache, block_tokens
@@ -33,7 +33,7 @@ def open_blocks(
     before, in this very build. Raises OSError.
     """
     size = block_tokens(sliding_window(loaded))
-    blocks = store.model(files.sha256 or _stamps(files.paths), identity(loaded, size))
+    blocks = store.model(model_key(files.sha256, files.paths), identity(loaded, size))
     if checked and not blocks.read_check():
         blocks.note_check(checked)
     return BlockCache(
@@ -90,16 +90,8 @@ def identity(loaded: Loaded, size: int) -> dict[str, str]:
     }
 
 
-def _stamps(paths: tuple[str, ...]) -> str:
-    """What stands for files nobody has hashed: another file of the same stamp would be a wonder."""
-    stats = [(path, os.stat(path)) for path in paths]
-    return "\0".join(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for path, s in stats)
-
-
 def _name_adapters(adapters: AdapterKey, paths: dict[str, str]) -> str:
-    return "\0".join(
-        f"{scale} {_stamps((str(Path(paths[name]).resolve()),))}" for name, scale in adapters
-    )
+    return "\0".join(f"{scale} {stamps([os.path.realpath(paths[name])])}" for name, scale in adapters)
 
 
 def _small_context(loaded: Loaded, options: LoadOptions, n_cells: int, n_seq: int) -> Any:
