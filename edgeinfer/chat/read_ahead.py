@@ -31,6 +31,7 @@ class ReadAhead:
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
+        self.enabled = True  # a rehearsal before a park turns it off: no thread may be left over
         self._lock = threading.Lock()
         self._state: tuple[object, ...] = ()
         self._text = ""
@@ -44,6 +45,8 @@ class ReadAhead:
         True once the text has stood still since the last look, or `ALONG_S` after the last time; only
         for whole words, and only while no answer is being written.
         """
+        if not self.enabled:
+            return False
         paused, self._text = text == self._text, text
         if not paused and self._clock() - self._read_at < ALONG_S:
             return False

@@ -114,6 +114,7 @@ def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
 async def _perform(app: ChatApp, pilot: Pilot[Any]) -> None:
     while app.chat.session.engine is None:
         await pilot.pause(0.01)
+    app.chat.read_ahead.enabled = False
     app.chat.send("words", None)
     while app.chat.streaming is not None:
         await pilot.pause(0.01)
