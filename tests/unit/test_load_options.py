@@ -108,3 +108,8 @@ def test_the_help_is_the_tables() -> None:
     for option in TYPED:
         if option.of_snapshot:
             assert " ".join(option.help.split()) in text
+
+
+def test_what_fits_one_model_is_not_taken_to_another() -> None:
+    mine = LoadOptions(n_ctx=512, lora="/a.gguf", draft="small")
+    assert mine.for_another_model() == LoadOptions(n_ctx=512)

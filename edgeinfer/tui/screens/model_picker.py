@@ -154,8 +154,11 @@ class ModelScreen(ModalScreen[str | None]):
                 self._progress, stage if fraction is None else f"{stage} {fraction:.0%}"
             )
 
+        options = self.launch.options
+        if name != self.launch.model:
+            options = options.for_another_model()
         try:
-            self.launch.host.warm(name, self.launch.options, progress, self._stop)
+            self.launch.host.warm(name, options, progress, self._stop)
         except EdgeInferError as error:
             app.call_from_thread(self._ended, error)
         else:
