@@ -211,10 +211,21 @@ def test_what_was_evicted_comes_back(store: BlockStore, smollm2: Path) -> None:
         engine.close()
 
 
-def test_a_model_whose_check_fails_keeps_nothing(store: BlockStore, engine: LlamaEngine) -> None:
+def test_a_process_that_never_rests_checks_when_it_pays(store: BlockStore, smollm2: Path) -> None:
+    """As `run` does: write, and end."""
+    for cached in (0, 499):
+        engine = load(smollm2, store)
+        _, usage = heard(engine, ask(tuple(engine.tokenize(text(600)))[:500]))
+        assert usage.cached_disk_tokens == cached
+        engine.close()
+
+
+def test_a_model_whose_check_fails_keeps_nothing(
+    store: BlockStore, engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = engine._scheduler.blocks
     assert blocks is not None
-    blocks._check = lambda: "after a restore the next logits differ by 2"
+    monkeypatch.setattr(blocks._check, "step", lambda: "after a restore the next logits differ by 2")
     tokens = tuple(engine.tokenize(text(600)))
     heard(engine, ask(tokens))
     assert engine.flush_blocks()

@@ -20,6 +20,7 @@ import msgspec
 from edgeinfer.blocks.format import Block, Header, pack_tokens, unpack_tokens
 from edgeinfer.blocks.names import TAIL_KEY_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
+from edgeinfer.runtime.decoding.block_check import BlockCheck
 from edgeinfer.runtime.decoding.kvcache import AdapterKey, KvCache, Resident, common_prefix
 from edgeinfer.runtime.decoding.restore import Restore
 from edgeinfer.runtime.decoding.states import SequenceStates
@@ -30,6 +31,8 @@ BLOCK_TOKENS = 256
 _WORTH_WRITING_S = 0.05
 #: Fewer tokens than this are not worth reading.
 _WORTH_READING = 32
+#: A check is made for a request that gains so many times what the check computes.
+_WORTH_CHECKING = 2
 #: Beside running streams, copying blocks out takes at most this share of the time.
 _WRITE_SHARE = 0.02
 #: A full queue of the writer is waited for in pieces of this length (seconds).
@@ -44,9 +47,7 @@ def block_tokens(window: int) -> int:
 
 
 class BlockCache:
-    """`name_adapters` tells one set of LoRA files from another. `check` computes the check of this model
-    piece by piece: None while there is more to do, then "exact" or why its blocks cannot be used.
-    """
+    """`name_adapters` tells one set of LoRA files from another. `check` is this model's, not yet begun."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class BlockCache:
         kv: KvCache,
         block_tokens: int,
         name_adapters: Callable[[AdapterKey], str],
-        check: Callable[[], str | None],
+        check: BlockCheck,
     ) -> None:
         self.blocks, self._states, self._kv = blocks, states, kv
         self.block_tokens, self._name_adapters, self._check = block_tokens, name_adapters, check
@@ -80,12 +81,15 @@ class BlockCache:
 
     # match
 
-    def match(self, tokens: list[int], adapters: AdapterKey, salt: str, cached: int) -> Restore | None:
+    def match(
+        self, tokens: list[int], adapters: AdapterKey, salt: str, cached: int, *, is_alone: bool
+    ) -> Restore | None:
         """Begin to read what the store has of `tokens` beyond the `cached` that memory has.
 
-        The blocks begin at or before `cached`. None when that is not worth it.
+        The blocks begin at or before `cached`. None when that is not worth it. A model that has not been
+        checked is checked now where much is to be gained and nobody else waits (`is_alone`).
         """
-        if self.checked != "exact" or len(tokens) - cached <= _WORTH_READING:
+        if self.is_refused or len(tokens) - cached <= _WORTH_READING:
             return None
         size = self.block_tokens
         chain = self._chain(tokens, adapters, salt)
@@ -95,11 +99,18 @@ class BlockCache:
         tail, n_tail = self._tail(chain[n_full], tokens[n_full * size :])
         first = min(cached // size, n_full)
         end = min(n_full * size + n_tail, len(tokens) - 1)
-        if end - cached < _WORTH_READING:
+        if end - cached < _WORTH_READING or not self._is_proven(end - cached, is_alone=is_alone):
             return None
         wanted = [*chain[1 + first : 1 + n_full], *([tail] if n_tail else [])]
         self.blocks.touch([*chain[1 : 1 + n_full], tail])
         return Restore(self.blocks.read_ahead(wanted), first * size, end)
+
+    def _is_proven(self, gain_tokens: int, *, is_alone: bool) -> bool:
+        """Whether blocks may be read, after a check if that pays."""
+        if not self.checked and is_alone and gain_tokens >= _WORTH_CHECKING * self._check.n_tokens:
+            while not self.checked:
+                self._go_on_checking()
+        return self.checked == "exact"
 
     def _chain(self, tokens: list[int], adapters: AdapterKey, salt: str) -> list[bytes]:
         """The root, and the name of every whole block."""
@@ -170,7 +181,7 @@ class BlockCache:
         self._rest_until = began + took_s / _WRITE_SHARE
 
     def _go_on_checking(self) -> None:
-        found = self._check()
+        found = self._check.step()
         if found is None:
             return
         self.checked = found

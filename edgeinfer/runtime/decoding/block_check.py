@@ -42,7 +42,7 @@ class BlockCheck:
     ) -> None:
         self._make_context, self._n_vocab = make_context, n_vocab
         self._block_tokens = min(block_tokens, 32) if not window else block_tokens
-        n_tokens = text_tokens(window, block_tokens)
+        self.n_tokens = n_tokens = text_tokens(window, block_tokens)
         rng = np.random.default_rng(7)
         self._tokens: list[int] = rng.integers(0, n_vocab, n_tokens).tolist()
         self._cut = n_tokens // 2 + 5

@@ -42,7 +42,7 @@ def open_blocks(
         kv=kv,
         block_tokens=size,
         name_adapters=lambda adapters: _name_adapters(adapters, options.adapters),
-        check=_check(options, loaded).step,
+        check=_check(options, loaded),
     )
 
 

@@ -284,7 +284,10 @@ class Scheduler:
         if not self.kv.truncate(resident, kept):
             kept = 0
         if request.cache_prompt and self.blocks is not None:
-            seq.restore = self.blocks.match(seq.tokens, seq.adapters, request.cache_salt, kept)
+            is_alone = len(self.running) == 1
+            seq.restore = self.blocks.match(
+                seq.tokens, seq.adapters, request.cache_salt, kept, is_alone=is_alone
+            )
         if seq.restore is None:
             self._begin(seq, kept, 0)
             return
