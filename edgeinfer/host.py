@@ -1,5 +1,4 @@
-"""What the process around a verb gives it: how it started, the model it may already hold, and the
-launcher behind it.
+"""What the process around a verb gives it: its start, its loaded model, its launcher.
 
 A verb asks its host for an engine and never learns whether the model was loaded just now, was in the
 snapshot this process resumed from, or lives in a worker process.
@@ -72,9 +71,7 @@ class KeepsBlocks(Protocol):
 
 
 class Host:
-    """A cold process with no launcher behind it: loads models itself.
-    `snapshots.resumed.app_process.AppHost` knows more.
-    """
+    """A cold process with no launcher, which loads models itself. `AppHost` knows more."""
 
     def __init__(
         self, start: Start | None = None, config: Config | None = None, exec_ns: int = 0

@@ -1,5 +1,4 @@
-"""What every `edgeinfer` command goes through: resume a warmed process, or start a cold one, and stand
-in for it.
+"""Resume a warmed process or start a cold one for a verb, and stand in for it.
 
 A verb that needs a model in memory (`chat`, `run`, `serve`, `batch`) becomes a launch request, sent
 over a socket that only this launch knows to a process resumed from a snapshot, or to a fresh

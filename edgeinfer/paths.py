@@ -51,9 +51,7 @@ def blocks_dir() -> Path:
 
 
 def runtime_dir() -> Path:
-    """Sockets and records of running processes: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this
-    user under /tmp.
-    """
+    """The folder of sockets and process records, under $XDG_RUNTIME_DIR or /tmp."""
     return Path(places.runtime())
 
 

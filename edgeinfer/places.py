@@ -1,5 +1,4 @@
-"""Where things live, as strings: what the launcher asks before anything else is imported. The rest asks
-`edgeinfer.paths`.
+"""Where things live, as strings for the launcher; the rest asks `edgeinfer.paths`.
 
 Linux follows the XDG base directory specification. `EDGEINFER_HOME` puts everything under one
 directory. Nothing here makes a directory, and nothing here imports `pathlib`, which costs 12 ms of a

@@ -14,9 +14,7 @@ SCHEMA = "edgeinfer/1"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A command's outcome. `kind` is the verb; `exit_code` is 0 unless the outcome itself is a
-    finding.
-    """
+    """A verb's outcome. `exit_code` is 0 unless the outcome itself is a finding."""
 
     kind: ClassVar[str] = "result"
 

@@ -1,3 +1,1 @@
-"""Models as files: `models.toml`, sources, fetching and verifying, GGUF headers, quantizing. Knows no
-engine.
-"""
+"""Models as files: `models.toml`, sources, fetching, GGUF headers. Knows no engine."""

@@ -1,6 +1,4 @@
-"""Helper processes that answer with one JSON object a line, watched so that a cancellation ends
-them.
-"""
+"""Run helper processes that answer with one JSON object a line; a cancellation ends them."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ _POLL_S = 0.2
 
 
 def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
-    """Run `module` and yield what it says; the process is gone when the generator is closed or ends,
-    however it ends.
+    """Run `module` and yield what it says; end it when the generator is closed or ends.
 
     Raises InterruptedByUser, and QuantizeError when it dies of a signal or ends without an "error" or
     "done" event.

@@ -1,5 +1,4 @@
-"""One file over HTTP, resumable, into a partial file that is only ever renamed by somebody who has
-verified it.
+"""Download one file over HTTP, resumable, into a partial file that others verify and rename.
 
 Beside `FILE.part` lies `FILE.part.json`: what the bytes are of. They are continued only when the server
 still means the same file by its own validator (a strong ETag, or Last-Modified), or when the SHA-256 is
@@ -28,9 +27,7 @@ _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """A file on a server. `size_bytes` 0 and `sha256` "" mean that nobody has said. `headers` go to the
-    first host alone.
-    """
+    """A file on a server; 0 and "" mean unknown. The first host alone gets `headers`."""
 
     url: str
     file_name: str
@@ -41,9 +38,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Partial(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes in the partial file are of. `validator` is the server's, "" when it gave none that
-    can be trusted.
-    """
+    """What the partial file's bytes are of. `validator` "": the server gave none to trust."""
 
     origin: str
     sha256: str
@@ -124,9 +119,7 @@ def _read_partial(part: Path) -> _Partial:
 
 
 def _resume_at(known: _Partial, remote: Remote, part: Path) -> int:
-    """How many bytes of the partial file may be continued; cuts it to nothing when they are of
-    something else.
-    """
+    """Count the bytes that may be continued; cut the file when they are of another one."""
     same = known.origin == remote.origin and known.sha256 == remote.sha256
     if same and (remote.sha256 or known.validator):
         return _size(part)

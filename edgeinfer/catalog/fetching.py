@@ -1,6 +1,4 @@
-"""From one source to complete partial files, whatever kind of source it is. Nothing here is verified
-yet.
-"""
+"""Fetch the complete partial files of one source of any kind. Nothing here is verified yet."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ from edgeinfer.errors import ChecksumError, SourceNotFoundError, UsageError
 
 
 class Fetched(msgspec.Struct, kw_only=True):
-    """One complete file. `ours` is false for a file imported in place. `sha256` is what its source
-    promises ("": nothing).
+    """One complete file. `ours` is false for a file imported in place.
 
-    `pinned` is false for files of this machine, which may change between two imports. `found_sha256` is
-    filled in by whoever hashes it.
+    `sha256` is what its source promises ("": nothing); whoever hashes it fills in `found_sha256`.
+    `pinned` is false for files of this machine, which may change between two imports.
     """
 
     path: Path

@@ -75,9 +75,7 @@ Value = Scalar | tuple[Scalar, ...] | ArrayInfo
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """A tensor's place. `offset` counts from the file's start; `shape` is in ggml's order (fastest
-    first).
-    """
+    """A tensor. `offset` is from the file's start; `shape` has the fastest dimension first."""
 
     name: str
     type: str
@@ -158,9 +156,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quantization(self) -> str:
-        """The file's type by its own word (`general.file_type`), else the type most of its bytes
-        have.
-        """
+        """The type that `general.file_type` names, else the type of most of the bytes."""
         named = FILE_TYPES.get(self.number("general.file_type", -1))
         return named or self._commonest_type()
 
@@ -198,20 +194,15 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
 
 
 def parse(view: bytes | mmap.mmap, name: str = "buffer", file_bytes: int | None = None) -> GgufHeader:
-    """The header in `view`; `file_bytes` is the whole file's length when `view` holds only its
-    beginning.
+    """Parse the header in `view`, which is not kept. Raises InvalidGgufError.
 
-    Raises InvalidGgufError. `view` is not kept.
+    `file_bytes` is the whole file's length when `view` holds only its beginning.
     """
     return _Walker(view, name, file_bytes).header()
 
 
 def check(path: str | os.PathLike[str]) -> GgufHeader:
-    """`read_header`, and that the file is a model llama.cpp can be given: an architecture, tensors, a
-    sane layer count.
-
-    Raises InvalidGgufError.
-    """
+    """Read the header of a model that llama.cpp can be given. Raises InvalidGgufError."""
     header = read_header(path)
     index, count = header.split
     if index >= count:
@@ -337,9 +328,7 @@ class _Walker:
         return ArrayInfo(_STRING, count)
 
     def _step_over_strings(self, key: str, count: int) -> None:
-        """The hot loop: unpack_from itself refuses an offset past the buffer, so nothing else is
-        checked in it.
-        """
+        """Step over strings; unpack_from itself refuses an offset past the buffer."""
         unpack, view, at = _U64.unpack_from, self.view, self.at
         try:
             for _ in range(count):
@@ -389,9 +378,7 @@ class _Walker:
     def _placed(
         self, raw: list[tuple[str, str, tuple[int, ...], int, int]], data_offset: int, alignment: int
     ) -> tuple[TensorInfo, ...]:
-        """Tensors follow each other without gaps, as llama.cpp demands, and the last one ends within
-        the file.
-        """
+        """Check that tensors follow each other without gaps and end within the file."""
         expected = 0
         placed, names = [], set()
         for name, kind, shape, size, offset in raw:

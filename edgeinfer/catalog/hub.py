@@ -69,9 +69,7 @@ def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
 
 
 def quantization_of(path: str) -> str:
-    """The quantization a GGUF's file name speaks of, "" for none; `mmproj-` files (vision projectors)
-    are none.
-    """
+    """The quantization in a GGUF's file name; "" for none and for `mmproj-` files."""
     name = path.rsplit("/", 1)[-1]
     if not name.lower().endswith(".gguf") or name.lower().startswith("mmproj"):
         return ""

@@ -1,5 +1,4 @@
-"""Importance matrices in llama.cpp's GGUF form: found and checked here, read by the quantizer's
-process.
+"""Find and check importance matrices in llama.cpp's GGUF form.
 
 For every tensor `NAME` such a file has `NAME.in_sum2` (sums of squared activations, one row an expert)
 and `NAME.counts`.

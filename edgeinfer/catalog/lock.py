@@ -17,9 +17,7 @@ LOCKS = ".locks"
 
 @contextmanager
 def model_lock(ref: Reference) -> Iterator[None]:
-    """Hold the model's lock for the block. Raises ModelBusyError at once when another process, or
-    thread, has it.
-    """
+    """Hold the model's lock. Raises ModelBusyError at once when somebody else has it."""
     folder = paths.models_dir() / LOCKS
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / ref.folder

@@ -64,9 +64,7 @@ class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its 
 
 
 class Model(_Table, frozen=True, kw_only=True):
-    """One model. `sources` are tried in order; a source that is a list is concatenated from its
-    parts.
-    """
+    """One model. `sources` are tried in order; one that is a list is concatenated."""
 
     title: Annotated[str, _about("What a person calls it.", min_length=1)]
     sources: Annotated[
@@ -97,9 +95,7 @@ class Model(_Table, frozen=True, kw_only=True):
     sampling: SamplingDefaults = SamplingDefaults()
 
     def parsed_sources(self) -> list[tuple[places.Source, ...]]:
-        """Every source as its parts, in order; all but concatenated ones have one part. Raises
-        UsageError.
-        """
+        """Parse every source into its parts, in order. Raises UsageError."""
         return [
             tuple(map(places.parse, (one,) if isinstance(one, str) else one)) for one in self.sources
         ]

@@ -1,5 +1,4 @@
-"""Pins: the SHA-256 every file had when it was first pulled from a source. From then on it may not
-change.
+"""Pin the SHA-256 that every file had when it was first pulled from a source.
 
 They lie beside the model's folder (`NAME.lock.json`) and outlive `edgeinfer rm`, unless `--forget` is
 given.

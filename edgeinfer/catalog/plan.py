@@ -1,6 +1,4 @@
-"""What a person's word means to `pull`: which model it will be, where its files may come from, and what
-they must be.
-"""
+"""Work out what a word means to `pull`: the model, its sources, what its files must be."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from edgeinfer.errors import UnknownModelError, UsageError
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`candidates` are tried in order; each is one source, or the parts of one file. "" and 0 mean
-    unknown or unwanted.
-    """
+    """What to pull. `candidates` are tried in order; "" and 0 mean unknown or unwanted."""
 
     ref: Reference
     candidates: tuple[tuple[sources.Source, ...], ...]
@@ -94,9 +90,7 @@ def _stem(source: sources.Source) -> str:
 
 
 def _named_after(stem: str, catalog: Catalog) -> Reference:
-    """A name made from a file's or a repository's, when that gives a good and free one. Raises
-    UsageError.
-    """
+    """Derive a good and free name from a file's or a repository's. Raises UsageError."""
     plain = re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower()
     made = (
         re.sub(r"[-._]{2,}", "-", re.sub(r"[^a-z0-9._-]+", "-", plain)).strip("-._")[:96].strip("-._")

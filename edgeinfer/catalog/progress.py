@@ -26,9 +26,10 @@ _WINDOW_S = 5.0
 
 
 class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pull is. Bytes count within `file`, the `index`-th (from 0) of `n_files`; `total_bytes`
-    is None while nobody knows it. `rate_bytes_per_s` and `left_s` follow the last seconds; None at the
-    beginning. While quantizing, `done_bytes` counts tensors; while scoring, tokens.
+    """Where a pull is, within `file`, the `index`-th (from 0) of `n_files`; None is unknown.
+
+    The rate and the time left follow the last seconds. While quantizing, `done_bytes` counts tensors;
+    while scoring, tokens.
     """
 
     stage: Stage
@@ -47,9 +48,7 @@ OnProgress = Callable[[PullProgress], None]
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to believe in a server. `attempts` without a new byte end it; waits double from
-    `pause_s` up to 30 s.
-    """
+    """How often to try a server without a new byte; waits double from `pause_s` up to 30 s."""
 
     attempts: int = 6
     pause_s: float = 1.0
@@ -58,9 +57,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job:
-    """One pull's ears and mouth: reports progress, and raises InterruptedByUser at the next step once
-    `cancel` is set.
-    """
+    """Report one pull's progress, and raise InterruptedByUser once `cancel` is set."""
 
     def __init__(
         self,
@@ -126,9 +123,7 @@ class Job:
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call `wake` from another thread when somebody asks to stop during the block, which may be
-        waiting for a server.
-        """
+        """Call `wake` from another thread when a stop is asked for during the block."""
         if not self._cancellable:
             yield
             return

@@ -1,5 +1,4 @@
-"""`pull`: from a word to verified files under a model's name, or a clear error with what was fetched
-kept.
+"""Pull the verified files of a model by a word; an error keeps what was fetched.
 
 The order is what keeps a wrong file out: lock, fetch to a partial file, hash, compare with every digest
 known (catalogue, hub, pin), check the header, quantize if wanted, rename, and only then write the
@@ -33,8 +32,7 @@ from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, Invalid
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` renames; `in_place` points at a local file instead of copying it; `again` fetches even
-    what is here.
+    """`in_place` points at a local file instead of copying it; `again` fetches what is here.
 
     `offline` None asks the configuration and the environment; `patience` is with web servers.
     """
@@ -88,9 +86,7 @@ def _plain_words() -> Iterator[None]:
 
 
 def _already_here(todo: Plan, job: Job) -> PulledModel | None:
-    """The record when every file still is what it says; files that were touched are hashed again. None:
-    fetch them.
-    """
+    """Return the record when every file still is what it says, hashing touched ones again."""
     record = store.read_record(store.folder_of(todo.ref))
     if record is None:
         return None
@@ -116,9 +112,7 @@ def _already_here(todo: Plan, job: Job) -> PulledModel | None:
 def _first_that_works(
     todo: Plan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[Fetched], str]:
-    """The files from the first candidate that gives good ones. Raises the only error, or the last with
-    the others' words.
-    """
+    """Fetch from the first good candidate. Raises the last error, with the others' words."""
     failures: list[CatalogError] = []
     for parts in todo.candidates:
         source = " + ".join(map(str, parts))
@@ -151,9 +145,7 @@ def _refuse_network(parts: tuple[sources.Source, ...], source: str, options: Pul
 
 
 def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None:
-    """Hash, compare with every digest known, check the header. A file with the wrong bytes is set aside
-    as `.bad`.
-    """
+    """Compare with every known digest, check the header; set a wrong file aside as `.bad`."""
     size = one.path.stat().st_size
     job.begin("verifying", one.file_name, total=size, index=one.index, n_files=one.n_files)
     whole = todo if one.n_files == 1 else None  # the catalogue's figures are of a single file

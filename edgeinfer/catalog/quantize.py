@@ -1,5 +1,4 @@
-"""Quantizing: the parent's side of `runtime.helpers.quantizer` and `runtime.helpers.perplexity`, and
-the store's.
+"""Quantize stored models and measure their perplexity, each in a helper process.
 
 A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat
 template, stop strings and sampling defaults.
@@ -34,11 +33,10 @@ FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` instead of `NAME:TYPE`; `pure` gives every tensor the same type; `keep_output` leaves the
-    output tensor.
+    """`pure` gives every tensor one type; `keep_output` leaves the output tensor as it is.
 
-    `imatrix` is the path of an importance matrix. `score_tokens` bounds how much of the text is scored;
-    0 takes all of it.
+    `name` replaces `NAME:TYPE`; `imatrix` is a path. `score_tokens` bounds the text that is scored; 0
+    takes all of it.
     """
 
     name: str | None = None
@@ -180,9 +178,7 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
 
 
 def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> Fetched:
-    """The quantized file of a verified download, for a catalogue entry that asks for it. Raises what
-    `quantize` does.
-    """
+    """Quantize a verified download as its catalogue entry asks. Raises what `quantize` does."""
     kind = _kind(type_name)
     first = fetched[0]
     # llama.cpp finds the other parts of a split by their names
@@ -251,9 +247,7 @@ def perplexity_text() -> Path:
 
 
 def perplexity(model: str, job: Job, score_tokens: int = 0) -> tuple[float, int]:
-    """(perplexity on the shipped text, tokens scored) of the GGUF at `model`. Raises QuantizeError,
-    InterruptedByUser.
-    """
+    """Score the shipped text: (perplexity, tokens). Raises QuantizeError, InterruptedByUser."""
     limit = (str(score_tokens),) if score_tokens else ()
     job.begin("scoring", Path(model).name)
     said: dict[str, object] = {}

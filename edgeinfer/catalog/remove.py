@@ -46,9 +46,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
 
 
 def _reference(text: str) -> Reference:
-    """The reference `text` means; a name with the quantization the plain model has means the
-    plain one.
-    """
+    """Resolve a reference; a name with the plain model's own quantization is the plain one."""
     if sources.looks_like_source(text):
         found = store.find_pulled(text)
         if found is None:

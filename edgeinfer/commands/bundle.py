@@ -33,9 +33,7 @@ class BundleResult(Result, frozen=True, kw_only=True):
 
 
 def bundle(options: argparse.Namespace, host: Host) -> BundleResult:
-    """Raises ShippingError outside the shipped file, ModelNotPulledError, DiskFullError,
-    ChecksumError.
-    """
+    """Raises ShippingError, ModelNotPulledError, DiskFullError, ChecksumError."""
     program = Path(options.binary) if options.binary else shipped.program_file()
     if program is None:
         raise ShippingError(

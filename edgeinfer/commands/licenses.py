@@ -1,6 +1,4 @@
-"""`edgeinfer licenses`: what this program is made of, under which licences, and where their sources
-are.
-"""
+"""`edgeinfer licenses`: list what this program is made of, its licences and its sources."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from edgeinfer.shipping import shipped
 
 
 class Component(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing somebody else made. `texts` are absolute paths of its licences; `kind` is `pypi`, `deb`
-    or `generic`.
-    """
+    """A part by others. `texts` are its licences' paths; `kind` is pypi, deb or generic."""
 
     name: str
     version: str
@@ -33,9 +29,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LicensesResult(Result, frozen=True, kw_only=True):
-    """Every component. `offer` is the offer of CRIU's source, when CRIU is inside; `text` the licences
-    asked for by name.
-    """
+    """Every component, the `offer` of CRIU's source, the `text` of licences asked for."""
 
     kind: ClassVar[str] = "licenses"
 

@@ -18,9 +18,7 @@ from edgeinfer.units import format_bytes
 
 
 class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. `size_bytes` is 0 when the model is not here and its size is not known. `snapshots`
-    counts warmed ones.
-    """
+    """One line. `size_bytes` 0: not here, size unknown. `snapshots` counts warmed ones."""
 
     name: str
     title: str

@@ -55,9 +55,7 @@ class PullResult(Result, frozen=True, kw_only=True):
 
 
 def pull(options: argparse.Namespace, host: Host) -> PullResult:
-    """Raises what `catalog.pull.pull` raises; Ctrl-C becomes InterruptedByUser with what was fetched
-    kept.
-    """
+    """Raises what `catalog.pull.pull` raises; Ctrl-C keeps what was fetched."""
     began = time.monotonic()
     wish = PullOptions(
         name=options.name, in_place=options.in_place, again=options.again, offline=offline(host.config)

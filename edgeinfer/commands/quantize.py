@@ -16,9 +16,7 @@ from edgeinfer.units import format_bytes
 
 
 class QuantizeResult(Result, frozen=True, kw_only=True):
-    """Before and after. Perplexities are on the text we ship, over `n_scored_tokens`; None when not
-    measured.
-    """
+    """Before and after. Perplexities are over `n_scored_tokens` of our text, None: unknown."""
 
     kind: ClassVar[str] = "quantize"
 

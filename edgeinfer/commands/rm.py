@@ -38,9 +38,7 @@ def _line(one: Removed) -> str:
 
 
 def rm(options: argparse.Namespace, _host: Host) -> RmResult:
-    """Raises UnknownModelError, ModelNotPulledError, ModelBusyError; models before the failing one are
-    gone then.
-    """
+    """Raises UnknownModelError, ModelNotPulledError, ModelBusyError; others are gone then."""
     removed, snapshots = [], []
     for text in options.models:
         one = remove(text, forget=options.forget)

@@ -87,8 +87,7 @@ def _turns(system: str, prompt: str) -> tuple[Message, ...]:
 
 
 def model_and_prompt(first: str | None, second: str | None, host: Host) -> tuple[str, str]:
-    """`run MODEL PROMPT`, `run PROMPT`, `run MODEL` (the prompt is piped) or `run`: what is the model,
-    what the prompt.
+    """Tell (model, prompt) from `run`'s words; the prompt is "" when it is only piped.
 
     A first word that names no model is the prompt, unless a second follows.
     """

@@ -1,6 +1,4 @@
-"""`edgeinfer self-check`: whether the unpacked application, and the shipped file itself, are what was
-built.
-"""
+"""`edgeinfer self-check`: compare the unpacked application and its file with what was built."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
 
 
 def self_check(_options: argparse.Namespace, _host: Host) -> SelfCheckResult:
-    """Raises ShippingError outside the shipped file: an installation is checked by its package
-    manager.
-    """
+    """Raises ShippingError outside the shipped file."""
     app = shipped.app_dir()
     if app is None:
         raise ShippingError(
@@ -106,9 +102,7 @@ def _strangers(app: Path, index: Index) -> Iterator[str]:
 
 
 def _check_payload(file: Path, index: Index) -> Iterator[str]:
-    """The payload in the shipped file, block by block; nothing when the file carries another version by
-    now.
-    """
+    """Check the payload block by block, unless the file carries another version by now."""
     try:
         parts = payload.open_shipped(file)
         if parts.app != index.name:

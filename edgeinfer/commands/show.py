@@ -1,6 +1,4 @@
-"""`edgeinfer show`: everything known of a model, and the memory it needs against what this
-machine has.
-"""
+"""`edgeinfer show`: describe a model, and its memory needs against this machine's."""
 
 from __future__ import annotations
 

@@ -25,9 +25,7 @@ Ask = Callable[[str], bool]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to remove: a folder or the shipped file. `mine` says that a user made it and may want
-    to keep it.
-    """
+    """A folder or the shipped file to remove. `mine`: made by a user, who may keep it."""
 
     what: str
     path: str
@@ -99,9 +97,7 @@ def _data_files() -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    """Bytes on disk under `path`; sparse files count what they occupy. The cache counts without its
-    snapshots.
-    """
+    """Bytes on disk under `path`, holes left out; the cache without its snapshots."""
     if path == paths.cache_dir():
         return sum(_size(p) for p in path.iterdir() if p != paths.snapshots_dir())
     files = (

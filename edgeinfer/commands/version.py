@@ -12,9 +12,7 @@ from edgeinfer.result import Result
 
 
 class VersionResult(Result, frozen=True, kw_only=True):
-    """Versions as text. `llama_cpp_flags` are the instruction sets and options llama.cpp itself
-    reports.
-    """
+    """Versions as text. `llama_cpp_flags` are the instruction sets that llama.cpp reports."""
 
     kind: ClassVar[str] = "version"
 

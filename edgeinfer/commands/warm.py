@@ -48,9 +48,7 @@ class WarmResult(Result, frozen=True, kw_only=True):
 
 
 def warm(options: argparse.Namespace, host: Host) -> WarmResult:
-    """Raises what `snapshots.building.build_order.build` raises, UsageError for a system prompt that
-    cannot be read.
-    """
+    """Raises what `build_order.build` raises, UsageError for an unreadable system prompt."""
     began = time.monotonic()
     model = store.full_name(options.model or host.config.default_model)
     config = host.config.snapshots
