@@ -84,7 +84,7 @@ class BlockStore:
 
     def has_room_for(self, n_bytes: int) -> bool:
         """Whether a file of `n_bytes` may be written now, after pruning if need be. Raises OSError."""
-        if time.monotonic() < self._full_until:
+        if self.is_full:
             return False
         with self._lock:
             if self._room_bytes < n_bytes:
@@ -97,6 +97,11 @@ class BlockStore:
                     return False
             self._room_bytes -= n_bytes
             return True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk was full a moment ago."""
+        return time.monotonic() < self._full_until
 
     def stop_writing(self, reason: str) -> None:
         """Write nothing for a while; say why, once."""
@@ -199,6 +204,11 @@ class ModelBlocks:
         return format.decode(memoryview(mapped))
 
     # writing
+
+    @property
+    def can_write(self) -> bool:
+        """Whether it makes sense to give blocks to the writer."""
+        return not self._store.is_full
 
     def write(self, block: Block) -> bool:
         """Have a block written soon; False when too much is waiting already."""

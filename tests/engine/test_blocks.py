@@ -211,6 +211,17 @@ def test_what_was_evicted_comes_back(store: BlockStore, smollm2: Path) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("max_bytes", [4096, 8 << 20])
+def test_a_small_limit_ends_the_writing(tmp_path: Path, smollm2: Path, max_bytes: int) -> None:
+    """No room for one block, and room for one of two."""
+    small = BlockStore(tmp_path / "blocks", Limits(max_bytes=max_bytes, margin_bytes=0))
+    engine = load(smollm2, small)
+    heard(engine, ask(tuple(engine.tokenize(text(600)))[:560]))
+    assert engine.flush_blocks()
+    assert sum(block.n_bytes for block in list_blocks(small.root)) <= max_bytes
+    engine.close()
+
+
 def test_a_process_that_never_rests_checks_when_it_pays(store: BlockStore, smollm2: Path) -> None:
     """As `run` does: write, and end."""
     for cached in (0, 499):

@@ -174,9 +174,13 @@ class BlockCache:
             if is_idle:
                 self.blocks.writer.wait_for_room(_WAIT_S)
             return
+        if not self.blocks.can_write:
+            self._pending.clear()
+            return
         began = time.monotonic()
         if not self._write_one(self._pending[0]):
             self._pending.popleft()
+            self._end_pass()
         took_s = time.monotonic() - began
         self._rest_until = began + took_s / _WRITE_SHARE
 
@@ -195,8 +199,16 @@ class BlockCache:
         if resident not in self._pending:
             return
         self._pending.remove(resident)
-        while self.blocks.writer.has_room and self._write_one(resident):
+        while self.blocks.can_write and self.blocks.writer.has_room and self._write_one(resident):
             pass
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        """All of a sequence has been handed over. Each block is, once: what a small limit or a full disk
+        takes away again is not written for ever.
+        """
+        if self.blocks.writer.is_idle:
+            self._queued.clear()
 
     def _write_one(self, resident: Resident) -> bool:
         """Write the first block of `resident` that is not there. False when all are."""
@@ -238,9 +250,7 @@ class BlockCache:
             yield header, start, None
 
     def _is_queued(self, header: Header) -> bool:
-        """Whether the writer has this block already. Once it has nothing to do, only files count."""
-        if self.blocks.writer.is_idle:
-            self._queued.clear()
+        """Whether the writer has been given this block lately."""
         return header.name + header.tokens in self._queued
 
     def _note_owner(self, resident: Resident) -> None:
