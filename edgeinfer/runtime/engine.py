@@ -12,7 +12,14 @@ from edgeinfer.blocks.store import BlockStore, Traffic
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.batch import Batch
-from edgeinfer.runtime.decoding.block_opening import open_blocks, run_check, scratch_id, sliding_window
+from edgeinfer.runtime.decoding.block_opening import (
+    can_cut,
+    make_states,
+    open_blocks,
+    run_check,
+    scratch_id,
+    sliding_window,
+)
 from edgeinfer.runtime.decoding.chunks import Exactness
 from edgeinfer.runtime.decoding.draft import DraftModel
 from edgeinfer.runtime.decoding.kvcache import KvCache, LlamaMemory
@@ -20,7 +27,6 @@ from edgeinfer.runtime.decoding.loop import DecodeLoop
 from edgeinfer.runtime.decoding.points import Points
 from edgeinfer.runtime.decoding.prepare import Preparer
 from edgeinfer.runtime.decoding.scheduler import Scheduler
-from edgeinfer.runtime.decoding.states import SequenceStates
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.language.constraints import Constraints
@@ -157,7 +163,7 @@ class LlamaEngine:
         Raises OSError.
         """
         s = self._scheduler
-        if self._loaded.can_generate and s.can_cut and s.blocks is None:
+        if self._loaded.can_generate and s.blocks is None:
             s.blocks = open_blocks(store, self._files, self._options, self._loaded, s.kv, self._checked)
 
     def flush_blocks(self, timeout_s: float = _FLUSH_S) -> bool:
@@ -183,8 +189,7 @@ class LlamaEngine:
         """
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
-            if self._scheduler.can_cut:
-                self._checked = run_check(self._options, self._loaded)
+            self._checked = run_check(self._options, self._loaded)
         else:
             self._embedder.warm_up()
 
@@ -249,20 +254,16 @@ class LlamaEngine:
 
 
 def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
-    llama = libllama.lib()
-    can_cut = not (
-        llama.llama_model_is_recurrent(loaded.model) or llama.llama_model_is_hybrid(loaded.model)
-    )
+    cuttable = can_cut(loaded)
     kv = KvCache(
         LlamaMemory(loaded.memory),
         n_cells=loaded.n_cells,
-        n_seq_max=scratch_id(loaded) if can_cut else loaded.n_seq_max,
-        whole_only=not can_cut,
+        n_seq_max=scratch_id(loaded),
+        whole_only=not cuttable,
         window=sliding_window(loaded),
     )
-    if not can_cut and loaded.memory:
-        states = SequenceStates(loaded.context, loaded.memory, loaded.n_seq_max)
-        kv.points = Points(states)
+    if not cuttable and loaded.memory:
+        kv.points = Points(make_states(loaded))
     batch = Batch(
         capacity=loaded.n_batch,
         max_outputs=loaded.n_outputs_max,
@@ -278,7 +279,7 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
         adapters=lora,
         n_parallel=loaded.n_parallel,
         n_ctx=loaded.n_ctx,
-        can_cut=can_cut,
+        can_cut=cuttable,
         exactness=_exactness(loaded),
     )
 

@@ -76,6 +76,8 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine, repack: Chos
     n_seq_max = n_parallel.value
     if not shape.is_recurrent:
         n_seq_max = min(_MAX_SEQUENCES, n_seq_max + _SPARE_SEQUENCES)
+    else:
+        n_seq_max += 1  # parts of states pass through it (decision 080)
     n_batch = min(max(options.n_batch, n_parallel.value), n_cells.value)
     n_ubatch = choose_ubatch(n_batch, n_seq_max, shape.file_type, options.kv_type)
     # llama.cpp aborts when fewer outputs are allowed than there are sequence ids

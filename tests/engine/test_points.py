@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from edgeinfer.blocks.store import BlockStore
+from edgeinfer.runtime.decoding import block_cache, restore
 from edgeinfer.runtime.decoding.points import Points, tokens_to_next
 from edgeinfer.runtime.engine import LlamaEngine
 
-from .test_blocks import ask, heard, load, text
+from .test_blocks import ROOMY, ask, heard, load, text
 
 _WIDTH, _FF, _HEADS, _HEAD, _LAYERS = 64, 128, 2, 32, 4
 _ATTENTION = (1, 3)
@@ -115,6 +117,33 @@ def test_a_running_conversation_shares_its_points(engine: LlamaEngine) -> None:
     streams = [engine.submit(ask(tokens, max_tokens=30)) for _ in range(3)]
     answers = [[e for e in stream if hasattr(e, "text")] for stream in streams]
     assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_a_fresh_engine_goes_on_from_a_point_of_the_store(
+    hybrid: Path, tmp_path: Path, kv_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(block_cache, "_WORTH_WRITING_S", 0.0)
+    store = BlockStore(tmp_path / "blocks", ROOMY)
+    engine = load(hybrid, store, kv_type=kv_type)
+    question = tuple(engine.tokenize(text(600)))
+    assert len(question) > 600
+    question = question[:600]
+    heard(engine, ask(question, max_tokens=50))
+    assert engine.flush_blocks()
+    assert engine._scheduler.blocks is not None
+    assert engine._scheduler.blocks.checked == "exact"
+    engine._scheduler.blocks = None
+    other = question + tuple(engine.tokenize("the answer without its reasoning, and a question"))
+    wanted = [heard(engine, ask(request))[0] for request in (question, other)]
+    engine.close()
+    for request, answer in zip((question, other), wanted, strict=True):
+        engine = load(hybrid, store, kv_type=kv_type)
+        found, usage = heard(engine, ask(request))
+        assert usage.cached_disk_tokens == 599
+        assert found == answer
+        engine.close()
 
 
 class _States:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from edgeinfer.blocks.format import Block, Header, pack_tokens, unpack_tokens
+from edgeinfer.blocks.format import Block, Header, Kind, pack_tokens, unpack_tokens
 from edgeinfer.blocks.names import TAIL_KEY_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.block_check import BlockCheck
@@ -96,14 +96,39 @@ class BlockCache:
         n_full = next(
             (i for i, name in enumerate(chain[1:]) if not self.blocks.has(name)), len(chain) - 1
         )
-        tail, n_tail = self._tail(chain[n_full], tokens[n_full * size :])
-        first = min(cached // size, n_full)
+        if self._kv.points is not None:
+            n_full, tail, n_tail = self._last_point(chain[: n_full + 1], tokens)
+            first = 0
+        else:
+            tail, n_tail = self._tail(chain[n_full], tokens[n_full * size :])
+            first = min(cached // size, n_full)
         end = min(n_full * size + n_tail, len(tokens) - 1)
         if end - cached < _WORTH_READING or not self._is_proven(end - cached, is_alone=is_alone):
             return None
         wanted = [*chain[1 + first : 1 + n_full], *([tail] if n_tail else [])]
         self.blocks.touch([*chain[1 : 1 + n_full], tail])
         return Restore(self.blocks.read_ahead(wanted), first * size, end)
+
+    def _last_point(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
+        """The last point of a state that cannot be cut: the whole blocks before it, its name, and its own
+        tokens, 0 when there is none.
+        """
+        size = self.block_tokens
+        for i in range(len(chain) - 1, -1, -1):
+            rest = tokens[i * size : -1]
+            if len(rest) < TAIL_KEY_TOKENS:
+                continue
+            found = []
+            for kind in ("tail", "point"):
+                name = self.blocks.names.tail(chain[i], rest, kind)
+                header = self.blocks.header(name)
+                its = unpack_tokens(header.tokens) if header else []
+                if its and common_prefix(its, rest) == len(its):
+                    found.append((len(its), name))
+            if found:
+                n, name = max(found)
+                return i, name, n
+        return 0, b"", 0
 
     def _is_proven(self, gain_tokens: int, *, is_alone: bool) -> bool:
         """Whether blocks may be read, after a check if that pays."""
@@ -140,7 +165,18 @@ class BlockCache:
         if not fits or not self._states.write(resident.seq_id, block.parts[0]):
             return False
         self._kv.extend(resident, its)
-        return self._kv.truncate(resident, at + n) and n == len(its)
+        if self._kv.points is None:
+            return self._kv.truncate(resident, at + n) and n == len(its)
+        if not restore.is_over:
+            return True
+        back = n == len(its) and self._states.write_point(resident.seq_id, block.parts[1])
+        self._kv.take_point(resident)
+        return back
+
+    def drop_unfinished(self, resident: Resident) -> None:
+        """A restore has ended before its last block: a state that cannot be cut is of no use then."""
+        if self._kv.points is not None:
+            self._kv.truncate(resident, 0)
 
     # write
 
@@ -219,14 +255,28 @@ class BlockCache:
             self._note_owner(resident)
             return False
         header, start, superseded = missing
-        state = self._states.read(resident.seq_id, start, start + len(unpack_tokens(header.tokens)))
-        if state is None:
-            return False
         self._queued.add(header.name + header.tokens)
-        self.blocks.write(Block(msgspec.structs.replace(header, sizes=(len(state),)), (state,)))
+        parts = self._read_parts(resident, header, start)
+        if parts is None:
+            return False
+        sizes = tuple(len(part) for part in parts)
+        self.blocks.write(Block(msgspec.structs.replace(header, sizes=sizes), parts))
         if superseded is not None:
             self.blocks.writer.put(lambda: self.blocks.remove(superseded))
         return True
+
+    def _read_parts(
+        self, resident: Resident, header: Header, start: int
+    ) -> tuple[memoryview, ...] | None:
+        """The state of a block, and where it ends at a point, the state there; None when llama.cpp does
+        not have it whole.
+        """
+        end = start + len(unpack_tokens(header.tokens))
+        state = self._states.read(resident.seq_id, start, end)
+        if state is None or self._kv.points is None or header.kind == "full":
+            return None if state is None else (state,)
+        point = next((point for point in resident.points if point.n_tokens == end), None)
+        return None if point is None else (state, point.state)
 
     def _missing(self, resident: Resident) -> Iterator[tuple[Header, int, bytes | None]]:
         """The blocks of `resident` that are not in the store, with their first positions and the tail
@@ -240,6 +290,9 @@ class BlockCache:
             if not self._is_queued(header) and not self.blocks.has(name):
                 tail, n = self._tail(parent, part)
                 yield header, i * size, tail if n else None
+        if self._kv.points is not None:
+            yield from self._missing_points(resident, chain)
+            return
         start = (len(chain) - 1) * size
         rest = tokens[start:]
         if resident.active or len(rest) < TAIL_KEY_TOKENS:
@@ -248,6 +301,23 @@ class BlockCache:
         header = Header("tail", tail, chain[-1], names.identity, pack_tokens(rest), ())
         if n < len(rest) and not self._is_queued(header):
             yield header, start, None
+
+    def _missing_points(
+        self, resident: Resident, chain: list[bytes]
+    ) -> Iterator[tuple[Header, int, bytes | None]]:
+        """The points of a state that cannot be cut: the one at its end, and those before it."""
+        size, tokens, names = self.block_tokens, resident.tokens, self.blocks.names
+        for point in resident.points:
+            i = point.n_tokens // size
+            rest = tokens[i * size : point.n_tokens]
+            if resident.active or len(rest) < TAIL_KEY_TOKENS:
+                continue
+            kind: Kind = "tail" if point.n_tokens == len(tokens) else "point"
+            name = names.tail(chain[i], rest, kind)
+            header = Header(kind, name, chain[i], names.identity, pack_tokens(rest), ())
+            there = None if self._is_queued(header) else self.blocks.header(name)
+            if not self._is_queued(header) and (there is None or there.tokens != header.tokens):
+                yield header, i * size, None
 
     def _is_queued(self, header: Header) -> bool:
         """Whether the writer has been given this block lately."""

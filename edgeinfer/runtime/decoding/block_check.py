@@ -38,8 +38,15 @@ class BlockCheck:
     """One check. `make_context(n_cells, n_seq)` gives a context like the engine's own, only smaller."""
 
     def __init__(
-        self, make_context: Callable[[int, int], Any], n_vocab: int, window: int, block_tokens: int
+        self,
+        make_context: Callable[[int, int], Any],
+        n_vocab: int,
+        window: int,
+        block_tokens: int,
+        *,
+        can_cut: bool = True,
     ) -> None:
+        self._can_cut = can_cut
         self._make_context, self._n_vocab = make_context, n_vocab
         self._block_tokens = min(block_tokens, 32) if not window else block_tokens
         self.n_tokens = n_tokens = text_tokens(window, block_tokens)
@@ -58,11 +65,13 @@ class BlockCheck:
         llama = libllama.lib()
         context = self._make_context(len(self._tokens) + 2 * _CHUNK, _N_SEQ)
         try:
-            probe = _Probe(context, self._n_vocab)
-            for _ in probe.compute(self._tokens, 0):
-                yield None
+            probe = _Probe(context, self._n_vocab, can_cut=self._can_cut)
+            yield from probe.compute(self._tokens[: self._cut], 0)
+            points = [probe.point()]
+            yield from probe.compute(self._tokens[self._cut :], self._cut)
+            points.append(probe.point())
             blocks = list(self._read_blocks(probe.states))
-            wanted = self._answers(probe)
+            wanted = self._answers(probe, points)
             yield None
             llama.llama_memory_clear(probe.memory, True)
             if None in blocks or not all(
@@ -70,7 +79,8 @@ class BlockCheck:
             ):
                 yield "llama.cpp does not give parts of this model's state"
                 return
-            found = self._answers(probe)
+            probe.go_back(points[1], len(self._tokens))
+            found = self._answers(probe, points)
         finally:
             llama.llama_free(context)
         worst = max(float(np.abs(a - b).max()) for a, b in zip(wanted, found, strict=True))
@@ -81,10 +91,10 @@ class BlockCheck:
         for start in range(0, n, self._block_tokens):
             yield states.read(_SEQ_ID, start, min(n, start + self._block_tokens))
 
-    def _answers(self, probe: _Probe) -> list[npt.NDArray[np.float32]]:
+    def _answers(self, probe: _Probe, points: list[memoryview | None]) -> list[npt.NDArray[np.float32]]:
         """The next logits behind the text, and behind another tail after a cut in its middle."""
         straight = probe.logits(self._tokens[:1], len(self._tokens))
-        probe.cut(self._cut)
+        probe.go_back(points[0], self._cut)
         other = self._tokens[-_TAIL_TOKENS:]
         return [straight, probe.logits(other, self._cut)]
 
@@ -92,11 +102,11 @@ class BlockCheck:
 class _Probe:
     """A context with one sequence, and its logits."""
 
-    def __init__(self, context: Any, n_vocab: int) -> None:
+    def __init__(self, context: Any, n_vocab: int, *, can_cut: bool) -> None:
         llama = libllama.lib()
-        self._context = context
+        self._context, self._can_cut = context, can_cut
         self.memory = llama.llama_get_memory(context)
-        self.states = SequenceStates(context, self.memory, _SCRATCH)
+        self.states = SequenceStates(context, self.memory, _SCRATCH, can_cut=can_cut)
         self._batch = Batch(
             capacity=_CHUNK,
             max_outputs=1,
@@ -106,14 +116,14 @@ class _Probe:
         )
         self._logits = Logits(context, n_vocab)
 
-    def compute(self, tokens: list[int], start: int) -> Iterator[None]:
+    def compute(self, tokens: list[int], start: int) -> Iterator[str | None]:
         """Compute `tokens` from position `start` on, in pieces. The last has logits."""
         for at in range(0, len(tokens), _CHUNK):
             chunk = tokens[at : at + _CHUNK]
             self._batch.clear()
             self._batch.add(chunk, start + at, _SEQ_ID, outputs=int(at + _CHUNK >= len(tokens)))
             self._batch.decode(self._context)
-            yield
+            yield None
 
     def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
         """The logits behind `tokens`, float32 of the vocabulary's length."""
@@ -121,6 +131,12 @@ class _Probe:
             continue
         return self._logits.row(len(tokens) - 1).copy()
 
-    def cut(self, n: int) -> None:
-        """Keep the first `n` positions."""
+    def point(self) -> memoryview | None:
+        """The state here, of a model whose state cannot be cut."""
+        return None if self._can_cut else self.states.read_point(_SEQ_ID)
+
+    def go_back(self, point: memoryview | None, n: int) -> None:
+        """Keep the first `n` positions, where `point` was taken."""
+        if point is not None:
+            self.states.write_point(_SEQ_ID, point)
         libllama.lib().llama_memory_seq_rm(self.memory, _SEQ_ID, n, -1)

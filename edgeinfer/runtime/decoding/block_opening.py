@@ -17,6 +17,8 @@ from edgeinfer.runtime.decoding.states import SequenceStates
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
+#: Tokens of a block whose model has a large state besides its attention.
+_LONG_BLOCK = 2048
 #: Tokens a step of the check computes.
 _CHECK_BATCH = 32
 
@@ -32,13 +34,13 @@ def open_blocks(
     """The blocks of this model, to be used by the thread that decodes. `checked`: what `run_check` found
     before, in this very build. Raises OSError.
     """
-    size = block_tokens(sliding_window(loaded))
+    size = size_of_blocks(loaded)
     blocks = store.model(model_key(files.sha256, files.paths), identity(loaded, size))
     if checked and not blocks.read_check():
         blocks.note_check(checked)
     return BlockCache(
         blocks=blocks,
-        states=SequenceStates(loaded.context, loaded.memory, scratch_id(loaded)),
+        states=make_states(loaded),
         kv=kv,
         block_tokens=size,
         name_adapters=lambda adapters: _name_adapters(adapters, options.adapters),
@@ -61,7 +63,27 @@ def _check(options: LoadOptions, loaded: Loaded) -> BlockCheck:
         loaded.vocab.n_vocab,
         window,
         block_tokens(window),
+        can_cut=can_cut(loaded),
     )
+
+
+def size_of_blocks(loaded: Loaded) -> int:
+    """Tokens of a block. One of a recurrent model carries its state besides, which of some is large."""
+    is_large = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
+    return _LONG_BLOCK if is_large else block_tokens(sliding_window(loaded))
+
+
+def can_cut(loaded: Loaded) -> bool:
+    """Whether the states of this model can be cut anywhere: not those of recurrent and hybrid ones."""
+    llama = libllama.lib()
+    return not (
+        llama.llama_model_is_recurrent(loaded.model) or llama.llama_model_is_hybrid(loaded.model)
+    )
+
+
+def make_states(loaded: Loaded) -> SequenceStates:
+    """The states of the engine's context."""
+    return SequenceStates(loaded.context, loaded.memory, scratch_id(loaded), can_cut=can_cut(loaded))
 
 
 def scratch_id(loaded: Loaded) -> int:

@@ -26,6 +26,7 @@ class Restore:
     end: int
     done: int = 0
     cached: int = 0
+    has_ended_well: bool = False
     waits_since: float = field(default_factory=time.monotonic)
 
     @property

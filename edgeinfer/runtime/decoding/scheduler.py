@@ -292,7 +292,7 @@ class Scheduler:
             self._begin(seq, kept, 0)
             return
         self.kv.truncate(resident, seq.restore.start)
-        seq.restore.cached = kept
+        seq.restore.cached = kept if self.can_cut else 0
 
     def _begin(self, seq: Sequence, cached: int, from_disk: int) -> None:
         """What could be found is there: the rest is to be computed."""
@@ -321,7 +321,9 @@ class Scheduler:
     def _restore_one(self, seq: Sequence, restore: Restore) -> None:
         assert self.blocks is not None
         assert seq.resident is not None
-        if not self.blocks.read(restore, seq.resident, seq.tokens) or restore.is_over:
+        goes_on = self.blocks.read(restore, seq.resident, seq.tokens)
+        if restore.is_over or not goes_on:
+            restore.has_ended_well = goes_on
             self._end_restore(seq)
 
     def _end_restore(self, seq: Sequence) -> None:
@@ -330,6 +332,8 @@ class Scheduler:
             return
         restore, seq.restore = seq.restore, None
         restore.cancel()
+        if self.blocks is not None and seq.resident is not None and not restore.has_ended_well:
+            self.blocks.drop_unfinished(seq.resident)
         from_memory = min(restore.cached, seq.n_past)
         self._begin(seq, seq.n_past, seq.n_past - from_memory)
 

@@ -20,15 +20,19 @@ _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
 class SequenceStates:
-    """The states of a context's sequences. `scratch` is a sequence id that nobody else uses. One thread."""
+    """The states of a context's sequences. `scratch` is a sequence id that nobody else uses; `can_cut` is
+    False for recurrent and hybrid models. One thread.
+    """
 
-    def __init__(self, context: Any, memory: Any, scratch: int) -> None:
+    def __init__(self, context: Any, memory: Any, scratch: int, *, can_cut: bool = True) -> None:
         self._llama = libllama.lib()
         self._context, self._memory, self._scratch = context, memory, scratch
+        self._can_cut = can_cut
 
     def read(self, seq_id: int, start: int, end: int) -> memoryview | None:
         """The state of positions [start, end); None where the context has not all of them."""
-        if self._llama.llama_memory_seq_pos_min(self._memory, seq_id) > start:
+        first = self._llama.llama_memory_seq_pos_min(self._memory, seq_id)
+        if self._can_cut and first > start:
             return None  # cells behind a sliding window may have been taken for others
         self._clear()
         self._llama.llama_memory_seq_cp(self._memory, seq_id, self._scratch, start, end)
