@@ -30,6 +30,7 @@ COMMANDS = {
     "quantize": ((MODEL, "q8_0", "--name", "eight", "--no-perplexity"), None),
     "warm": ((MODEL,), None),  # as far as CRIU, which cannot dump what a seccomp filter watches
     "snapshots": (("list",), 0),
+    "forget": ((), None),
     "ps": ((), 0),
     "stop": (("--all",), 0),
     "doctor": ((), None),
