@@ -1,5 +1,4 @@
-"""The engine: the only room that imports llama_cpp. Batching, sampling, prefix reuse. Knows no HTTP, no
-terminal.
+"""The engine: the only room that imports llama_cpp. Knows no HTTP and no terminal.
 
 The one thing in this project that happens at import: libgomp reads its spin count from the environment
 when it is mapped, which any module here that imports llama_cpp brings about. Its default spins for

@@ -103,9 +103,7 @@ class Embedder:
         return tokens
 
     def _pair(self, query: str, document: str) -> list[int]:
-        """A query and a document as the model was trained on them: its own template, or BOS query EOS
-        SEP document EOS.
-        """
+        """Pair by the model's own template, or as BOS query EOS SEP document EOS."""
         vocab = self._loaded.vocab
         template = L.llama_model_chat_template(self._loaded.model, b"rerank")
         if template:

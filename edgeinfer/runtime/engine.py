@@ -1,6 +1,4 @@
-"""A loaded model that serves many at once: `load_engine` and `LlamaEngine`, the engine of this
-process.
-"""
+"""Load a model that serves many requests at once: `load_engine` and `LlamaEngine`."""
 
 from __future__ import annotations
 
@@ -184,8 +182,9 @@ class LlamaEngine:
     # parking: a snapshot is taken of a process that has no thread of ours and nobody's data
 
     def warm_up(self) -> None:
-        """Make what a first request would wait for besides the weights: the vocabulary's table for
-        constraints, or an encoder's context. And check that this model's computed blocks can be kept.
+        """Make what a first request would wait for: the vocabulary's table or a context.
+
+        Checks too that this model's computed blocks can be kept.
         """
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
@@ -194,8 +193,7 @@ class LlamaEngine:
             self._embedder.warm_up()
 
     def prefill_system(self, text: str) -> int:
-        """Compute what every conversation with this system prompt begins with and keep it; how many
-        tokens that is.
+        """Compute and keep what a system prompt's conversations begin with; its tokens.
 
         "" stands for the template's own default. Only while idle. Raises InvalidRequestError,
         ContextLengthError.
@@ -218,9 +216,7 @@ class LlamaEngine:
             self._draft.park()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
-        """After a restore: decode with `n_threads` (0 keeps the count) and stir `entropy` into every
-        seed drawn.
-        """
+        """Decode after a restore with `n_threads` (0: as many as before) and new seeds."""
         self._preparer.entropy = entropy
         if n_threads:
             self._loaded.n_threads = n_threads

@@ -1,5 +1,4 @@
-"""The one stream every front consumes: text, reasoning, tool calls, progress, and a finish with its
-reason.
+"""The events of one generation: text, reasoning, tool calls, progress, and a finish.
 
 A generation yields any number of `Progress`, `TextDelta`, `ReasoningDelta` and `ToolCallDelta`, then
 exactly one `Finished`. A failure raises an EngineError from the iterator instead. Text is whole UTF-8:
@@ -56,9 +55,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     draft_accepted_tokens: int = 0
 
     def decode_tokens_per_s(self, completion_tokens: int) -> float:
-        """Steady decode rate: tokens after the first over the time after the first; 0 when there is
-        none.
-        """
+        """Tokens after the first over the time after the first; 0 when there is none."""
         return (
             (completion_tokens - 1) * 1000.0 / self.decode_ms
             if completion_tokens > 1 and self.decode_ms

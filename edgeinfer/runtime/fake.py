@@ -76,8 +76,7 @@ DEFAULT_INFO = EngineInfo(
 
 
 class FakeEngine:
-    """`scripts`: one per request in order, the last one again for all that follow; or a function of the
-    request.
+    """Plays `scripts`: one per request in order, the last again; or a function of the request.
 
     `requests` keeps what was submitted, `read` what was to be read only (`max_tokens` 0). `max_inside`
     requests may run at once; beyond it QueueFullError.

@@ -1,6 +1,4 @@
-"""The consumer's side of a request: a stream of events from the decode loop, read from any thread or
-any event loop.
-"""
+"""Stream a request's events from the decode loop to any thread or event loop."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ _Item = Event | EngineError
 
 
 class EventStream:
-    """A `Generation`: the producer calls `put` from one thread, one consumer iterates. Putting never
-    blocks.
+    """A `Generation`: one thread calls `put`, which never blocks; one consumer iterates.
 
     Leaving the iteration before its end cancels the request.
     """

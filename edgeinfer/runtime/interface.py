@@ -27,15 +27,14 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
     def tap(self, tap: Callable[[Event], bool] | None) -> None:
-        """Offer every further event but the last to `tap` first, on the thread that made it, whenever
-        the task that iterates waits for the next one. What `tap` takes, returning True, is not
-        iterated, and the task is not woken for it.
+        """Offer every event but the last to `tap` on the thread that made it.
+
+        Only while the task that iterates waits for the next one. What `tap` takes, returning True, is
+        not iterated, and the task is not woken for it.
         """
 
     def cancel(self) -> None:
-        """End it at the next step; the iterator then yields `Finished(reason="cancelled")`. Any thread;
-        idempotent.
-        """
+        """End it soon with `Finished(reason="cancelled")`, from any thread; idempotent."""
 
 
 class Engine(Protocol):
@@ -45,9 +44,10 @@ class Engine(Protocol):
     def info(self) -> EngineInfo: ...
 
     def submit(self, request: GenerateRequest) -> Generation:
-        """Validate and queue. Raises InvalidRequestError, ContextLengthError,
-        UnsupportedConstraintError, QueueFullError, EngineClosedError; nothing is computed when it
-        raises.
+        """Validate and queue; nothing is computed when it raises.
+
+        Raises InvalidRequestError, ContextLengthError, UnsupportedConstraintError, QueueFullError,
+        EngineClosedError.
         """
 
     def tokenize(

@@ -34,9 +34,7 @@ _listeners: list[list[str]] = []
 
 
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How the llama.cpp in use was built and what it found. `cpu_variant` is "" when one library serves
-    every CPU.
-    """
+    """How llama.cpp was built. `cpu_variant` "": one library serves every CPU."""
 
     binding_version: str
     llama_version: str
@@ -107,9 +105,7 @@ def library_dir() -> Path:
 
 
 def variant_dirs() -> list[Path]:
-    """Folders that may hold the CPU variants: beside the package (the wheel's own place), or in a
-    frozen program.
-    """
+    """Folders that may hold the CPU variants: beside the package, or in a frozen program."""
     package = Path(llama_cpp.__file__).resolve().parent
     frozen = getattr(sys, "_MEIPASS", None)
     places = [package.parent / "bin", package / "lib", package / "bin"]

@@ -97,8 +97,7 @@ Constraint = JsonSchema | Regex | Choice | Grammar
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation. Exactly one of `messages` (the chat template is applied) and `prompt` (as it is)
-    is given.
+    """One generation, with exactly one of `messages` (for the chat template) and `prompt`.
 
     `continue_final`: the last assistant message is continued instead of answered. `overflow`: what to
     do when the context is full, "refuse" up front and finish with "length", or "shift" (drop the oldest

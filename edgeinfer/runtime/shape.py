@@ -110,8 +110,10 @@ def make_shape(
 def make_buffers(
     shape: Shape, n_cells: int, kv_type: str, *, n_seq_max: int, n_ubatch: int, n_outputs: int
 ) -> Buffers:
-    """Work out the buffers of a context of `n_cells` for `n_seq_max` sequence ids, each with a row of
-    logits and a recurrent state. `n_outputs` positions of a micro-batch get logits.
+    """Work out the buffers of a context of `n_cells` for `n_seq_max` sequence ids.
+
+    Each sequence has a row of logits and a recurrent state; `n_outputs` positions of a micro-batch get
+    logits.
     """
     n_cells = padded(n_cells)
     kv_bytes = int(n_cells * shape.kv_elements * _KV_BYTES[kv_type])

@@ -41,9 +41,7 @@ def check_sampling(s: Sampling, n_vocab: int) -> None:
 
 
 def check_request(request: GenerateRequest, n_vocab: int) -> None:
-    """Raises InvalidRequestError naming the field; the length of the prompt is checked when it is
-    tokenized.
-    """
+    """Raises InvalidRequestError naming the field; tokenizing checks the prompt's length."""
     check_sampling(request.sampling, n_vocab)
     if bool(request.messages) == (request.prompt is not None):
         _refuse("messages", "give either messages or a prompt")

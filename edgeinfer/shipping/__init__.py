@@ -1,3 +1,1 @@
-"""The shipped file: its payload, unpacking it once, running from it, and putting a model inside. Unused
-in a checkout.
-"""
+"""The shipped file: its payload, unpacking it, running from it, putting a model inside."""

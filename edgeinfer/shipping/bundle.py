@@ -1,5 +1,4 @@
-"""A model inside the shipped file: writing such a file from a pulled model, and bringing the model out
-at its first start.
+"""Put a pulled model inside the shipped file, and take it out at that file's first start.
 
 The bundle section of the file (`shipping.payload`) starts with a u64 and so much JSON, then the model's
 files, each at a page boundary. llama.cpp maps a GGUF from its first byte on, so the model has to become
@@ -43,9 +42,7 @@ class BundledFile(msgspec.Struct, frozen=True):
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """What the bundle section starts with: the model's record as it was pulled, and where its files
-    are.
-    """
+    """The bundle section's beginning: the model's record, and where its files are."""
 
     record: PulledModel
     files: tuple[BundledFile, ...]
@@ -57,8 +54,7 @@ def field(record: PulledModel) -> str:
 
 
 def write(shipped: Shipped, record: PulledModel, out: Path, progress: Progress) -> int:
-    """Write `out`: `shipped` (whatever model it carries now) with the pulled model inside. Returns its
-    size in bytes.
+    """Write `out`: `shipped` with the pulled model inside instead of its own. Returns bytes.
 
     Raises DiskFullError, ChecksumError when a file of the model is not what was pulled.
     """
@@ -97,9 +93,7 @@ def _pad(file: BinaryIO) -> None:
 
 
 def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
-    """Write the section at the end of `new`; returns its length. The header has room for the offsets it
-    cannot know yet.
-    """
+    """Write the section at `new`'s end, with room in its header for offsets; its length."""
     start, at, files = new.tell(), 64 << 10, []
     for path, file in zip(record.paths, record.files, strict=True):
         files.append(BundledFile(path.name, at, file.size_bytes, file.sha256))
@@ -127,9 +121,7 @@ def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
 
 
 def read(shipped: Shipped) -> Bundle:
-    """The header of the bundle section. Raises ShippingError when there is none, ChecksumError when it
-    is damaged.
-    """
+    """Read the bundle section's header. Raises ShippingError without one, ChecksumError."""
     if not shipped.bundle_length:
         raise ShippingError(f"{shipped.path} carries no model")
     with shipped.path.open("rb") as file:
@@ -196,9 +188,7 @@ def _store(shipped: Shipped, bundle: Bundle, progress: Progress) -> PulledModel:
 def _take(
     shipped: Shipped, bundled: BundledFile, target: Path, progress: Progress, before: int
 ) -> None:
-    """One file out of the bundle: cloned or copied, hashed, renamed into place. `before` bytes are done
-    already.
-    """
+    """Clone or copy one file, hash it, rename it into place. `before` bytes are done."""
     start = shipped.bundle_offset + bundled.offset
     with shipped.path.open("rb") as source, whole_file(target, 0o600) as out:
         cloned = _clone(source.fileno(), start, bundled.size_bytes, out.fileno())
@@ -216,9 +206,7 @@ def _take(
 
 
 def _clone(source: int, start: int, length: int, target: int) -> bool:
-    """Let the target share the source's blocks. Ranges are whole pages; what lies behind the file's end
-    is cut off again.
-    """
+    """Share the source's blocks in whole pages, and cut off what is behind the file's end."""
     whole = length + (-length % PAGE)
     shared = share_blocks(source, target, start, whole)
     os.ftruncate(target, length if shared else 0)
@@ -226,9 +214,7 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """`edgeinfer.shipping.bundle FILE`: bring the model out of the shipped file. Run by the first
-    start.
-    """
+    """Bring the model out of the shipped FILE, as its first start runs this."""
     from edgeinfer import error_text
     from edgeinfer.catalog.progress import Job
     from edgeinfer.catalog.progress_bar import progress_on

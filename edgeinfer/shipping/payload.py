@@ -1,5 +1,4 @@
-"""The shipped file's format: what follows the bootloader in it, and how to read that. Standard library
-only.
+"""The shipped file's format behind the bootloader, and how to read it. Stdlib only.
 
     bootloader                     ELF; its field EDGEINFER-APP= names the application's folder,
                                    EDGEINFER-MODEL= the model
@@ -44,9 +43,7 @@ MAX_INDEX_BYTES = 8 << 20
 
 
 class Entry(NamedTuple):
-    """One file of the payload. `block` is the number of the block that holds it, after those listed
-    before it there.
-    """
+    """One file of the payload. `block` numbers the block that holds it, files in order."""
 
     path: str
     mode: int
@@ -56,9 +53,7 @@ class Entry(NamedTuple):
 
 
 class Block(NamedTuple):
-    """`size` compressed bytes (xz) at `offset` of the payload, which become `raw` bytes: its files, one
-    after the other.
-    """
+    """`size` bytes of xz at `offset` of the payload; `raw` bytes of files, one by one."""
 
     offset: int
     size: int
@@ -66,9 +61,7 @@ class Block(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What the payload holds. `relocate` lists executables whose ELF interpreter names the folder they
-    are unpacked to.
-    """
+    """The payload's content. `relocate` lists executables whose ELF interpreter is ours."""
 
     version: str
     files: tuple[Entry, ...]
@@ -111,9 +104,7 @@ def find_field(head: bytes, key: bytes) -> int:
 
 
 def open_shipped(path: Path) -> Shipped:
-    """Read the places of a shipped file's parts. Raises ShippingError when it is none, OSError when it
-    cannot be read.
-    """
+    """Read the places of a shipped file's parts. Raises ShippingError, OSError."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
         end = file.seek(0, os.SEEK_END)
@@ -175,9 +166,7 @@ def folder_name(version: str, index: bytes) -> str:
 
 
 def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
-    """The raw bytes of one block of the open file `fd`; safe to call from several threads. Raises
-    ChecksumError.
-    """
+    """Read the raw bytes of one block of `fd`, on any thread. Raises ChecksumError."""
     import lzma  # 1 ms, only while unpacking and checking
 
     packed = os.pread(fd, block.size, shipped.payload_offset + block.offset)
@@ -227,9 +216,7 @@ def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
 
 
 def padded(path: str, length: int) -> bytes:
-    """`path` with so many leading slashes that it has `length` bytes. Raises ShippingError when it is
-    longer.
-    """
+    """Lead `path` with slashes up to `length` bytes. Raises ShippingError if it is longer."""
     raw = os.fsencode(path)
     if len(raw) > length:
         raise ShippingError(
@@ -240,8 +227,6 @@ def padded(path: str, length: int) -> bytes:
 
 
 def relocated(elf: bytes | memoryview, interpreter: str) -> bytes:
-    """The executable with `interpreter` as its ELF interpreter; "" gives the neutral form that is
-    hashed and shipped.
-    """
+    """Set the executable's ELF interpreter; "" gives the neutral form that is hashed."""
     at, length = interpreter_span(elf)
     return bytes(elf[:at]) + padded(interpreter, length) + bytes(elf[at + length :])

@@ -1,5 +1,4 @@
-"""What this process knows of the shipped file: where it is, and where its application was unpacked.
-Standard library only.
+"""Where the shipped file is, and where its application was unpacked. Stdlib only.
 
 The launcher runs inside the shipped file's own process (build/handover.c), with Python from the
 unpacked application; the application proper is `APP/edgeinfer-app`, made by PyInstaller. Both are
@@ -50,17 +49,16 @@ def program_file() -> Path | None:
 
 
 def bundled_criu() -> Path | None:
-    """The CRIU unpacked with the application, or None when there is none (`--without-criu`, or no
-    shipped file).
-    """
+    """The CRIU unpacked with the application; None with `--without-criu` or no shipped file."""
     app = app_dir()
     criu = app / "criu/bin/criu" if app else None
     return criu if criu and criu.is_file() else None
 
 
 def trust_certificates() -> None:
-    """Let OpenSSL find certificate authorities: the bundled one looks where Debian has them, and a bare
-    machine has none.
+    """Let OpenSSL find certificate authorities on a machine that has none.
+
+    The bundled OpenSSL looks where Debian has them.
 
     An environment that names them is left alone; then this system's, then those of Mozilla that are
     shipped (certifi).

@@ -1,5 +1,4 @@
-"""The first start of a shipped file: unpack its application under the user's data directory, once.
-Standard library only.
+"""Unpack a shipped file's application under the user's data, once. Stdlib only.
 
     DATA/app/.lock                   flock of whoever unpacks or removes
     DATA/app/.unpacking-XXXX/        an unpacking in progress; a dead one is removed by the next
@@ -127,9 +126,7 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
 
 
 class _Unpacking:
-    """Blocks are independent, and xz gives up the interpreter's lock: as many threads as cores, four at
-    most.
-    """
+    """Unpacks independent blocks with as many threads as cores, four at most."""
 
     def __init__(
         self, shipped: Shipped, index: Index, scratch: Path, folder: Path, progress: Progress
@@ -215,9 +212,7 @@ def versions() -> list[Path]:
 
 
 def remove_unused(keep: Path | None = None) -> list[Path]:
-    """Remove versions that no process runs from and whose shipped file is gone or carries another. Hold
-    the lock.
-    """
+    """Remove versions without a process or a file that carries them. Hold the lock."""
     removed = []
     for folder in versions():
         if folder != keep and not _wanted(folder) and not users(folder):
@@ -236,9 +231,7 @@ def _wanted(folder: Path) -> bool:
 
 
 def users(folder: Path) -> list[int]:
-    """Other processes that have a file of `folder` mapped. Only this user's can: the folder is
-    private.
-    """
+    """This user's other processes that have a file of the private `folder` mapped."""
     needle = os.fsencode(folder) + b"/"
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -255,9 +248,7 @@ def _give_up() -> None:
 
 
 def tidy() -> None:
-    """Remove versions nobody uses, if there are any and nobody else is at it; silent. 0.1 ms when this
-    is the only one.
-    """
+    """Remove unused versions unless another process does; silent. 0.1 ms for one version."""
     if len(versions()) < 2:
         return
     with contextlib.suppress(OSError), locked(_give_up):
@@ -265,9 +256,7 @@ def tidy() -> None:
 
 
 def remove_version(folder: Path) -> None:
-    """Remove one unpacked application: out of the way by a rename first, so that it is whole or
-    gone.
-    """
+    """Remove one unpacked application, renamed away first: it is whole or gone."""
     grave = folder.with_name(_REMOVING + folder.name)
     shutil.rmtree(grave, ignore_errors=True)
     os.rename(folder, grave)
@@ -285,9 +274,7 @@ def _remove_leftovers() -> None:
 
 
 def main() -> int:
-    """Unpack, put a bundled model into the store, and execute the shipped file again. Runs in
-    PyInstaller's small Python.
-    """
+    """Unpack, store a bundled model, execute the shipped file again, in a small Python."""
     from edgeinfer import error_text
 
     file = Path(os.path.realpath("/proc/self/exe"))
@@ -319,9 +306,7 @@ def _bring_model(file: Path, app: Path) -> None:
 
 
 def _outer_environment() -> dict[str, str]:
-    """The environment this start was given, without what PyInstaller's bootloader added for its own
-    processes.
-    """
+    """This start's environment without what PyInstaller's bootloader added."""
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("_PYI_", "LD_LIBRARY_PATH"))
     }

@@ -1,5 +1,4 @@
-"""How well a model predicts a text: `python -m edgeinfer.runtime.helpers.perplexity MODEL TEXT
-[TOKENS]`.
+"""Measure how well a model predicts a text: `python -m` this, MODEL TEXT [TOKENS].
 
 Writes `{"event": "progress", "done", "total"}` lines and then `{"event": "done", "perplexity",
 "n_tokens"}`. The text is read once from its beginning, in one window; every token after the first 32 is
@@ -90,8 +89,9 @@ def _negative_log_likelihood(context: Any, tokens: list[int], n_vocab: int) -> f
 
 
 def _scores(logits: Any, following: Any, skip: int) -> float:
-    """Sum of the negative log-likelihoods of `following`, int[rows], under `logits`,
-    float32[rows, n_vocab], without the first `skip` rows.
+    """Sum the negative log-likelihoods of `following` under `logits`, without `skip` rows.
+
+    `following` is int[rows], `logits` float32[rows, n_vocab].
     """
     rows = logits[skip:].astype(np.float64)
     if not len(rows):

@@ -1,5 +1,4 @@
-"""llama.cpp's quantizer in a process of its own: `python -m edgeinfer.runtime.helpers.quantizer JOB`,
-JOB being JSON.
+"""Run llama.cpp's quantizer in a process of its own: `python -m` this, JOB in JSON.
 
 It writes one JSON object a line to stdout: `{"event": "planned", "bytes"}`, `{"event": "tensor",
 "done", "total", "name"}`, and at the end `{"event": "done"}` or `{"event": "error", "kind",
@@ -31,9 +30,7 @@ _HEADER_BYTES = 64 << 20
 
 
 class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Where an importance matrix keeps one tensor's figures: byte offsets and numbers of 32-bit floats,
-    already checked.
-    """
+    """Where a checked matrix keeps a tensor's figures: byte offsets, counts of float32."""
 
     name: str
     sums_offset: int
@@ -121,9 +118,7 @@ def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
 
 
 def _imatrix(job: QuantizeJob) -> list[Any]:
-    """The importance matrix as llama.cpp takes it, first, and the float32[n_sums] means that its
-    pointers point to; [] without one.
-    """
+    """The importance matrix as llama.cpp takes it, and the float32[n_sums] it points to."""
     if not job.spans:
         return []
     table = (

@@ -45,8 +45,7 @@ JSON_STYLE = {
 
 
 def _limits() -> Any:
-    """What one request's parser may grow to, so that an ambiguous grammar (`root ::= root root | "a"`)
-    ends its own request.
+    """Limit one request's parser, so that an ambiguous grammar ends only its own request.
 
     With 500 items in a row a step takes some 30 ms at most; the schemas and grammars measured stay
     under 100. A lexer state takes 1 to 2 kB.
@@ -123,9 +122,7 @@ class Constraints:
         self._tokenizer: Any = None
 
     def prepare(self, vocab: Vocab) -> None:
-        """Make what every constraint needs of the vocabulary: 0.15 s for 49,152 tokens, 1.2 s for
-        262,144; once.
-        """
+        """Make the vocabulary's table, once: 0.15 s for 49,152 tokens, 1.2 s for 262,144."""
         self._tokens(vocab)
 
     def compile(self, constraint: Constraint | Lark, vocab: Vocab) -> Compiled:
@@ -241,9 +238,7 @@ def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str
 
 
 def whole(pattern: str) -> str:
-    """`^…$` taken off: the whole output has to match anyway, and the grammar engine knows no
-    anchors.
-    """
+    """Strip `^…$`: the whole output has to match, and the grammar engine knows no anchors."""
     bare = pattern
     if "|" not in pattern:
         bare = bare.removeprefix("^")
@@ -289,8 +284,7 @@ def token_table(vocab: Vocab) -> Any:
 
 
 def _pieces(pointer: Any, n_vocab: int) -> Iterator[bytes]:
-    """Every token's bytes, as the engine shows them. Read here at once rather than by `Vocab.piece`,
-    which would keep them.
+    """Read every token's bytes, past `Vocab.piece`, which would keep them.
 
     0xFF before the name of a token that stands for no text is llguidance's mark for it.
     """

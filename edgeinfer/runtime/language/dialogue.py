@@ -1,5 +1,4 @@
-"""A loaded model's way of talking: from a request made with messages to a prompt, a constraint and a
-parser of the answer.
+"""Turn a request's messages into a prompt, a constraint and a parser of the answer.
 
 The one entry point of the engine is `load_conversations`. Below it `templates` writes prompts,
 `tool_formats` and `reasoning` read answers, and `constraints` says what an answer may be. What happens
@@ -258,9 +257,7 @@ def _first_part(marker: str) -> str:
 
 
 def prompt_closed(prompt: str, span: Span) -> bool:
-    """Whether the prompt has already closed a span for the answer, as templates do when thinking is
-    switched off.
-    """
+    """Whether the prompt has closed a span for the answer, as with thinking switched off."""
     return prompt.rstrip().endswith(span.close)
 
 
@@ -275,9 +272,7 @@ def _check_tool(i: int, tool: Tool) -> None:
 def _after_reasoning(
     constraint: Constraint | Lark, span: Span, vocab: Vocab, *, opened: bool, free: bool
 ) -> Constraint | Lark:
-    """The constraint, behind a reasoning span that the prompt has opened (`opened`), or that the model
-    may open (`free`).
-    """
+    """Put the constraint behind a reasoning span: prompt-`opened`, or `free` to open."""
     if not opened and not free:
         return constraint
     source, grammars = lark_parts(constraint)
@@ -292,9 +287,7 @@ def _after_reasoning(
 
 
 def _adapted(talk: _Talk, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
-    """Messages for a template that knows no tools: they are described in the system prompt, calls and
-    results are text.
-    """
+    """Write tools into the system prompt, calls and results as text."""
     traits = talk.template.traits
     adapted = messages
     if not traits.tool_calls:

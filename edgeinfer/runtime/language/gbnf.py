@@ -64,9 +64,7 @@ def _in_class(code: int) -> str:
 
 
 def _in_literal(code: int) -> str:
-    """A character of a literal; one that a literal cannot hold ends it, stands as a class, and begins
-    it again.
-    """
+    """A literal's character; one it cannot hold closes it, stands as a class, reopens it."""
     if code < 0x20 or code == 0x7F:
         return f'" [\\x{code:02x}] "'
     character = _character(code)

@@ -16,9 +16,7 @@ def held_back(text: str, markers: Sequence[str]) -> int:
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
-    """(place, marker) of the earliest marker in `text`, the longest of those that begin there; (-1, "")
-    when there is none.
-    """
+    """Find (place, marker) of the earliest, then longest, marker in `text`; else (-1, "")."""
     best, found = -1, ""
     for marker in markers:
         at = text.find(marker)

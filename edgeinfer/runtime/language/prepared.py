@@ -39,9 +39,7 @@ class StreamParser(Protocol):
 
     @property
     def special_tokens(self) -> bool:
-        """Whether control tokens must reach `feed` as text (formats that mark calls or reasoning with
-        them).
-        """
+        """Whether `feed` needs control tokens as text, for marks of calls or reasoning."""
 
     def feed(self, text: str) -> Sequence[Parsed]:
         """Events that are certain after `text`; what could still become a marker is held back."""
@@ -68,8 +66,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """What the engine knows of a model when it asks for its conversations. `template` "" means that it
-    has none.
+    """What the engine knows of a model for its conversations; `template` may be "".
 
     `named_templates` are the file's further ones (`tool_use`, …) by name. `add_bos`: the model wants
     BOS before everything (`llama_vocab_get_add_bos`); it is put before a prompt whose template leaves

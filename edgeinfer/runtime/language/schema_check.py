@@ -1,5 +1,4 @@
-"""Looks at a JSON schema before a grammar is made of it: what cannot be honoured is refused with its
-place.
+"""Check a JSON schema before its grammar is made, refusing by place what cannot be honoured.
 
 Three things: keywords are of the right type (`normalise`), every keyword that restricts is one that the
 grammar engine enforces (so that output always validates; annotations are dropped), and some finite
@@ -220,9 +219,7 @@ def normalise(schema: Any) -> dict[str, Any]:
 
 
 def _finite(root: Any, schema: Any, seen: frozenset[str]) -> bool:
-    """Whether some finite document may satisfy `schema`, as far as references go; contradictions are
-    not looked for.
-    """
+    """Whether some finite document may satisfy `schema` by its references alone."""
     if not isinstance(schema, dict):
         return schema is not False
     if "enum" in schema or "const" in schema:

@@ -1,5 +1,4 @@
-"""A jinja2 environment for templates we do not trust: a GGUF's chat template is part of a downloaded
-file.
+"""A jinja2 environment for untrusted templates: a GGUF's chat template is downloaded.
 
 jinja2's ImmutableSandboxedEnvironment stops a template from reaching Python's insides (CVE-2024-34359).
 It does not stop one from looping for ever or from building a string of a terabyte. Here every loop
@@ -100,9 +99,7 @@ _fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template
 
 @contextmanager
 def fuelled(fuel: Fuel | None = None) -> Iterator[Fuel]:
-    """Everything that compiles or renders a template runs inside of this; an outer tank is shared by
-    what is inside.
-    """
+    """Limit what compiles or renders a template inside; an outer limit is shared."""
     tank = fuel or _fuel.get(None) or Fuel()
     token = _fuel.set(tank)
     try:
@@ -160,9 +157,7 @@ def _concat(parts: Iterable[str]) -> str:
 
 
 def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuse a string method that would make a monster; returns the arguments, an iterator made a
-    list.
-    """
+    """Refuse a string method's huge result; return its arguments, an iterator as a list."""
     if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in args):
         raise ExhaustedError(f"the chat template calls str.{name} with too large a number")
     if name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
@@ -253,9 +248,7 @@ def _strftime_now(form: str) -> str:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks what is trained on; for us just what is in
-    it.
-    """
+    """Render what is in `{% generation %}…{% endgeneration %}`, which marks training text."""
 
     tags = {"generation"}  # noqa: RUF012 jinja2 reads a plain class attribute
 

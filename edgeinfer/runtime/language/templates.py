@@ -126,8 +126,7 @@ class ChatTemplate:
         options: dict[str, Any] | None = None,
         continue_final: bool = False,
     ) -> str:
-        """The prompt, generation prompt and all. `options` reach the template as variables
-        (`enable_thinking`, …).
+        """Render the prompt; `options` reach the template as variables (`enable_thinking`).
 
         With `continue_final` the last message, an assistant's, is left open to be continued.
 
@@ -163,9 +162,7 @@ class ChatTemplate:
         options: dict[str, Any],
         add_generation_prompt: bool = True,
     ) -> str:
-        """Render; if the template refuses, once more with one call a turn (Llama) and turns of one role
-        in a row joined.
-        """
+        """Render; when refused, once more with one call a turn and turns of one role joined."""
         shaped = shape(messages, self.traits)
         variables = {**options, "add_generation_prompt": add_generation_prompt}
         if tools:
@@ -207,9 +204,10 @@ def _words(error: BaseException) -> str:
 
 
 def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
-    """The template to use and why. `source` is the model's own, "" when it has none; `has_chatml`
-    whether its vocabulary holds `<|im_start|>` and `<|im_end|>` as tokens. Raises ModelLoadError as
-    `ChatTemplate.load` does.
+    """Choose the template to use and say why. Raises ModelLoadError as `load` does.
+
+    `source` is the model's own, "" when it has none; `has_chatml` says whether its vocabulary holds
+    `<|im_start|>` and `<|im_end|>` as tokens.
     """
     if source.strip():
         return ChatTemplate.load(source, bos, eos), "the model's own"
@@ -258,9 +256,7 @@ def _shape_one(message: Message, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _call_id(call_id: str, traits: TemplateTraits) -> str:
-    """Mistral's templates refuse ids that are not nine letters and digits; any other is mapped to one
-    of that form.
-    """
+    """Map an id to the nine letters and digits that Mistral's templates accept."""
     if not traits.short_ids or _MISTRAL_ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
@@ -313,9 +309,7 @@ def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turns with several calls made several turns, each followed by its own result, for templates that
-    know single calls.
-    """
+    """Split a turn of several calls into turns of one, each followed by its own result."""
     results = {message["tool_call_id"]: message for message in shaped if message.get("tool_call_id")}
     split: list[dict[str, Any]] = []
     placed: set[str] = set()
@@ -391,8 +385,7 @@ def _probe_message(marks: dict[str, str], string_arguments: bool, null_content: 
 
 
 def _probe_calls(shows: Any, user: dict[str, Any], marks: dict[str, str]) -> tuple[bool, bool] | None:
-    """(arguments as text, content as none) under which calls of earlier turns are written; None when
-    they never are.
+    """Find (arguments as text, content as none) that show earlier calls; None if none does.
 
     DeepSeek's templates write a content that is not none even when empty; others cannot search in none.
     So none is tried first, and kept where it is not written out as the word. Templates that write JSON

@@ -97,10 +97,10 @@ class Renderer(Protocol):
 
 
 def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
-    """Usage and timings of a whole request: each prompt once (its first of `n` answers), every answer,
-    the slowest timings.
+    """Total one request: each prompt once, every answer, the slowest timings.
 
-    `n` None means that all answers are to one prompt.
+    Each prompt counts with the first of its `n` answers; `n` None means that all answers are to one
+    prompt.
     """
     if len(ends) == 1:
         return ends[0].usage, ends[0].timings

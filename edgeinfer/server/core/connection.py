@@ -61,8 +61,7 @@ class Connection:
 
 
 class ShortCut:
-    """Sends a stream's tokens on the thread that made them, as a tap (`Generation.tap`): no other
-    thread is woken for a token.
+    """Send a stream's tokens on the thread that made them, as a tap (`Generation.tap`).
 
     The event loop writes nothing to this connection unless it has closed the short cut; a token that
     does not fit into the socket whole closes it too, and the event loop sends the rest.

@@ -6,7 +6,8 @@ import msgspec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_queue` is how many generations may wait for a model beyond those it decodes at once;
+    """`max_queue` bounds the generations that wait for a model beyond those it decodes.
+
     `max_requests` counts requests of all models, `max_per_key` those of one key.
 
     `header_s` and `body_s` are for a whole header block and a whole body: a client that trickles does

@@ -1,5 +1,4 @@
-"""Models on demand: each loaded at most once, kept while used, given back when idle or when another
-needs the room.
+"""Load models on demand, once each; close them when idle or when another needs the room.
 
 Everything here runs on the event loop; loading and closing run in threads. A request waits for its own
 model only: loads of different models run side by side when memory allows. How a model comes to be

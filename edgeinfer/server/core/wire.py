@@ -1,5 +1,4 @@
-"""What every wire type shares: strictness, and the ranges of numbers that several APIs spell the same
-way.
+"""What wire types share: strictness, and the ranges of numbers that several APIs name alike.
 
 Unknown fields are errors. A number without a range does not exist here: CVE-2026-21869 was a negative
 count.

@@ -1,5 +1,4 @@
-"""API keys: where they come from, how they are kept (0600), and how they are compared (in constant
-time).
+"""Read, keep (mode 0600) and compare (in constant time) API keys.
 
 Order: `EDGEINFER_API_KEY`, then `EDGEINFER_API_KEY_FILE` or `--api-key-file`, then the file in the
 configuration directory, which is made on the first bind that is not loopback. Never argv, never a log,

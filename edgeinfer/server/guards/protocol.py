@@ -1,5 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with the guards it leaves to a proxy: nobody stands in front of a local
-endpoint.
+"""uvicorn's HTTP/1.1 protocol with the guards that it leaves to a proxy.
 
 uvicorn (httptools) limits neither header bytes nor the time a client takes to send them, nor the time
 it takes to read an answer. Here a header block, a body and a full write buffer each have a deadline,

@@ -1,5 +1,4 @@
-"""Where the endpoint listens: sockets from the launcher, from systemd, or bound here. And telling
-systemd how it goes.
+"""Take listening sockets from the launcher or systemd, or bind them; notify systemd.
 
 Sources: sd_listen_fds(3), sd_notify(3).
 """

@@ -1,5 +1,4 @@
-"""One JSON object a line on stderr: what happened, to which request, for how long. No prompt, no
-answer, no key.
+"""Log one JSON object a line on stderr. No prompt, no answer, no key.
 
 `text` is for a terminal. uvicorn's own messages go the same way. Nothing is kept open but stderr, so a
 process that logs can be parked.

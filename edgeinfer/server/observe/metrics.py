@@ -1,5 +1,4 @@
-"""Prometheus metrics under the names operators know from vLLM and llama.cpp, with `edgeinfer_` in
-front.
+"""Prometheus metrics with vLLM's and llama.cpp's names behind `edgeinfer_`.
 
 One registry an endpoint, none global. What happens per request or per load is counted here; what only
 the engine knows (queue, running, KV use) is asked of it when somebody scrapes. docs/serve.md lists

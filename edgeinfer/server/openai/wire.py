@@ -1,5 +1,4 @@
-"""OpenAI's chat completions, completions, embeddings and models, as far as a local text model can
-honour them.
+"""OpenAI's chat completions, completions, embeddings and models, for a local text model.
 
 Source: OpenAI's published OpenAPI document. Fields of it that are absent here (`audio`, `store: true`,
 `prediction`, `web_search_options`, …) cannot be honoured and are refused as unknown. Fields beyond it

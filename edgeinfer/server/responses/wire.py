@@ -1,5 +1,4 @@
-"""OpenAI's Responses API, stateless: nothing is stored, so `store: true` and `previous_response_id` are
-refused.
+"""OpenAI's Responses API, stateless: `store: true` and `previous_response_id` are refused.
 
 Source: OpenAI's published OpenAPI document.
 """

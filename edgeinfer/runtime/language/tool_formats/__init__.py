@@ -1,3 +1,1 @@
-"""How model families write tool calls: as values (`families`), in a stream (`stream`), required by a
-grammar (`grammar`).
-"""
+"""How model families write tool calls: `families` as values, `stream`, `grammar`."""

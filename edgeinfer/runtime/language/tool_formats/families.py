@@ -1,5 +1,4 @@
-"""The families' notations for tool calls, as data. `stream` reads them, `grammar` writes them down as a
-constraint.
+"""The families' notations for tool calls, as data for `stream` and `grammar`.
 
 A section is opened by one of `begin` and closed by `end`. In it stand calls: JSON objects with a name
 and arguments, alone or in a list; or, with `named`, a bare name and then the arguments' object. What
@@ -128,9 +127,7 @@ _SIGNS = (
 
 
 def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolFormat, str]:
-    """The notation of a model's calls and why: by its template's source, else by its architecture, else
-    generic JSON.
-    """
+    """Detect the notation of calls and say why: by template, architecture, else JSON."""
     for signs, family in _SIGNS:
         if all(sign in template for sign in signs):
             return family, f"the chat template has {signs[0]}"

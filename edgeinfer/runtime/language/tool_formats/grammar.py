@@ -1,5 +1,4 @@
-"""Tool calls as a grammar: what a required call must look like, and what a free one must once it has
-begun.
+"""Write tool calls as a grammar: a required call, or the rest of a free one.
 
 The notation is the family's own, so the model writes what it was trained on; the arguments follow the
 tool's JSON schema. A marker that is one control token is named by its number, any other is text. At
@@ -43,9 +42,7 @@ def control_token(text: str, vocab: Vocab) -> int | None:
 
 
 def needs_special(form: ToolFormat, vocab: Vocab) -> bool:
-    """Whether the family's markers are control tokens, which the engine hides from a parser that does
-    not ask for them.
-    """
+    """Whether the family's markers are control tokens, which a parser has to ask for."""
     texts = (*form.begin[:1], form.end, *(end for end in form.name_ends if len(end) > 1), *form.skip)
     return any(control_token(text, vocab) is not None for text in texts if text)
 
@@ -139,9 +136,7 @@ def arguments_schema(tool: Tool) -> dict[str, object]:
 
 
 def write_call(form: ToolFormat, name: str, arguments: str) -> str:
-    """A call as the family writes it: for turns of the past, where the template cannot, and as an
-    example.
-    """
+    """Write a call as the family does, for turns of the past and as an example."""
     if form.named and form.end:
         opening = f"{form.begin[0]}{form.skip[0]}{form.skip[1]}"
         return f"{opening}{name}\n```json\n{arguments}\n```{form.skip[-1]}{form.end}"

@@ -1,6 +1,4 @@
-"""Calls written as Python, `[get_weather(city="Paris")]`, as Gemma does in a tool_code block. Parsed,
-never run.
-"""
+"""Parse calls written as Python, as Gemma does in a tool_code block; never run them."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ _MAX = 20_000
 
 
 def python_calls(code: str) -> list[tuple[str, str]] | None:
-    """(name, arguments as JSON) of every call; None when the text is anything but calls with literal
-    keyword arguments.
-    """
+    """Parse (name, arguments as JSON) of every call; None for anything but literal keywords."""
     if len(code) > _MAX:
         return None
     try:

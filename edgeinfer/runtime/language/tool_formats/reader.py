@@ -1,5 +1,4 @@
-"""Reads one JSON object of a tool call while it arrives, a character at a time: its name, and where its
-arguments stand.
+"""Read one JSON object of a tool call a character at a time: its name and arguments.
 
 It follows nesting, strings and escapes and no more: whether the text is JSON at all is asked of a real
 parser at the end. What cannot become a call is given up at the first key that no call has, so that an

@@ -1,5 +1,4 @@
-"""What stands between a family's markers: calls, one after the other, with brackets, commas and further
-markers between.
+"""Read what stands between a family's markers: calls, brackets, commas, more markers.
 
 A section keeps all that it was fed and walks it with one cursor. What stood before the last whole call
 is done with; if anything goes wrong, what came after it is given back.
@@ -23,9 +22,7 @@ _FENCE = "```"
 
 
 class Section:
-    """One section, opened by `marker` ("" for a call without one). `new_call` gives the next (index,
-    id).
-    """
+    """One section, opened by `marker` or "". `new_call` gives the next (index, id)."""
 
     def __init__(
         self,
@@ -81,9 +78,7 @@ class Section:
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """(text, rest) of what was not taken, once over: `text` is text, `rest` may hold more
-        markers.
-        """
+        """Return once (text, rest) of what was not taken; `rest` may hold more markers."""
         if self._done_to:
             return "", self._raw[self._done_to :]
         return self._marker or self._raw[:1], self._raw[len(self._marker) or 1 :]
@@ -164,9 +159,7 @@ class Section:
 
     @property
     def _may_hold_block(self) -> bool:
-        """Whether something else than JSON may stand here: Python in a fence, or what a family's own
-        markers enclose.
-        """
+        """Whether more than JSON may stand here: fenced Python, or a family's own block."""
         return self._form.inner != "json" and (not self._form.bare or self._end == _FENCE)
 
     def _block(self) -> bool:
@@ -193,9 +186,7 @@ class Section:
     # what comes of it
 
     def _known(self, name: str) -> str:
-        """The tool that a name means, `functions.get_weather` being get_weather; "" when none is
-        meant.
-        """
+        """Resolve a tool's name, `functions.get_weather` being get_weather; "" for none."""
         candidates = (name, name.rpartition(".")[2])
         return next((one for one in candidates if one in self._tools), "")
 

@@ -24,9 +24,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 def call_id(*, short: bool = False) -> str:
-    """Make an id that no other call has: nine letters and digits for Mistral's templates, `call_` and
-    24 elsewhere.
-    """
+    """Make a unique call id: nine letters and digits for Mistral, else `call_` and 24."""
     drawn = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in random_bytes(24))
     return drawn[:9] if short else f"call_{drawn}"
 
@@ -58,9 +56,7 @@ class CallParser:
         self.special_tokens = False
 
     def feed(self, text: str) -> Sequence[Parsed]:
-        """Events that are certain after `text`; what could still become a marker or a call is held
-        back.
-        """
+        """Return the events certain after `text`, without what could still become a marker."""
         events: list[Parsed] = []
         self._text += text
         while self._step(events):
@@ -141,9 +137,7 @@ class CallParser:
         return self._count - 1, self._id()
 
     def _say(self, text: str, events: list[Parsed]) -> None:
-        """Text for the reader; white space at the beginning and after a call waits for what
-        follows it.
-        """
+        """Emit text; white space at the beginning and after a call waits for what follows."""
         if self._fresh or self._after_call:
             stripped = text.lstrip()
             self._space += text[: len(text) - len(stripped)]

@@ -1,5 +1,4 @@
-"""Calls written with tags, as Qwen3-Coder does:
-`<function=NAME><parameter=KEY>VALUE</parameter></function>`.
+"""Read calls written with tags: `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
 
 A value is text as it stands where the tool's schema wants a string, and JSON where it wants anything
 else.
