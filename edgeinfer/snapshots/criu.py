@@ -50,9 +50,7 @@ class Probe:
 
 
 def candidates() -> list[str]:
-    """Where CRIU may be, best first: EDGEINFER_CRIU alone when set; ours (bundled, venv, data
-    directory); PATH.
-    """
+    """List places of CRIU, best first: EDGEINFER_CRIU alone, else bundled, venv, data, PATH."""
     named = os.environ.get("EDGEINFER_CRIU")
     if named:
         return [named]
@@ -129,9 +127,7 @@ def _tier(criu: str, version: str) -> Probe:
 
 
 def namespaces_refused(tier: str) -> str:
-    """Why this process may not have the namespaces of a tier, or "" when it may. Makes them, in a
-    child.
-    """
+    """Make a tier's namespaces in a child; why that was refused, or ""."""
     import subprocess  # 8 ms; only while warming and in doctor
 
     from edgeinfer.process import child_command
@@ -161,9 +157,7 @@ def _has_file_capabilities(criu: str) -> bool:
 
 
 def work_dir() -> str:
-    """Where CRIU keeps what it learned of the kernel, on a tmpfs where there is one: elsewhere it asks
-    again, 20 to 40 ms.
-    """
+    """CRIU's cache of kernel facts, on a tmpfs if there is one: elsewhere it costs 20-40 ms."""
     path = f"{_TMPFS}/edgeinfer-{os.getuid()}" if os.path.isdir(_TMPFS) else places.runtime()
     try:
         os.makedirs(path, 0o700, exist_ok=True)
@@ -181,8 +175,7 @@ def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn
 
 
 def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int) -> NoReturn:
-    """Become `criu restore`, which ends when the process runs; its descriptors are replaced by ours. It
-    talks on stderr.
+    """Become `criu restore` with our descriptors; it ends when the restored process runs.
 
     The restored process is our caller's child from its first instruction, CRIU's sibling (`-S`): as
     CRIU's child it would be killed with CRIU's end, having asked to die with its parent before that.
@@ -208,9 +201,7 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 
 def available() -> Probe:
-    """`probe`, for whoever cannot go on without. Raises SnapshotsUnavailableError with the fix as its
-    hint.
-    """
+    """Like `probe`; raises SnapshotsUnavailableError with the fix as its hint."""
     found = probe()
     if found.tier is None:
         raise SnapshotsUnavailableError(

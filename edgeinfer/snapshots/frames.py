@@ -1,5 +1,4 @@
-"""Messages between the launcher and its app processes: named byte strings and descriptors over a unix
-stream socket.
+"""Messages between launcher and apps: named byte strings, descriptors, over a socket.
 
 A message is four bytes of length, then for every field four bytes of length, its name, four bytes of
 length, its value. Descriptors ride with a message's first byte. No JSON: importing it costs the

@@ -113,9 +113,7 @@ def forget_pages(start: int, length: int) -> None:
 
 
 def map_private(start: int, length: int, fd: int, offset: int) -> None:
-    """mmap(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED): this part of the file takes the place of
-    what was mapped there.
-    """
+    """Map this part of the file over what was there: MAP_PRIVATE | MAP_FIXED, writable."""
     mmap = _libc().mmap
     mmap.restype = ctypes.c_void_p
     got = mmap(
@@ -130,9 +128,7 @@ def map_private(start: int, length: int, fd: int, offset: int) -> None:
 
 
 def begin_writing(fd: int, offset: int, length: int) -> None:
-    """sync_file_range(SYNC_FILE_RANGE_WRITE): this part goes to the disk from now on, so that an fsync
-    later waits less.
-    """
+    """Begin writing this part to the disk, so that a later fsync waits less."""
     _libc().sync_file_range(fd, ctypes.c_long(offset), ctypes.c_long(length), 2)
 
 
@@ -142,9 +138,7 @@ def equal(start: int, other: ctypes.Array[ctypes.c_char], length: int) -> bool:
 
 
 def getrandom(size: int) -> bytes:
-    """Randomness by the system call itself: libc's function may keep a state that a snapshot repeats
-    (glibc >= 2.41).
-    """
+    """Read randomness by system call: libc's state may repeat (glibc >= 2.41)."""
     number = {"x86_64": 318, "aarch64": 278}[os.uname().machine]
     buffer = ctypes.create_string_buffer(size)
     got = _checked(_libc().syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")

@@ -1,5 +1,4 @@
-"""The background warm: after a cold launch has ended, build the snapshot that would have served it.
-Nobody waits for it.
+"""Build the snapshot that would have served a cold launch, in the background, at its end.
 
 `python -m edgeinfer.snapshots.building.background_build MODEL OPTIONS`, started by the launcher when
 its app has ended, so a foreground that is still there is somebody else's. It runs as idle-class work:
@@ -33,9 +32,7 @@ _LOG_BYTES = 256 << 10
 
 
 def step_back() -> None:
-    """Idle-class scheduling and the lowest niceness: this process and all it starts get what nobody
-    else wants.
-    """
+    """Give this process and its children idle-class scheduling and the lowest niceness."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError):

@@ -36,9 +36,7 @@ _MODE = 0o100600
 
 
 class Run(NamedTuple):
-    """Pages that follow each other in memory and in the file of pages: address, length and file offset
-    in bytes.
-    """
+    """Pages in a row in memory and in the file of pages: address, length, offset, in bytes."""
 
     start: int
     length: int
@@ -55,9 +53,7 @@ class Run(NamedTuple):
 
 
 class Baked(NamedTuple):
-    """What became of the dump. `memory_bytes` is the size of `memory.img`, `disk_bytes` what it takes
-    without its holes.
-    """
+    """The baked dump. `memory_bytes` is `memory.img`'s size, `disk_bytes` its blocks'."""
 
     memory_bytes: int
     disk_bytes: int
@@ -66,8 +62,9 @@ class Baked(NamedTuple):
 
 
 def bake(folder: Path, memory: Path, pid: int, progress: Callable[[int, int], None]) -> Baked:
-    """Bake the dump of process `pid` in `folder`, its pages into the new file `memory`. Progress in
-    bytes: done, of.
+    """Bake the dump of process `pid` in `folder`, its pages into the new file `memory`.
+
+    Progress is (bytes done, bytes in all).
 
     Raises DumpError when the images are not what this module knows, OSError when there is no room.
     """
@@ -139,9 +136,7 @@ def _punch(fd: int, offset: int, length: int) -> None:
 
 
 def _forget_scheduling(core: Path) -> None:
-    """A snapshot built in the background was built niced; what is resumed takes the niceness of its
-    launcher instead.
-    """
+    """Clear the background's niceness: a resumed process takes its launcher's instead."""
     image = images.read(core)
     message = images.decode(image.messages[0])
     gone = (images.THREAD_NICE, images.THREAD_POLICY, images.THREAD_PRIORITY)

@@ -31,9 +31,7 @@ _EXTRA_BYTES = 400 << 20
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot to build. `given_name` "" derives one from model and options; `system` "" takes the
-    template's own.
-    """
+    """A snapshot to build. `given_name` "": derived; `system` "": the template's own."""
 
     model: str
     files: ModelFiles
@@ -56,8 +54,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
-    """Build and publish; the snapshot of the same name before is removed, processes resumed from it go
-    on.
+    """Build, publish, and remove the snapshot of that name before; its processes go on.
 
     Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and what loading the model
     raises.
@@ -104,9 +101,7 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
 def repack_choice(
     options: LoadOptions, files: ModelFiles, config: SnapshotsConfig
 ) -> tuple[LoadOptions, str]:
-    """`--repack auto` for a snapshot: on unless the disk has no room for the repacked weights. With its
-    reason.
-    """
+    """Choose `--repack auto`, and why: on unless the disk has no room for repacked weights."""
     if options.repack != "auto":
         return options, "as asked"
     need, free = sum(os.path.getsize(path) for path in files.paths), free_bytes(paths.snapshots_dir())
@@ -145,9 +140,7 @@ def _build_lock(root: Path, name: str) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Remove what builds that were killed left behind: folders without a manifest whose lock nobody
-    holds.
-    """
+    """Remove what killed builds left: folders without a manifest whose lock nobody holds."""
     for folder in root.iterdir():
         if format.SEPARATOR not in folder.name or (folder / format.MANIFEST).exists():
             continue
@@ -156,9 +149,7 @@ def sweep(root: Path) -> None:
 
 
 def _run_builder(folder: Path, request: dict[str, frames.Value], progress: Progress) -> Details:
-    """Start the builder, pass its stages on, return what it built. The folder is gone when it fails, or
-    when we do.
-    """
+    """Run the builder, pass its stages on, return its work; remove the folder on failure."""
     folder.mkdir(mode=0o700)
     try:
         with locked(folder / format.LOCK):

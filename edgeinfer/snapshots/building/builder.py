@@ -1,5 +1,4 @@
-"""Builds one snapshot: starts the parked process in namespaces of its own, has CRIU dump it, bakes the
-dump, tries it out.
+"""Build one snapshot: start the parked process in namespaces, dump it, bake it, try it.
 
 `python -m edgeinfer.snapshots.building.builder FD FOLDER`, a small process with one thread (it clones
 into namespaces), started by `edgeinfer.snapshots.building.build_order` and ended by it, whatever way
@@ -48,9 +47,7 @@ _NEAR_FULL_BYTES = 16 << 20
 
 
 class Builder:
-    """One build. `fields` is the request: model, name, files, options, requested, system, criu,
-    version, tier.
-    """
+    """One build. `fields` is the request, as `build_order` sends it."""
 
     def __init__(self, warm: socket.socket, folder: Path, fields: dict[str, bytes]) -> None:
         self._warm, self._folder, self._fields = warm, folder, fields
@@ -113,9 +110,7 @@ class Builder:
         return parked_fields, parked
 
     def _converse(self, link: socket.socket) -> tuple[dict[str, bytes], Parked]:
-        """Send the request to the process that parks, pass on its stages, and wait until it has let go
-        of us.
-        """
+        """Send the process its request; pass on its stages until it lets go of us."""
         frames.send(
             link,
             {name: self._fields[name] for name in ("model", "files", "options", "system")}
@@ -276,9 +271,10 @@ class Builder:
 
 
 def parked_environment() -> dict[str, str]:
-    """All that the parked process is told of the world: nothing of the user's. One malloc arena,
-    because glibc gives pages of the others back and expects zeros, where a mapping of `memory.img`
-    would show what was there before.
+    """Build the parked process's environment, with nothing of the user's.
+
+    One malloc arena, because glibc gives pages of the others back and expects zeros, where a mapping of
+    `memory.img` would show what was there before.
     """
     ours = {
         "PATH": "/usr/bin:/bin",

@@ -1,6 +1,4 @@
-"""The digest of a snapshot's file: SHA-256 of the SHA-256s of its pieces, so that all cores hash, and
-while it is written.
-"""
+"""Digest a snapshot's file as the SHA-256 of its pieces' SHA-256s, on all cores."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ _READ_BYTES = 1 << 20
 
 
 class Hashing:
-    """Hashes a file in the background, as far as it is written. A context; leaving it stops the
-    threads.
-    """
+    """Hash a file in the background as far as it is written; leaving stops the threads."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

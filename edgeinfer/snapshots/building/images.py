@@ -1,5 +1,4 @@
-"""CRIU's image files as values: a magic number, then length-prefixed protobuf messages, some followed
-by raw bytes.
+"""CRIU's image files: a magic number, then length-prefixed protobuf, then raw bytes.
 
 Only as much protobuf as editing needs: a message is a list of (field number, wire type, value), order
 and unknown fields kept, so what this module does not know passes through unchanged. The field numbers

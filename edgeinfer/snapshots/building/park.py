@@ -1,5 +1,4 @@
-"""The process a snapshot is taken of: it loads, warms up, prefills, spills its buffers, lets go of
-everything, and waits.
+"""The process a snapshot is taken of: it loads, prefills, spills its buffers, and waits.
 
 `python -m edgeinfer.snapshots.building.park`, with the builder's socket as descriptor LINK_FD and a
 pipe of the builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an
@@ -91,9 +90,7 @@ _WIDGETS = "textual.widgets"
 
 
 class Parked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process says of itself before it lets go of the builder. `files` are those it
-    maps or has read.
-    """
+    """The process's facts before it lets go of the builder. `files` are mapped or read."""
 
     info: EngineInfo
     actual: dict[str, str]
@@ -105,9 +102,7 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_everything() -> list[str]:
-    """Import what chat, run and serve need; returns what is not there (an extra that is not installed,
-    a part left out).
-    """
+    """Import what chat, run and serve need; return what is not there (an extra, a part)."""
     missing = []
     for package in OWN_PACKAGES:
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
@@ -154,9 +149,7 @@ class _Stages:
 
 
 def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel, bytes]:
-    """Load, warm up, prefill and park as the builder asks; the engine, and the `Parked` of it. Raises
-    what loading raises.
-    """
+    """Load, warm up, prefill and park as the builder asks. Raises what loading raises."""
     from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
 
     files = msgspec.json.decode(fields["files"], type=ModelFiles)
@@ -202,9 +195,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
 
 
 def _rehearse() -> None:
-    """Have the chat parse its styles and run once without a terminal: its first paint is half as long
-    then.
-    """
+    """Run the chat once without a terminal, styles parsed: its first paint takes half then."""
     from edgeinfer import tui  # with everything else that is imported here
 
     tui.preload()

@@ -1,5 +1,4 @@
-"""Moving llama.cpp's buffers out of the process before the dump: into a file, mapped copy-on-write in
-their place.
+"""Move llama.cpp's buffers into a file before the dump, mapped copy-on-write instead.
 
 Nothing runs on them while the engine is parked, so the process can do this itself, which Python's heap
 would not allow (docs/decisions/040-bake-the-images.md). It writes megabytes at a time, and each byte to
@@ -28,9 +27,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class Spilled(NamedTuple):
-    """The file: its size and what of it was written, in bytes, and its digest (`digests`), holes and
-    all.
-    """
+    """The file's size, what of it was written, both in bytes, and its digest with holes."""
 
     size: int
     written: int
@@ -38,8 +35,7 @@ class Spilled(NamedTuple):
 
 
 def spill(buffers: list[Range], path: str, progress: Callable[[float], None]) -> Spilled:
-    """Move the content of these ranges of whole pages (lowest and highest address) into the new file
-    `path`, and map it there.
+    """Move these ranges (lowest, highest address of whole pages) into `path`, mapped there.
 
     Nothing may write to them meanwhile. Progress from 0 to 1. Without buffers there is no file. Raises
     OSError.

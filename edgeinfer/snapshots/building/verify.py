@@ -1,6 +1,4 @@
-"""Reading every byte of a snapshot, comparing it with what was built, and resuming it. A launch
-compares sizes only.
-"""
+"""Read a whole snapshot, compare it with what was built, and resume it."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def wrong_files(folder: Path) -> list[str]:
 
 
 def repeated_randomness(folder: Path) -> list[str]:
-    """Resume it twice and name every source of randomness on which the two agree. Raises
-    RestoreError.
-    """
+    """Resume it twice; name the randomness on which both agree. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
     drawn = [
         msgspec.json.decode(facts.ask(manifest, str(folder), "facts"), type=facts.Facts).random

@@ -1,3 +1,1 @@
-"""The launcher's side: start an app, supervise it, stand in for it at the terminal. Standard library
-only.
-"""
+"""The launcher's side: start an app, supervise it, hold its terminal. Stdlib only."""

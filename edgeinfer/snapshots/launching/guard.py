@@ -1,5 +1,4 @@
-"""Who gives the terminal back when the launcher is killed outright: a child of it that does nothing but
-wait for that.
+"""A child that restores the terminal when the launcher is killed outright.
 
 Its app dies with the launcher, and neither can put the terminal right then. The child costs one fork
 and 0.1 MB of its own. Standard library only: it is made on the way of every chat.

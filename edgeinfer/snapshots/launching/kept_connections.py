@@ -24,9 +24,7 @@ _NOW = _socket.MSG_DONTWAIT | _socket.MSG_NOSIGNAL
 
 
 class Copies:
-    """The app's end. Nothing here waits or fails: what the launcher cannot be told now, its client will
-    not be told later.
-    """
+    """The app's end. Nothing here waits or fails."""
 
     def __init__(self, channel: _socket.socket, states_fd: int) -> None:
         self._channel, self._states_fd = channel, states_fd

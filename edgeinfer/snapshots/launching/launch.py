@@ -1,5 +1,4 @@
-"""The launcher's work for a verb that needs a model: start the app, stand in for it at the terminal,
-end as it ended.
+"""Start the app of a verb that needs a model, stand in for it, end as it ended.
 
 One loop over pipes and sockets. An app is resumed from a snapshot or started cold; either way it has a
 supervisor that reports on a pipe, and a link on which it may ask for workers (`{"op": "worker"}`), name

@@ -1,5 +1,4 @@
-"""The small process between the launcher and an app: init of the app's pid namespace, and the one that
-knows how it ended.
+"""The process between launcher and app: init of its pid namespace, which sees its end.
 
 The launcher forks it (no new interpreter), so it costs half a millisecond. It passes signals on, tells
 when the app stops, continues and ends, and dies with the launcher, which takes the whole namespace with

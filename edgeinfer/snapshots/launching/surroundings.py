@@ -1,5 +1,4 @@
-"""What a launch has around it: its process's state for the app to take over, its sockets, and what it
-leaves behind.
+"""A launch's surroundings: process state for the app, sockets, what it leaves behind.
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """

@@ -47,9 +47,7 @@ REST_S = 15.0
 
 
 class AppHost(Host):
-    """A process with a launcher behind it: it may hold a resumed model, and gets others from worker
-    processes.
-    """
+    """A process with a launcher: it may hold a resumed model, and gets others from workers."""
 
     def __init__(
         self,
@@ -88,8 +86,7 @@ class AppHost(Host):
         return self._loaded.model if self._loaded and self._loaded.is_open else ""
 
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """The resumed engine when it is this model with these options, else one from a worker; loaded
-        here when cold.
+        """The resumed engine when it fits, else a worker's; loaded here when cold.
 
         Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
         """
@@ -117,8 +114,7 @@ class AppHost(Host):
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
     ) -> RemoteEngine:
-        """The engine of `model` in a process of its own, resumed when it is warm; closing it ends the
-        process.
+        """Start the engine of `model` in its own process, resumed if warm; closing ends it.
 
         Raises what loading it raises there, EngineClosedError when that process dies before it is
         ready.
@@ -156,9 +152,7 @@ class AppHost(Host):
         progress: LoadProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """`edgeinfer warm` in a process of the launcher's: none can be dumped from inside a resumed
-        one's namespaces.
-        """
+        """Run `edgeinfer warm` in a process of the launcher's, outside our namespaces."""
         from edgeinfer.snapshots.resumed.watch_build import (  # only the model picker asks
             listen,
             warm_argv,
@@ -186,9 +180,10 @@ class AppHost(Host):
         return kept_connections.Copies(channel, states_fd)
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
-        """Tell the launcher which snapshot would have served this cold start. It has one built when
-        this verb has ended, or, of a verb that goes on for long, as soon as the engine has rested for a
-        while.
+        """Tell the launcher which snapshot would have served this cold start.
+
+        It has one built when this verb has ended, or, of a verb that goes on for long, as soon as the
+        engine has rested for a while.
         """
         if not self.config.snapshots.auto_warm or self.start.how != "cold":
             return
@@ -262,9 +257,7 @@ def _take_over(
 
 
 def _stop(_number: int, _frame: object) -> None:
-    """Ctrl-Z. The default action does nothing in a session without a terminal; the supervisor sees this
-    one.
-    """
+    """Ctrl-Z: the default action does nothing in a session without a terminal."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -340,9 +333,7 @@ def _flush() -> None:
 
 
 def _trace_imports(before: set[str]) -> None:
-    """For the test that keeps the parked process's list of modules complete: what was imported after
-    the resume.
-    """
+    """Trace imports after the resume, for the test of the parked process's module list."""
     path = os.environ.get(TRACE_IMPORTS)
     if path:
         with open(path, "w", encoding="utf-8") as file:

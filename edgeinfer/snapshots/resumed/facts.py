@@ -1,5 +1,4 @@
-"""What a resumed process can say of itself, asked by `edgeinfer snapshots verify` and by the tests:
-randomness, place, modules.
+"""Ask a resumed process for its randomness, place and modules, to verify snapshots.
 
 Two processes resumed from one snapshot must agree on nothing random.
 """
@@ -97,9 +96,7 @@ def _sampled(loaded: LoadedModel) -> str:
 def ask(
     manifest: Manifest, folder: str, role: str, extra: dict[str, frames.Value] | None = None
 ) -> bytes:
-    """Resume the snapshot once for a role that answers with one value ("canary", "facts"). Raises
-    RestoreError, OSError.
-    """
+    """Resume for one answer ("canary", "facts"). Raises RestoreError, OSError."""
     ours, link = socket.socketpair()
     child = supervise.resume(manifest, folder, link.fileno())
     link.close()

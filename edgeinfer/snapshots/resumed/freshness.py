@@ -26,9 +26,7 @@ from edgeinfer.snapshots.launching.surroundings import LIMITS
 
 
 def droppable_ranges(smaps: str) -> list[Range]:
-    """The memory that the kernel may drop: where glibc >= 2.41 keeps the vDSO's getrandom state (`dp`
-    among the flags).
-    """
+    """Find the memory where glibc >= 2.41 keeps getrandom's vDSO state (flag `dp`)."""
     found: list[Range] = []
     current = Range(0, 0)
     for line in smaps.splitlines():
@@ -48,17 +46,16 @@ def read_droppable_ranges() -> list[Range]:
 
 
 def forget_random_state(ranges: list[Range]) -> None:
-    """Empty those ranges: the vDSO then asks the kernel. Before a dump nothing of them gets into an
-    image; CRIU 4.1 restores them as ordinary memory, so the same ranges are emptied again after the
-    restore.
+    """Empty those ranges before a dump and after a restore: the vDSO then asks the kernel.
+
+    CRIU 4.1 restores them as ordinary memory.
     """
     for low, high in ranges:
         linux.forget_pages(low, high - low)
 
 
 def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
-    """Give every source of randomness in this process a state of its own; returns entropy for the
-    samplers.
+    """Give every source of randomness a new state; returns entropy for the samplers.
 
     `entropy` comes from the launcher, and is mixed with what the kernel gives. Raises OSError when the
     kernel gives none.
@@ -75,8 +72,7 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
 
 
 def adopt(fields: Mapping[str, bytes]) -> None:
-    """Take over the launcher's environment, directory, umask, time zone, locale, processors and soft
-    limits.
+    """Adopt the launcher's environment, folder, umask, zone, locale, processors, soft limits.
 
     What the engine set for libgomp stays: in a cold start that is read later, when the model is loaded.
     """
@@ -121,9 +117,7 @@ def _limit(which: int, soft: int) -> None:
 
 
 def new_streams() -> None:
-    """sys.stdin, stdout and stderr over descriptors 0, 1 and 2 as a fresh interpreter would open
-    them.
-    """
+    """Open sys.stdin, stdout and stderr over 0, 1 and 2 as a fresh interpreter would."""
     encoding = locale.getencoding()
     lenient = encoding.lower() in (
         "ascii",

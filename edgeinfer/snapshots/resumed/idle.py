@@ -16,9 +16,7 @@ from edgeinfer.snapshots.resumed import residency
 
 
 class IdleWatch:
-    """Watches one engine from a thread. `release` runs between two decode steps, so nothing computes
-    meanwhile.
-    """
+    """Watch one engine from a thread; `release` runs between two decode steps."""
 
     def __init__(self, engine: Engine, idle_s: float, release: Callable[[], Any]) -> None:
         self._engine, self._idle_s, self._release = engine, idle_s, release

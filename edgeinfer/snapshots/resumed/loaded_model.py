@@ -46,8 +46,10 @@ class Parkable(Engine, Protocol):
 
 
 class LoadedModel:
-    """A loaded engine with the name and options it was asked for under. `droppable` are the ranges of
-    `freshness`, `buffers` those of `memory`, `shared` what computing touches of the model's file.
+    """A loaded engine with the name and options it was asked for under.
+
+    `droppable` are the ranges of `freshness`, `buffers` those of `residency`, `shared` what computing
+    touches of the model's file.
     """
 
     def __init__(self, engine: Parkable, model: str, options: LoadOptions) -> None:
@@ -108,8 +110,9 @@ class LoadedModel:
             self._watch.start()
 
     def canary(self) -> bytes:
-        """Compute what must be bit-equal before the dump and after a restore: a reranker's score, four
-        greedy tokens with their logprobs, or an encoder's embedding.
+        """Compute what must be bit-equal before the dump and after a restore.
+
+        A reranker's score, four greedy tokens with their logprobs, or an encoder's embedding.
         """
         info = self._engine.info
         if info.can_rerank:

@@ -1,5 +1,4 @@
-"""Reading ahead when the page cache is cold: the first decode touches all weights, page by page, in the
-order of the file.
+"""Read weights ahead in the order of the file, when the page cache is cold.
 
 A thread of the resumed process looks at a few pages; when some are not cached it reads what the first
 decode will touch, in the order of the file, past what is cached already: the decode's own faults read
@@ -27,9 +26,7 @@ Stretch = tuple[int, int]
 
 
 def start(shared: list[Area]) -> threading.Thread:
-    """Look, and read ahead if need be, in the background. `shared`: what is needed of files that are
-    mapped shared.
-    """
+    """Read ahead in the background if need be; `shared` is the need of shared mappings."""
     thread = threading.Thread(target=run, args=[shared], name="prefetch", daemon=True)
     thread.start()
     return thread
@@ -70,9 +67,7 @@ def missing_part(fd: int, stretches: list[Stretch]) -> float:
 
 
 def read_ahead(fd: int, stretches: list[Stretch]) -> int:
-    """Read what is not cached of the stretches into the page cache, in steps that begin at whole huge
-    pages; the bytes read.
-    """
+    """Read the stretches' uncached bytes in steps of whole huge pages; their count."""
     into, done = memoryview(bytearray(_STEP_BYTES)), 0
     for offset, length in stretches:
         at, end = offset, offset + length

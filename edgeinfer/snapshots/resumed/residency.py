@@ -68,8 +68,7 @@ def _chunk_bytes(at: int, limit: int) -> int:
 
 
 def give_back(ranges: list[Range]) -> int:
-    """Drop the pages of these ranges that come from a file and were not written since; page out the
-    windows that were.
+    """Drop these ranges' clean file pages; page out the windows that were written.
 
     Returns the bytes dropped from this process; they stay in the page cache. Nothing may write to the
     ranges meanwhile.
@@ -96,8 +95,9 @@ def give_back_shared() -> None:
 
 
 def touched_shared() -> list[Area]:
-    """What was touched of large shared file mappings, in windows: all of a model's file where its
-    weights are used as they are, and next to nothing where they were repacked.
+    """List the touched windows of large shared mappings: all of a file used as it is.
+
+    Of weights that were repacked it is next to nothing.
     """
     found = []
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
@@ -115,7 +115,5 @@ def _entries(pagemap: FileIO, low: int, high: int) -> memoryview[int]:
 
 
 def want_huge_pages(mapped: Iterable[Area]) -> None:
-    """Have what is read into the page cache for these mappings read in huge pages, where the file
-    system has them.
-    """
+    """Ask for huge pages in the page cache of these mappings, if the file system has them."""
     advise((Range(area.low, area.high) for area in mapped), HUGEPAGE)

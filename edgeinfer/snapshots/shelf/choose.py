@@ -1,5 +1,4 @@
-"""Which snapshot a launch resumes: from the words typed and the configuration, without a parser of
-either.
+"""Choose the snapshot to resume by the words typed and the configuration, unparsed.
 
 This is a guess that must be cheap (the launcher makes it). The app that is resumed reads the same words
 with the real parser, and takes another model, or other options, from a worker process when the guess
@@ -110,8 +109,9 @@ def read_config() -> dict[str, Any]:
 
 
 def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
-    """The folder and manifest of the snapshot to resume: one made with exactly these options, else the
-    newest that fits. Those that a person named are left alone.
+    """Find the snapshot made with exactly these options, else the newest unnamed that fits.
+
+    Returns folder and manifest; those that a person named are left alone.
 
     Raises SnapshotMissingError when there is none, else what refused the best one.
     """

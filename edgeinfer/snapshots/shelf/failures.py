@@ -1,7 +1,6 @@
-"""Builds that failed for a reason that will come again: the background does not try them a second time
-until something they depend on has changed.
+"""Record builds that failed for good, until something they depend on has changed.
 
-    SNAPSHOTS/.NAME-PROGRAM.failed    a `Failure` in JSON; a build of NAME that succeeds removes it
+SNAPSHOTS/.NAME-PROGRAM.failed    a `Failure` in JSON; a build of NAME that succeeds removes it
 """
 
 from __future__ import annotations

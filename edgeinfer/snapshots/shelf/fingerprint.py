@@ -1,5 +1,4 @@
-"""What a snapshot depends on, and whether this machine still is that: checked before CRIU runs, because
-CRIU checks sizes only.
+"""What a snapshot depends on, compared before CRIU runs, which compares sizes only.
 
 Standard library only: the launcher compares at every launch. Everything costs together about a
 millisecond.
@@ -81,9 +80,7 @@ def _models_toml() -> str:
 
 
 def _cpu() -> str:
-    """The first processor's family and features. Only 4 KB are read: every processor more costs the
-    kernel time.
-    """
+    """Read the first processor's family and features: 4 KB, every further one costs time."""
     try:
         fd = os.open("/proc/cpuinfo", os.O_RDONLY)
     except OSError:
@@ -101,9 +98,7 @@ def _cpu() -> str:
 
 
 def own_files() -> list[FileStamp]:
-    """Our own sources, and the folder that other packages are installed in: a new version of either
-    makes snapshots stale.
-    """
+    """Our sources and the packages' folder: a new version of either makes snapshots stale."""
     packages = [
         p
         for p in sys.path
@@ -119,9 +114,7 @@ def own_files() -> list[FileStamp]:
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:
-    """Raise SnapshotStaleError naming the first key that differs, SnapshotCorruptError when a file of
-    it is not whole.
-    """
+    """Raises SnapshotStaleError naming the first key that differs, SnapshotCorruptError."""
     here = machine_keys()
     for key, value in here.items():
         before = manifest.keys.get(key, "")

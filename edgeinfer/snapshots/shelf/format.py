@@ -1,5 +1,4 @@
-"""The on-disk format of a snapshot: every name a constant, every document a type, a version. Standard
-library only.
+"""A snapshot's on-disk format: its names, documents and version. Stdlib only.
 
     SNAPSHOTS/                          0700, this user's
       NAME@GENERATION-PROGRAM/          0700; GENERATION is a time in hexadecimal, the newest of a NAME
@@ -145,9 +144,7 @@ def manifest_text(m: Manifest) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """The manifest of a text. Raises SnapshotStaleError for another version, SnapshotCorruptError when
-    it is not whole.
-    """
+    """Parse a manifest. Raises SnapshotStaleError (version), SnapshotCorruptError (torn)."""
     rows = [line.split("\t") for line in text.split("\n")]
     if rows[0][0] != MAGIC or rows[-2:] != [["end"], [""]]:
         raise SnapshotCorruptError(f"{where} is not a whole manifest")
@@ -206,9 +203,7 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
 
 
 def refuse_unsafe_ancestors(path: str) -> None:
-    """Raise SnapshotUnsafeError when a folder above `path` lets others replace it: not ours, or
-    writable and not sticky.
-    """
+    """Raise SnapshotUnsafeError when others may replace a folder above `path`."""
     while path != "/":
         path = os.path.dirname(path)
         info = os.stat(path)
@@ -233,9 +228,7 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def safe_name(model: str) -> str:
-    """A model's name, or the path of its file, as the first part of a snapshot's name: no separator, no
-    slash.
-    """
+    """Turn a model's name or path into a snapshot name's first part, without separators."""
     if "/" in model or model.endswith(".gguf"):
         path = os.path.abspath(os.path.expanduser(model))
         model = f"{os.path.basename(path)}+{short_hash(path)}"

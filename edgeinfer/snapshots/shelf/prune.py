@@ -25,9 +25,7 @@ def drop_older(root: Path, name: str) -> None:
 
 
 def by_last_use(root: Path, keep: str = "") -> list[Path]:
-    """Every snapshot but this program's called `keep`: those whose program is gone, then the one used
-    longest ago.
-    """
+    """List all but our `keep`: those whose program is gone, then the longest unused."""
     own = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
     folders = [
         Path(f) for found in format.generations(str(root)).values() for f in found if f not in own
@@ -38,9 +36,7 @@ def by_last_use(root: Path, keep: str = "") -> list[Path]:
 
 
 def to_limit(root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: int = 0) -> list[str]:
-    """Remove the least recently used until all snapshots, and `extra_bytes` more, fit the total limit;
-    their names.
-    """
+    """Remove the least recently used until all and `extra_bytes` fit the limit; their names."""
     sizes = {folder: records.disk_bytes(folder) for folder in by_last_use(root)}
     total, removed = sum(sizes.values()) + extra_bytes, []
     for folder in by_last_use(root, keep):
@@ -53,9 +49,7 @@ def to_limit(root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: i
 
 
 def make_room(root: Path, need_bytes: int, config: SnapshotsConfig, keep: str = "") -> list[str]:
-    """Remove the least recently used until `need_bytes` fit both the total limit and the disk's margin;
-    their names.
-    """
+    """Remove the least recently used until `need_bytes` fit limit and disk; their names."""
     removed = to_limit(root, config, keep, need_bytes)
     for folder in by_last_use(root, keep):
         if free_bytes(root) - need_bytes >= config.disk_margin_gib * _GIB:

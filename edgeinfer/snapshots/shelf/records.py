@@ -13,9 +13,7 @@ from edgeinfer.snapshots.shelf import fingerprint, format
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """A built snapshot. Sizes in bytes: `memory_bytes` apparent, `disk_bytes` without holes. `reasons`
-    explains `actual`.
-    """
+    """A built snapshot. `memory_bytes` counts holes, `disk_bytes` does not."""
 
     name: str
     model: str
@@ -37,9 +35,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot with its state here and now: "ready", or why it is refused. `last_used_s` is Unix
-    time.
-    """
+    """A snapshot, and "ready" or why it is refused here. `last_used_s` is Unix time."""
 
     details: Details
     state: str
@@ -79,9 +75,7 @@ def is_orphan(folder: Path) -> bool:
 
 
 def _program_places(folder: Path) -> list[str]:
-    """Where the program that built the snapshot lies, and its environment. Raises what `read_manifest`
-    raises.
-    """
+    """Where the builder's program and environment lie. Raises what `read_manifest` raises."""
     keys = format.read_manifest(str(folder)).keys
     return [place for place in (keys.get("program"), keys.get("environment")) if place]
 
@@ -144,9 +138,7 @@ def _newest_of_each() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """The folder of the snapshot, or of the only one of a model, that `name` says; of several programs
-    this one's. Raises SnapshotMissingError.
-    """
+    """Find a snapshot by name, or a model's only one. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
     if name in all_of:
