@@ -5,7 +5,7 @@ MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: bench-resume bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine
+.PHONY: bench-memory bench-resume bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -43,6 +43,10 @@ bench-engine: setup ## many streams, shared prefixes, stalls, schemas, beside ll
 bench-resume: setup ## launches of warm models, 135M to 14B-shaped, beside cold starts and llama-server; 30 GB of disk
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_resume.py $(ARGS)
+
+bench-memory: setup ## what is remembered: conversations in turn, after kill -9, edits, beside llama-server
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_memory.py $(ARGS)
 
 bench-serve: setup ## the endpoint beside llama-server, 1 to 32 clients
 	@tools/setup.sh bench

@@ -26,7 +26,9 @@ from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
-PREFILL, DECODE, N_CTX = 512, 128, 2048
+PREFILL = 512
+DECODE = 128
+N_CTX = 2048
 
 
 class Bare:
@@ -36,7 +38,9 @@ class Bare:
         self.llama = L = libllama.lib()
         self.model = L.llama_model_load_from_file(str(path).encode(), L.llama_model_default_params())
         params = L.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = N_CTX, PREFILL, PREFILL
+        params.n_ctx = N_CTX
+        params.n_batch = PREFILL
+        params.n_ubatch = PREFILL
         params.n_threads = params.n_threads_batch = n_threads
         params.n_outputs_max = 8
         self.context = L.llama_init_from_model(self.model, params)

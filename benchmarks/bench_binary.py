@@ -50,7 +50,10 @@ class Side:
     """One way to start edgeinfer, with a home of its own."""
 
     def __init__(self, name: str, command: list[str], home: Path, uid: int) -> None:
-        self.name, self.command, self.home, self.uid = name, command, home, uid
+        self.name = name
+        self.command = command
+        self.home = home
+        self.uid = uid
         home.mkdir(parents=True)
         if os.geteuid() == 0:
             os.chown(home, uid, uid)

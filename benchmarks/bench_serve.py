@@ -71,7 +71,10 @@ class Sample:
     """One answered request. Seconds."""
 
     def __init__(self, ttft: float, total: float, tokens: int, gaps: list[float]) -> None:
-        self.ttft, self.total, self.tokens, self.gaps = ttft, total, tokens, gaps
+        self.ttft = ttft
+        self.total = total
+        self.tokens = tokens
+        self.gaps = gaps
 
 
 class _Client(asyncio.Protocol):

@@ -32,7 +32,9 @@ _ADDED = re.compile(
     r"[fl]?stat(64)?|fstatat(64)?|mknod(at)?|__libc_single_threaded|close_range|_dl_find_object"
     r"|arc4random(_buf)?"
 )
-_DYNSYM, _VERNEED, _VERSYM = 11, 0x6FFFFFFE, 0x6FFFFFFF
+_DYNSYM = 11
+_VERNEED = 0x6FFFFFFE
+_VERSYM = 0x6FFFFFFF
 _GLOBAL = 1  # the version index of a symbol without one
 
 

@@ -204,7 +204,8 @@ def _debian_licence(text: Path) -> str:
         return "see its text"
     names = re.findall(r"^License: *([^\n]+)", text.read_text("utf-8", "replace"), re.MULTILINE)
     ranked = sorted(set(names), key=lambda n: (-names.count(n), n))
-    return ", ".join(ranked[:3]) + (", …" if len(ranked) > 3 else "") if ranked else "see its text"
+    shown = ranked[:3] + ["…"] * (len(ranked) > 3)
+    return ", ".join(shown) or "see its text"
 
 
 def _criu(tree: Path, texts: Path) -> list[Component]:

@@ -40,7 +40,9 @@ def pack(tree: Path, version: str, relocate: tuple[str, ...], cache: Path) -> Pa
     blocks = _group(tree, files)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         packed = list(pool.map(lambda block: _block(tree, block, relocate, cache), blocks))
-    entries, places, offset = [], [], 0
+    entries = []
+    places = []
+    offset = 0
     for number, (block, (data, sizes, digests)) in enumerate(zip(blocks, packed, strict=True)):
         for path, size, digest in zip(block, sizes, digests, strict=True):
             entries.append([path, _mode(tree / path), size, digest, number])

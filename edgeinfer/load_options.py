@@ -57,9 +57,14 @@ class LoadOption:
         of_snapshot: bool = True,
         exact: bool = False,
     ) -> None:
-        self.field, self.default, self.help = field, default, help
+        self.field = field
+        self.default = default
+        self.help = help
         self.flag, self.key = flag, key
-        self.words, self.low, self.high, self.metavar = words, low, high, metavar
+        self.words = words
+        self.low = low
+        self.high = high
+        self.metavar = metavar
         self.of_snapshot, self.exact = of_snapshot, exact
 
     def parse(self, text: str) -> Value:

@@ -128,7 +128,9 @@ class ModelBlocks:
     """The blocks of one identity. Reading and writing are done by threads; any thread may ask."""
 
     def __init__(self, store: BlockStore, folder: Path, names: Names) -> None:
-        self._store, self._folder, self.names = store, folder, names
+        self._store = store
+        self._folder = folder
+        self.names = names
         self.writer = Writer()
         self._readers: ThreadPoolExecutor | None = None
         self._owned: set[tuple[str, bytes]] = set()

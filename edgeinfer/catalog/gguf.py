@@ -142,13 +142,9 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def n_vocab(self) -> int:
         tokens = self.metadata.get("tokenizer.ggml.tokens")
-        return (
-            tokens.count
-            if isinstance(tokens, ArrayInfo)
-            else len(tokens)
-            if isinstance(tokens, tuple)
-            else 0
-        )
+        if isinstance(tokens, ArrayInfo):
+            return tokens.count
+        return len(tokens) if isinstance(tokens, tuple) else 0
 
     @property
     def chat_template(self) -> str:
@@ -329,7 +325,9 @@ class _Walker:
 
     def _step_over_strings(self, key: str, count: int) -> None:
         """Step over strings; unpack_from itself refuses an offset past the buffer."""
-        unpack, view, at = _U64.unpack_from, self.view, self.at
+        unpack = _U64.unpack_from
+        view = self.view
+        at = self.at
         try:
             for _ in range(count):
                 at += 8 + unpack(view, at)[0]

@@ -75,7 +75,9 @@ def quantization_of(path: str) -> str:
         return ""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", name[:-5])
     tail = re.split(r"[.-]", stem)[-1].upper()
-    return "MXFP4_MOE" if tail == "MXFP4" else tail if file_type(tail) is not None else ""
+    if tail == "MXFP4":
+        return "MXFP4_MOE"
+    return tail if file_type(tail) is not None else ""
 
 
 def _whole_split(path: str, paths: list[str], repo: str) -> list[str]:

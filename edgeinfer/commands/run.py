@@ -64,11 +64,10 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     engine = host.engine(model, requesting.load_options(options, host.config.load))
     for warning in engine.info.warnings:
         sys.stderr.write(f"warning: {warning}\n")
+    system = engine.info.system_prompt if options.system is None else options.system
     request = GenerateRequest(
         prompt=prompt if options.raw else None,
-        messages=()
-        if options.raw
-        else _turns(engine.info.system_prompt if options.system is None else options.system, prompt),
+        messages=() if options.raw else _turns(system, prompt),
         sampling=requesting.sampling(options, engine.info.sampling),
         max_tokens=options.max_tokens,
     )

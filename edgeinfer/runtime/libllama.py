@@ -25,7 +25,9 @@ from edgeinfer.errors import EngineError
 
 L: Any = _binding
 #: llama.cpp's log levels (ggml.h); a line of level CONT goes on with the one before.
-_INFO, _WARN, _CONT = 2, 3, 5
+_INFO = 2
+_WARN = 3
+_CONT = 5
 
 _lock = threading.Lock()
 _state: dict[str, Any] = {}

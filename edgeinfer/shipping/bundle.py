@@ -94,7 +94,9 @@ def _pad(file: BinaryIO) -> None:
 
 def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
     """Write the section at `new`'s end, with room in its header for offsets; its length."""
-    start, at, files = new.tell(), 64 << 10, []
+    start = new.tell()
+    at = 64 << 10
+    files = []
     for path, file in zip(record.paths, record.files, strict=True):
         files.append(BundledFile(path.name, at, file.size_bytes, file.sha256))
         at += file.size_bytes + (-file.size_bytes % PAGE)

@@ -131,7 +131,10 @@ class _Unpacking:
     def __init__(
         self, shipped: Shipped, index: Index, scratch: Path, folder: Path, progress: Progress
     ) -> None:
-        self._shipped, self._index, self._scratch, self._folder = shipped, index, scratch, folder
+        self._shipped = shipped
+        self._index = index
+        self._scratch = scratch
+        self._folder = folder
         self._progress = progress
         self._done = 0
         self._lock = threading.Lock()

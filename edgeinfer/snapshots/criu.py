@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 #: Dumping and restoring without privilege came with this version.
 MINIMUM = (4, 1)
-ROOT, UNPRIVILEGED, CAPABILITIES = "root", "unprivileged", "capabilities"
+ROOT = "root"
+UNPRIVILEGED = "unprivileged"
+CAPABILITIES = "capabilities"
 NAMESPACES = {
     ROOT: linux.CLONE_NEWNS | linux.CLONE_NEWPID,
     UNPRIVILEGED: linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWUSER,
@@ -46,7 +48,11 @@ class Probe:
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
     ) -> None:
-        self.tier, self.reason, self.fix, self.criu, self.version = tier, reason, fix, criu, version
+        self.tier = tier
+        self.reason = reason
+        self.fix = fix
+        self.criu = criu
+        self.version = version
 
 
 def candidates() -> list[str]:

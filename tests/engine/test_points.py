@@ -17,7 +17,11 @@ from edgeinfer.runtime.engine import LlamaEngine
 
 from .test_blocks import ROOMY, ask, heard, load, text
 
-_WIDTH, _FF, _HEADS, _HEAD, _LAYERS = 64, 128, 2, 32, 4
+_WIDTH = 64
+_FF = 128
+_HEADS = 2
+_HEAD = 32
+_LAYERS = 4
 _ATTENTION = (1, 3)
 
 

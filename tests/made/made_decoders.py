@@ -11,7 +11,11 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-_EMBEDDING, _FEED_FORWARD, _HEADS, _HEAD_LENGTH, _LAYERS = 64, 128, 2, 32, 2
+_EMBEDDING = 64
+_FEED_FORWARD = 128
+_HEADS = 2
+_HEAD_LENGTH = 32
+_LAYERS = 2
 
 
 def make_qwen2vl(path: Path, vocabulary_of: Path) -> Path:

@@ -7,11 +7,18 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-N_EMBD, N_FF, N_LAYER, N_CTX = 64, 128, 2, 128
+N_EMBD = 64
+N_FF = 128
+N_LAYER = 2
+N_CTX = 128
 WORDS = ["red", "blue", "cat", "dog", "runs", "sleeps", "on", "mat", "the", "a"]
-MEAN, CLS, RANK = 1, 2, 4
+MEAN = 1
+CLS = 2
+RANK = 4
 #: SmolLM2 135M's, and the rank of adapters for it.
-LORA_EMBD, LORA_LAYERS, LORA_RANK = 576, 30, 4
+LORA_EMBD = 576
+LORA_LAYERS = 30
+LORA_RANK = 4
 
 
 def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:

@@ -84,7 +84,10 @@ class Person:
     """Somebody who runs edgeinfer: a home of their own with the small model in it."""
 
     def __init__(self, place: Place, uid: int, gid: int, home: Path, model: Path) -> None:
-        self.place, self.uid, self.gid, self.home = place, uid, gid, home
+        self.place = place
+        self.uid = uid
+        self.gid = gid
+        self.home = home
         self.data = home / "ei"
         self.model = model
         home.mkdir(mode=0o755, exist_ok=True)
@@ -178,7 +181,9 @@ class Outcome:
     """How a run ended."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+        self.code = code
+        self.out = out
+        self.err = err
 
     def check(self) -> Outcome:
         assert self.code == 0, (self.code, self.out, self.err)

@@ -46,7 +46,9 @@ def _resident(low: int, high: int) -> int:
 def test_the_content_stays_and_is_the_files_now(buffer, tmp_path):
     at, area = buffer
     before = bytes(area)
-    low, high, path = at + PAGE, at + SIZE, tmp_path / "buffers.img"
+    low = at + PAGE
+    high = at + SIZE
+    path = tmp_path / "buffers.img"
     told: list[float] = []
     spilled = spill([(low, high)], str(path), told.append)
     assert bytes(area) == before

@@ -33,7 +33,9 @@ def test_no_room_is_said_with_the_place(tmp_path):
 
 
 def test_a_lock_is_held_until_its_block_ends(tmp_path):
-    path, held, let_go = tmp_path / "lock", threading.Event(), threading.Event()
+    path = tmp_path / "lock"
+    held = threading.Event()
+    let_go = threading.Event()
 
     def hold():
         with disk.locked(path):

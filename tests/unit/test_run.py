@@ -32,7 +32,9 @@ class Scripted:
         pass
 
     def __init__(self, events):
-        self.events, self.asked, self.cancelled = events, [], 0
+        self.events = events
+        self.asked = []
+        self.cancelled = 0
         self.info = EngineInfo(model="m", system_prompt="You are brief.")
 
     def submit(self, request):

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 #: madvise(2).
-DONTNEED, HUGEPAGE, PAGEOUT = 4, 14, 21
+DONTNEED = 4
+HUGEPAGE = 14
+PAGEOUT = 21
 #: Smaller allocations and mappings are not worth the trouble.
 LARGE_BYTES = 32 << 20
 

@@ -28,8 +28,7 @@ class Keys:
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._digests = tuple(dict.fromkeys(digests))
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -42,13 +41,6 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = known
         return None if found is None else found.hex()[:8]
-
-    def cache_salt(self, name: str) -> str:
-        """What keeps that which one key's requests computed from the others'; "" with fewer than two."""
-        if len(self._digests) < 2:
-            return ""
-        own = next(known for known in self._digests if known.hex()[:8] == name)
-        return hmac.digest(own, b"edgeinfer computed blocks", "sha256").hex()
 
 
 def key_path() -> Path:

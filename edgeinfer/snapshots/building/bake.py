@@ -154,7 +154,9 @@ class _Baker:
     def __init__(
         self, folder: Path, memory: Path, pid: int, runs: list[Run], zeros: list[Range]
     ) -> None:
-        self._folder, self._memory, self._pid = folder, memory, pid
+        self._folder = folder
+        self._memory = memory
+        self._pid = pid
         self._runs = runs
         self._content = [part for run in runs for part in _without(run, zeros)]
         self._rest: list[Run] = []

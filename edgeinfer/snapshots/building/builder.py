@@ -50,7 +50,9 @@ class Builder:
     """One build. `fields` is the request, as `build_order` sends it."""
 
     def __init__(self, warm: socket.socket, folder: Path, fields: dict[str, bytes]) -> None:
-        self._warm, self._folder, self._fields = warm, folder, fields
+        self._warm = warm
+        self._folder = folder
+        self._fields = fields
         self._images = folder / format.IMAGES
         self._stages: dict[str, float] = {}
         self._tier, self._criu = fields["tier"].decode(), os.fsdecode(fields["criu"])

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from edgeinfer.workers.client import RemoteEngine
 
 #: Roles of a launch request.
-VERB, WORKER, CANARY, FACTS = b"verb", b"worker", b"canary", b"facts"
+VERB = b"verb"
+WORKER = b"worker"
+CANARY = b"canary"
+FACTS = b"facts"
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
 #: Seconds without work after which a cold chat or endpoint has the snapshot built that its next start
 #: will want.
@@ -224,7 +227,7 @@ def run_app(link: socket.socket, loaded: LoadedModel | None, resumed_ns: int) ->
         atexit._run_exitfuncs()
         _flush()
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
         _flush()
     except BaseException:  # noqa: BLE001  the main of a process
         sys.excepthook(*sys.exc_info())

@@ -19,7 +19,9 @@ class IdleWatch:
     """Watch one engine from a thread; `release` runs between two decode steps."""
 
     def __init__(self, engine: Engine, idle_s: float, release: Callable[[], Any]) -> None:
-        self._engine, self._idle_s, self._release = engine, idle_s, release
+        self._engine = engine
+        self._idle_s = idle_s
+        self._release = release
         self._closed = threading.Event()
         self.releases = 0
 
@@ -30,12 +32,16 @@ class IdleWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        seen, idle_s, released = self._activity(), 0.0, False
+        seen = self._activity()
+        idle_s = 0.0
+        released = False
         step_s = max(0.05, min(5.0, self._idle_s / 4))
         while not self._closed.wait(step_s):
             now = self._activity()
             if now != seen or now[0]:
-                seen, idle_s, released = now, 0.0, False
+                seen = now
+                idle_s = 0.0
+                released = False
                 continue
             idle_s += step_s
             if idle_s >= self._idle_s and not released:

@@ -29,8 +29,12 @@ PAGE = mmap.PAGESIZE
 #: Memory is looked at and given back in windows of this size.
 WINDOW_BYTES = 2 << 20
 #: posix_memalign with 64, as ggml calls it, puts the chunk's header 48 bytes into its first page.
-_LEAD, _IS_MMAPPED, _FLAGS = 48, 2, 7
-_PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61
+_LEAD = 48
+_IS_MMAPPED = 2
+_FLAGS = 7
+_PRESENT = 1 << 63
+_SWAPPED = 1 << 62
+_OF_FILE = 1 << 61
 
 
 def large(kind: str) -> list[Area]:

@@ -33,7 +33,9 @@ class LaunchChoice:
     __slots__ = ("model", "options", "resume", "snapshot")
 
     def __init__(self, model: str, options: dict[str, str], resume: str, snapshot: str = "") -> None:
-        self.model, self.options, self.resume = model, options, resume
+        self.model = model
+        self.options = options
+        self.resume = resume
         self.snapshot = snapshot
 
     def find(self) -> tuple[str, format.Manifest]:

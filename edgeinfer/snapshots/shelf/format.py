@@ -48,7 +48,9 @@ IMAGES = "images"
 RESUME_LOG = "resume.log"
 DUMP_LOG = "dump.log"
 PARK_LOG = "park.log"
-SEPARATOR, PROGRAM_SEPARATOR, OPTION_SEPARATOR = "@", "-", ","
+SEPARATOR = "@"
+PROGRAM_SEPARATOR = "-"
+OPTION_SEPARATOR = ","
 
 #: CRIU restores the parked process under this pid in a namespace of its own: so high that no helper
 #: there has it.
@@ -64,7 +66,10 @@ class FileStamp:
     __slots__ = ("inode", "mtime_ns", "path", "size")
 
     def __init__(self, path: str, size: int, mtime_ns: int, inode: int) -> None:
-        self.path, self.size, self.mtime_ns, self.inode = path, size, mtime_ns, inode
+        self.path = path
+        self.size = size
+        self.mtime_ns = mtime_ns
+        self.inode = inode
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FileStamp) and all(
@@ -100,7 +105,11 @@ class Manifest:
     def __init__(
         self, *, name: str, model: str, criu: str, tier: str, pid: int, link_inode: int, wake_inode: int
     ) -> None:
-        self.name, self.model, self.criu, self.tier, self.pid = name, model, criu, tier, pid
+        self.name = name
+        self.model = model
+        self.criu = criu
+        self.tier = tier
+        self.pid = pid
         self.link_inode, self.wake_inode = link_inode, wake_inode
         self.requested: dict[str, str] = {}
         self.actual: dict[str, str] = {}
