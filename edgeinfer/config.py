@@ -26,7 +26,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _key(option: LoadOption) -> tuple[str, Any, Any]:
-    """A key of `[load]` for `msgspec.defstruct`: field, type, default. The range is checked by value."""
+    """Make a key of `[load]` for `msgspec.defstruct`: field, type without range, default."""
     kind: Any = Literal[option.words] if option.words else int
     if option.words and option.high:
         kind = int | str
@@ -44,7 +44,7 @@ _LoadKeys = msgspec.defstruct(
 
 
 class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
-    """How a model is loaded when the command line does not say; the rows of `load_options` with a key."""
+    """How a model is loaded by default; the rows of `load_options` with a key."""
 
     def __post_init__(self) -> None:
         for option in LOAD_OPTIONS:

@@ -99,7 +99,7 @@ class Host:
         return ()
 
     def files(self, model: str, draft: str = "") -> ModelFiles:
-        """The pulled model's files, and those of `draft`; each a catalogue name or the path of a GGUF file.
+        """Find the files of a model and of `draft`, each a catalogue name or a GGUF's path.
 
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError.
         """
@@ -183,10 +183,7 @@ class Host:
         progress: LoadProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Build a snapshot now.
-
-        Raises SnapshotsUnavailableError where none can be made, InterruptedByUser, and what building raises.
-        """
+        """Build a snapshot now. Raises InterruptedByUser, and what building raises."""
         raise SnapshotsUnavailableError(
             f"{self.start.reason or 'this process'}: no snapshot can be made from here",
             hint=f"run `edgeinfer warm {model}`",

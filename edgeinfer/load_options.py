@@ -68,7 +68,7 @@ class LoadOption:
         self.of_snapshot, self.exact = of_snapshot, exact
 
     def parse(self, text: str) -> Value:
-        """The value of a text that was typed or configured. Raises ValueError saying what is allowed."""
+        """Parse a typed or configured text. Raises ValueError saying what is allowed."""
         if text in self.words:
             return text
         if text.lstrip("-").isdecimal() and self.high and self.low <= int(text) <= self.high:
@@ -215,7 +215,7 @@ LOAD_OPTIONS = (
 
 
 def snapshot_options(options: object) -> dict[str, str]:
-    """What of `options`, an object with every field, needs a snapshot of its own: the values not default."""
+    """Pick the values of `options` that need a snapshot of their own: those not default."""
     return {
         option.field: str(getattr(options, option.field))
         for option in LOAD_OPTIONS
@@ -224,7 +224,7 @@ def snapshot_options(options: object) -> dict[str, str]:
 
 
 def differing(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
-    """The first option wanted of which neither what was `requested` nor what it `became` is that, or ""."""
+    """Find the first option wanted that was neither `requested` nor `became` so, or ""."""
     for name, value in wanted.items():
         if value not in (requested.get(name), became.get(name)):
             return name

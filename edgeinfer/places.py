@@ -60,7 +60,7 @@ def snapshots() -> str:
 
 
 def runtime() -> str:
-    """Name the place of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, else a folder of this user under /tmp."""
+    """Name the place of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, else under /tmp."""
     home = os.environ.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), "run")

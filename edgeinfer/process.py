@@ -57,7 +57,7 @@ def silence(*keep: int) -> None:
 
 
 def close_all_but(*keep: int) -> None:
-    """Close every descriptor but the standard streams and `keep`; nobody waits for a pipe of ours then."""
+    """Close every descriptor but the standard streams and `keep`, so that no pipe waits."""
     first = 3
     for fd in sorted(keep):
         os.closerange(first, fd)

@@ -35,7 +35,7 @@ def envelope(result: Result) -> bytes:
 
 
 def error_envelope(error: EdgeInferError) -> bytes:
-    """Encode `{"schema", "kind": "error", "ok": false, "error": {"code", "message", "hint"}}`, one line.
+    """Encode the line `{"schema", "kind": "error", "ok", "error": {"code", "message", "hint"}}`.
 
     `error` also has `param` or `key` where the error names one. `errors.from_fields` reads it back.
     """

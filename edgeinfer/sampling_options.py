@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class SamplingOption(NamedTuple):
-    """A numeric option; both ends of its range are allowed. `flag` is "" where a person cannot type it."""
+    """A numeric option; its range includes both ends. `flag` "": it cannot be typed."""
 
     field: str
     kind: type[int] | type[float]

@@ -152,7 +152,7 @@ def _add_serve(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the endpoint, all of launch time; None means the configuration or a default."""
+    """Add the endpoint's options, all of launch time; None: the configuration or a default."""
     where = parser.add_argument_group(times.ENDPOINT)
     where.add_argument(
         "--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key"

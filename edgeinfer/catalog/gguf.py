@@ -44,19 +44,8 @@ MAX_KEY_BYTES = 1 << 16
 KEPT_ELEMENTS = 4096
 KEPT_STRINGS = 64
 
-_SCALARS = {
-    0: struct.Struct("<B"),
-    1: struct.Struct("<b"),
-    2: struct.Struct("<H"),
-    3: struct.Struct("<h"),
-    4: struct.Struct("<I"),
-    5: struct.Struct("<i"),
-    6: struct.Struct("<f"),
-    7: struct.Struct("<?"),
-    10: struct.Struct("<Q"),
-    11: struct.Struct("<q"),
-    12: struct.Struct("<d"),
-}
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
 _STRING = 8
 _ARRAY = 9
 _U32 = struct.Struct("<I")

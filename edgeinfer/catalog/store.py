@@ -152,7 +152,7 @@ def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None
 
 
 def model_files(name_or_path: str, draft: str = "") -> ModelFiles:
-    """The files of a model and of the one that drafts for it, in the catalogue's word unless `draft` is given.
+    """Find the files of a model and of its draft: the catalogue's unless `draft` is given.
 
     Raises what `_model_files` raises, for either. "none" is no draft model.
     """

@@ -85,25 +85,9 @@ def _download(part: WheelFile, place: Path, job: Job, index: int, n_parts: int) 
     work = place / "unfinished"
     shutil.rmtree(work, ignore_errors=True)  # pip cannot go on with these
     work.mkdir(parents=True)
-    command = [
-        *_pip(part),
-        *(
-            "download",
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-            "--no-input",
-            "--disable-pip-version-check",
-        ),
-        *(
-            "--progress-bar",
-            "off",
-            "--no-cache-dir",
-            "--dest",
-            str(work),
-            f"{part.package}=={part.version}",
-        ),
-    ]
+    options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --no-cache-dir"
+    wanted = ("--progress-bar", "off", "--dest", str(work), f"{part.package}=={part.version}")
+    command = [*_pip(part), "download", *options.split(), *wanted]
     job.begin("downloading", f"{part.package} {part.version}", index=index, n_files=n_parts)
     said = _watched(command, work, job)
     if said is not None:

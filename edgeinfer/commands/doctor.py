@@ -26,19 +26,9 @@ from edgeinfer.result import Result
 
 Status = Literal["ok", "warn", "fail"]
 #: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
-CPU_FEATURES = (
-    "sse4_2",
-    "avx",
-    "f16c",
-    "fma",
-    "avx2",
-    "bmi2",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx_vnni",
-    "amx_int8",
-)
+CPU_FEATURES = """
+    sse4_2 avx f16c fma avx2 bmi2 avx512f avx512_vnni avx512_bf16 avx_vnni amx_int8
+""".split()
 GIB = 1 << 30
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 

@@ -48,8 +48,8 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
         text = table(rows, right=frozenset({2, 3}))
         if self.n_scored_tokens:
             text += (
-                f"\n\nperplexity over {self.n_scored_tokens} tokens of the text shipped with edgeinfer; "
-                "lower is better"
+                f"\n\nperplexity over {self.n_scored_tokens} tokens of the text shipped with "
+                "edgeinfer; lower is better"
             )
         if self.quantized_twice:
             text += (

@@ -23,7 +23,7 @@ from edgeinfer.units import format_ms
 
 
 class Startup(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds: from exec until the model could compute, its two parts, and the prompt behind it."""
+    """Milliseconds from exec until the model could compute, its two parts, and the prefill."""
 
     ready_ms: float
     start_ms: float
@@ -157,7 +157,7 @@ def _startup(start: Start, timings: Timings) -> Startup:
 
 
 def timings_line(result: RunResult) -> str:
-    """One line for a person: how it started and how long until it could compute, prompt, tokens, rate."""
+    """Write one line: how it started, when it could compute, prompt, tokens and rate."""
     usage, timings = result.usage, result.timings
     rate = timings.decode_tokens_per_s(usage.completion_tokens)
     took = result.startup

@@ -182,6 +182,8 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
     verdict = "it fits" if memory.fits else "it does not fit"
     if memory.from_disk:
         verdict = "it runs from the disk"
+    at_once = f"{memory.n_parallel} sequences at once"
+    available = f"{format_bytes(machine.available_bytes)} available"
     return [
         ("memory, weights", format_bytes(need.weights_bytes)),
         (
@@ -189,17 +191,9 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
             f"{format_bytes(need.kv_per_1000_bytes)} for 1,000 tokens ({need.kv_type})",
         ),
         ("context", f"{memory.n_ctx} tokens: {memory.n_ctx_reason}"),
-        (
-            "memory, context",
-            f"{format_bytes(need.kv_bytes)} for {need.n_ctx} cells, {memory.n_parallel} sequences at "
-            f"once",
-        ),
+        ("memory, context", f"{format_bytes(need.kv_bytes)} for {need.n_ctx} cells, {at_once}"),
         ("memory, compute", format_bytes(need.compute_bytes)),
-        (
-            "memory, together",
-            f"{format_bytes(need.total_bytes)} of {format_bytes(machine.available_bytes)} available: "
-            f"{verdict}",
-        ),
+        ("memory, together", f"{format_bytes(need.total_bytes)} of {available}: {verdict}"),
     ]
 
 

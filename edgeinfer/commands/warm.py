@@ -38,8 +38,8 @@ class WarmResult(Result, frozen=True, kw_only=True):
         given = format.is_given(d.name, d.model, d.requested)
         start = f"\nto start from it: edgeinfer chat --snapshot {d.name}" if given else ""
         return (
-            f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, {format_bytes(d.memory_bytes)} of "
-            f"memory{prefilled}\n"
+            f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, "
+            f"{format_bytes(d.memory_bytes)} of memory{prefilled}\n"
             f"{stages}; {self.wall_s:.1f} s in all\n"
             f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, "
             f"{d.tier} tier; "

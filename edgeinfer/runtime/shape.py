@@ -18,20 +18,8 @@ _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 CELL_STEP = 256
 #: Architectures with sliding windows whose files may not name the pattern: it is in llama.cpp's code.
 _WINDOWED = frozenset(
-    [
-        "gemma2",
-        "gemma3",
-        "gemma3n",
-        "gemma-embedding",
-        "cohere2",
-        "exaone4",
-        "gpt-oss",
-        "llama4",
-        "olmo2",
-        "plamo3",
-        "smallthinker",
-        "modern-bert",
-    ]
+    """gemma2 gemma3 gemma3n gemma-embedding cohere2 exaone4 gpt-oss llama4 olmo2 plamo3 smallthinker
+    modern-bert""".split()
 )
 #: Those that have windows even where the file gives no size.
 _WINDOW_DEFAULTS = frozenset(("gemma2", "exaone4", "llama4"))

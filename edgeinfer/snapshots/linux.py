@@ -52,7 +52,7 @@ def clone(flags: int) -> int:
 
 
 def refuse_threads() -> None:
-    """Raise OSError when this process has more than one thread: a child of `clone` could wait for ever."""
+    """Raise OSError for more than one thread: a child of `clone` could wait for ever."""
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise OSError(f"this process has {len(threads)} threads and cannot be cloned")

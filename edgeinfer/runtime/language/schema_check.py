@@ -23,27 +23,10 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 #: The formats that are enforced; any other is an annotation, as JSON Schema has it.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 #: Keywords that restrict and that no grammar of ours expresses.
-REFUSED = (
-    *(
-        "not",
-        "if",
-        "then",
-        "else",
-        "contains",
-        "minContains",
-        "maxContains",
-        "propertyNames",
-        "$dynamicRef",
-        "$recursiveRef",
-    ),
-    *(
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-    ),
-)
+REFUSED = """
+    not if then else contains minContains maxContains propertyNames $dynamicRef $recursiveRef
+    dependencies dependentRequired dependentSchemas unevaluatedItems unevaluatedProperties
+""".split()
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")

@@ -33,59 +33,19 @@ from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable, actu
 from edgeinfer.snapshots.shelf.format import BUFFERS, LINK_FD, WAKE_FD
 
 #: Our packages whose every module is imported before the dump.
-OWN_PACKAGES = (
-    "edgeinfer.arguments",
-    "edgeinfer.blocks",
-    "edgeinfer.chat",
-    "edgeinfer.commands",
-    "edgeinfer.runtime",
-    "edgeinfer.server",
-    "edgeinfer.snapshots",
-    "edgeinfer.tui",
-    "edgeinfer.workers",
-)
-#: What others import lazily, and a launch would pay for. Kept complete by
-#: tests/snapshots/test_resume.py.
-LAZY_MODULES = (
-    "asyncio.selector_events",
-    "asyncio.unix_events",
-    "bz2",
-    "concurrent.futures.thread",
-    "decimal",
-    "edgeinfer.catalog.models",
-    "edgeinfer.catalog.store",
-    "edgeinfer.cli",
-    "encodings.ascii",
-    "encodings.idna",
-    "encodings.latin_1",
-    "encodings.utf_8_sig",
-    "glob",
-    "http.client",
-    "httptools",
-    "json",
-    "llguidance",
-    "lzma",
-    "multiprocessing.connection",
-    "readline",
-    "sqlite3",
-    "textual.app",
-    "textual.drivers.linux_driver",
-    "textual.widgets",
-    "tomllib",
-    "unicodedata",
-    "uuid",
-    "uvicorn",
-    "uvicorn.lifespan.off",
-    "uvicorn.lifespan.on",
-    "uvicorn.logging",
-    "uvicorn.loops.asyncio",
-    "uvicorn.loops.auto",
-    "uvicorn.protocols.http.auto",
-    "uvicorn.protocols.http.h11_impl",
-    "uvicorn.protocols.http.httptools_impl",
-    "uvicorn.protocols.utils",
-    "zoneinfo",
-)
+_ROOMS = "arguments blocks chat commands runtime server snapshots tui workers".split()
+OWN_PACKAGES = [f"edgeinfer.{room}" for room in _ROOMS]
+#: What is imported lazily, and a launch would pay for. tests/snapshots/test_resume.py keeps it complete.
+LAZY_MODULES = """
+    asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
+    encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
+    multiprocessing.connection readline sqlite3 tomllib unicodedata uuid zoneinfo
+    edgeinfer.catalog.models edgeinfer.catalog.store edgeinfer.cli httptools llguidance
+    textual.app textual.drivers.linux_driver textual.widgets uvicorn uvicorn.lifespan.off
+    uvicorn.lifespan.on uvicorn.logging uvicorn.loops.asyncio uvicorn.loops.auto
+    uvicorn.protocols.http.auto uvicorn.protocols.http.h11_impl
+    uvicorn.protocols.http.httptools_impl uvicorn.protocols.utils
+""".split()
 _WIDGETS = "textual.widgets"
 
 

@@ -171,7 +171,7 @@ class Launcher:
         _quietly(frames.send, app.link, message, app.fds)
 
     def _explain(self, error: EdgeInferError, role: str) -> str:
-        """Write the reason of a cold start and its fix to stderr; a chat shows it in its status line."""
+        """Write a cold start's reason and fix to stderr; a chat shows it in its status line."""
         reason = error.message
         if role == "verb" and self.argv[0] != "chat":
             if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
@@ -314,7 +314,7 @@ class Launcher:
         theirs.close()
 
     def _warm_now(self, app: App, fields: dict[str, bytes], fds: list[int]) -> None:
-        """Run `edgeinfer warm` for the app, which cannot inside its namespaces; its talk goes to `fds`."""
+        """Run `edgeinfer warm` outside the app's namespaces; its talk goes to `fds`."""
         self._warm_stop()
 
         def prepare() -> None:

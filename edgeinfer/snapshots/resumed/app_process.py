@@ -77,7 +77,7 @@ class AppHost(Host):
 
     @property
     def config(self) -> Config:
-        """The configuration; where a snapshot was named, its model and load options are the defaults."""
+        """The configuration; a named snapshot's model and load options are its defaults."""
         config = super().config
         if self._named:
             config = msgspec.structs.replace(config, default_model=self.loaded_model, load=LoadConfig())

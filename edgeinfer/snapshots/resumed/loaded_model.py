@@ -74,7 +74,7 @@ class LoadedModel:
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
         """Whether this engine is that model with those options.
 
-        An option left at its default may have any value here, and every one where its snapshot was `named`.
+        An option at its default may have any value here; so may all where the snapshot was `named`.
         """
         if not self.is_open or model != self.model:
             return False

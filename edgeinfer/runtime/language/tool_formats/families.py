@@ -93,21 +93,8 @@ GENERIC = ToolFormat(
     inner="python",
 )
 
-FAMILIES = {
-    family.name: family
-    for family in (
-        HERMES,
-        LLAMA,
-        MISTRAL_LIST,
-        MISTRAL_NAMED,
-        PHI,
-        GEMMA,
-        DEEPSEEK,
-        QWEN_XML,
-        LFM,
-        GENERIC,
-    )
-}
+_ALL = (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
+FAMILIES = {family.name: family for family in _ALL}
 
 #: (what the template's source must hold, the family), tried in order.
 _SIGNS = (
