@@ -37,7 +37,7 @@ from bench_serve_models import percentile
 from common import ROOT, model_path, peer_program, write_figure
 
 EDGEINFER = [sys.executable, "-m", "edgeinfer"]
-WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()  # noqa: SIM905
+WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()
 Messages = list[dict[str, str]]
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from edgeinfer.runtime.collected import Collected, CollectedCall
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -21,8 +22,8 @@ from edgeinfer.runtime.events import (
 )
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.anthropic.errors import error_events
-from edgeinfer.server.core.collected import Answer, Call, wire_timings
 from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.core.renderer import wire_timings
 
 _encode = msgspec.json.Encoder().encode
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -45,7 +46,7 @@ def wire_usage(usage: Usage) -> wire.AnthropicUsage:
     )
 
 
-def arguments_of(call: Call) -> dict[str, Any]:
+def arguments_of(call: CollectedCall) -> dict[str, Any]:
     """A call's arguments as an object; `{}` when a cut-short answer left them unfinished."""
     try:
         value = msgspec.json.decode(call.arguments or "{}")
@@ -162,7 +163,7 @@ class MessageRenderer:
 
     # --- whole
 
-    def whole(self, answers: list[Answer]) -> bytes:
+    def whole(self, answers: list[Collected]) -> bytes:
         (answer,) = answers
         content: list[wire.TextOut | wire.ThinkingOut | wire.ToolUseOut] = []
         if answer.reasoning:

@@ -12,9 +12,9 @@ from edgeinfer.runtime.events import Event
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.core.collected import Renderer
 from edgeinfer.server.core.exchange import Endpoint, Exchange
 from edgeinfer.server.core.model_pool import Lease
+from edgeinfer.server.core.renderer import Renderer
 from edgeinfer.server.observe.metrics import version_of
 
 #: A prompt beyond this many characters is tokenized beside the event loop: 1,000 take 0.7 ms, 16,000

@@ -17,10 +17,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError, EngineClosedError
+from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, Finished, Progress, Timings, Usage
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Begun, Job, begin, events_of
-from edgeinfer.server.core.collected import Answer
 from edgeinfer.server.core.connection import Connection, ShortCut
 from edgeinfer.server.core.exchange import Exchange
 from edgeinfer.server.core.problems import Problem, from_error, internal, shutting_down
@@ -150,7 +150,7 @@ class _WholeResponse(_Answering, Response):
     async def _work(self) -> bytes:
         self._take(await begin(self.exchange, self._job))
         assert self.begun is not None
-        answers = [Answer() for _ in self.begun.generations]
+        answers = [Collected() for _ in self.begun.generations]
         if len(answers) == 1:
             self.begun.generations[0].tap(functools.partial(self._collect, answers[0]))
         try:
@@ -166,7 +166,7 @@ class _WholeResponse(_Answering, Response):
         self.exchange.answer = body
         return body
 
-    def _collect(self, collected: Answer, event: Event) -> bool:
+    def _collect(self, collected: Collected, event: Event) -> bool:
         """Take an event on the thread that made it: nobody need wake before the last."""
         self._count(event)
         collected.add(event)
@@ -182,7 +182,7 @@ class _SseResponse(_Answering, Response):
         self._job = job
         self._last_write = 0.0
         self._progress: Progress | None = None
-        self._texts: list[Answer] | None = None
+        self._texts: list[Collected] | None = None
         self._short_cut: ShortCut | None = None
         self.background = None
 
@@ -217,7 +217,7 @@ class _SseResponse(_Answering, Response):
             self._take(begun)
             renderer = begun.renderer
             if self.endpoint.payloads is not None:
-                self._texts = [Answer() for _ in begun.generations]
+                self._texts = [Collected() for _ in begun.generations]
             held = renderer.opening()
             async with contextlib.aclosing(events_of(begun.generations)) as events:
                 async for index, event in events:

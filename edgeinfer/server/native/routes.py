@@ -10,13 +10,14 @@ from starlette.responses import Response
 
 from edgeinfer import __version__
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode, decode_query
-from edgeinfer.server.core.collected import Answer, wire_timings
 from edgeinfer.server.core.exchange import exchange_of, with_engine
 from edgeinfer.server.core.problems import no_such_model
+from edgeinfer.server.core.renderer import wire_timings
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.native import translate, wire
@@ -107,7 +108,7 @@ def _piece(raw: bytes) -> str | list[int]:
 class _InferRenderer(ChatRenderer):
     """`{"result": …}`."""
 
-    def whole(self, answers: list[Answer]) -> bytes:
+    def whole(self, answers: list[Collected]) -> bytes:
         (said,) = answers
         end = said.finished
         return msgspec.json.encode(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -21,8 +22,8 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
-from edgeinfer.server.core.collected import Answer, total, wire_timings
 from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.core.renderer import total, wire_timings
 from edgeinfer.server.openai import wire_replies as wire
 from edgeinfer.server.openai.errors import DONE, error_events
 
@@ -174,7 +175,7 @@ class ChatRenderer(_OpenAI):
         chunk = msgspec.structs.replace(self._chunk([]), usage=wire_usage(usage))
         return b"data: " + _encode(chunk) + b"\n\n" + DONE
 
-    def whole(self, answers: list[Answer]) -> bytes:
+    def whole(self, answers: list[Collected]) -> bytes:
         usage, timings = total([answer.finished for answer in answers])
         return _encode(
             wire.ChatCompletion(
@@ -188,7 +189,7 @@ class ChatRenderer(_OpenAI):
             )
         )
 
-    def _choice(self, index: int, answer: Answer) -> wire.ChatChoice:
+    def _choice(self, index: int, answer: Collected) -> wire.ChatChoice:
         calls = [
             wire.WireToolCall(
                 id=call.id, function=wire.WireFunction(name=call.name, arguments=call.arguments)
@@ -298,7 +299,7 @@ class CompletionRenderer(_OpenAI):
         )
         return b"data: " + _encode(chunk) + b"\n\n" + DONE
 
-    def whole(self, answers: list[Answer]) -> bytes:
+    def whole(self, answers: list[Collected]) -> bytes:
         usage, timings = total([answer.finished for answer in answers], self.n)
         completion = self._completion(
             [self._choice(index, answer) for index, answer in enumerate(answers)]
@@ -309,7 +310,7 @@ class CompletionRenderer(_OpenAI):
             )
         )
 
-    def _choice(self, index: int, answer: Answer) -> wire.CompletionChoice:
+    def _choice(self, index: int, answer: Collected) -> wire.CompletionChoice:
         logprobs = self._logprobs(answer.logprobs, len(self._echo(index))) if answer.logprobs else None
         text = self._echo(index) + answer.reasoning + answer.text
         return wire.CompletionChoice(

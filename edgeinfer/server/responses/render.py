@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, Usage
-from edgeinfer.server.core.collected import Answer, wire_timings
 from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.core.renderer import wire_timings
 from edgeinfer.server.openai.render import wire_logprobs
 from edgeinfer.server.responses import wire
 
@@ -29,7 +30,7 @@ class ResponseRenderer:
         self.created = int(time.time())
         self._request = body
         self._logprobs = bool(body.include) or body.top_logprobs is not None
-        self._answer = Answer()
+        self._answer = Collected()
         self._sequence = -1
         self._items: list[tuple[str, int]] = []
 
@@ -145,7 +146,7 @@ class ResponseRenderer:
 
     # --- whole
 
-    def whole(self, answers: list[Answer]) -> bytes:
+    def whole(self, answers: list[Collected]) -> bytes:
         (answer,) = answers
         if answer.reasoning:
             self._items.append(("reasoning", 0))
@@ -155,7 +156,7 @@ class ResponseRenderer:
         self._answer = answer
         return _encode(self._whole(answer))
 
-    def _whole(self, answer: Answer) -> wire.ResponseReply:
+    def _whole(self, answer: Collected) -> wire.ResponseReply:
         end = answer.finished
         short = end.reason in ("length", "deadline")
         output = [self._item(place, "completed") for place in range(len(self._items))]
@@ -172,7 +173,7 @@ class ResponseRenderer:
         item_id: str,
         kind: str,
         number: int,
-        answer: Answer,
+        answer: Collected,
         status: wire.ItemStatus,
         *,
         empty: bool,

@@ -1,74 +1,13 @@
-"""One generation collected from its events, and what a renderer makes of it."""
+"""What every renderer of an answer can do, and the totals and timings that it writes."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from edgeinfer.runtime.events import (
-    Event,
-    Finished,
-    ReasoningDelta,
-    TextDelta,
-    Timings,
-    TokenLogprobs,
-    ToolCallDelta,
-    Usage,
-)
+from edgeinfer.runtime.collected import Collected
+from edgeinfer.runtime.events import Event, Finished, Timings, Usage
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.wire import WireTimings
-
-
-class Call:
-    """A tool call being put together."""
-
-    def __init__(self) -> None:
-        self.id = ""
-        self.name = ""
-        self.fragments: list[str] = []
-
-    @property
-    def arguments(self) -> str:
-        return "".join(self.fragments)
-
-
-class Answer:
-    """Everything one generation said. `end` is set by its last event."""
-
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self.calls: dict[int, Call] = {}
-        self.logprobs: list[TokenLogprobs] = []
-        self.end: Finished | None = None
-
-    def add(self, event: Event) -> None:
-        match event:
-            case TextDelta():
-                self._text.append(event.text)
-                self.logprobs += event.logprobs
-            case ReasoningDelta():
-                self._reasoning.append(event.text)
-            case ToolCallDelta():
-                call = self.calls.setdefault(event.index, Call())
-                call.id = call.id or event.id
-                call.name = call.name or event.name
-                call.fragments.append(event.arguments)
-            case Finished():
-                self.end = event
-
-    @property
-    def text(self) -> str:
-        return "".join(self._text)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self._reasoning)
-
-    @property
-    def finished(self) -> Finished:
-        """The end. Only asked for after the iteration has ended."""
-        assert self.end is not None
-        return self.end
 
 
 class Renderer(Protocol):
@@ -92,7 +31,7 @@ class Renderer(Protocol):
     def comment(self, said: str) -> bytes:
         """Keeps the connection alive while there is nothing to say."""
 
-    def whole(self, answers: list[Answer]) -> bytes:
+    def whole(self, answers: list[Collected]) -> bytes:
         """The JSON body of a request that is not streamed."""
 
 
