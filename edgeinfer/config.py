@@ -140,10 +140,7 @@ def config_path() -> Path:
 
 
 def load_config(path: Path | None = None) -> Config:
-    """The configuration; defaults where the file is absent.
-
-    Raises ConfigError naming file, key and the nearest valid key.
-    """
+    """Read the configuration. Raises ConfigError naming file, key and the nearest valid key."""
     import tomllib  # 5 ms, and not needed where the file is absent
 
     source = path or config_path()

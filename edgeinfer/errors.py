@@ -156,10 +156,7 @@ class OutOfMemoryError(EngineError):
 
 
 class InvalidRequestError(EngineError):
-    """A field of a request is out of range or unsupported.
-
-    `param` is its name, as the request spells it.
-    """
+    """A request's field `param` is out of range or unsupported."""
 
     details = ("hint", "param")
 
@@ -201,10 +198,7 @@ class SnapshotMissingError(SnapshotError):
 
 
 class SnapshotStaleError(SnapshotError):
-    """The manifest differs from this machine.
-
-    `key` names what differs.
-    """
+    """The manifest differs from this machine in `key`."""
 
     details = ("hint", "key")
 

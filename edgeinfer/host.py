@@ -115,10 +115,7 @@ class Host:
         return is_model(name)
 
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """The engine of `model` in this process; loaded now unless it is already here.
-
-        Raises what `files` raises, ModelLoadError, OutOfMemoryError.
-        """
+        """Load `model` here. Raises as `files` does, ModelLoadError, OutOfMemoryError."""
         self._reached("load")
         from edgeinfer.runtime.engine import load_engine  # 160–290 ms: llama_cpp
 

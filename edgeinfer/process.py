@@ -20,10 +20,7 @@ _SIGKILL = 9
 
 
 def child_command(module: str, *args: str) -> list[str]:
-    """Name the command that runs `module`, one of ours with a `__main__` part, in its own process.
-
-    From a checkout, an installation, or the frozen binary.
-    """
+    """Name the command of our `module`: a checkout's, an installation's or the binary's."""
     if getattr(sys, "frozen", False):
         return [sys.executable, MODULE_SWITCH, module, *args]
     return [sys.executable, "-m", module, *args]

@@ -1,7 +1,4 @@
-"""The three times an option may belong to, and where to give one that was typed for another verb.
-
-An option's time is the title of its group in the parser.
-"""
+"""The three times of options, each the title of its group in the parser, and how to name it."""
 
 from __future__ import annotations
 

@@ -36,10 +36,7 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 def model_name(text: str) -> str:
-    """`text` as a model's name: lower-case letters, digits, `.`, `_`, `-`; at most 96.
-
-    Raises UsageError.
-    """
+    """Check a model's name: 1 to 96 of a-z, digits, `.`, `_`, `-`. Raises UsageError."""
     if not _NAME.fullmatch(text) or ".." in text:
         raise UsageError(
             f"{text!r} is no model name",
@@ -49,10 +46,7 @@ def model_name(text: str) -> str:
 
 
 def reference(text: str) -> Reference:
-    """`NAME` or `NAME:QUANT`, in any letter case.
-
-    Raises UsageError when either part cannot be one.
-    """
+    """Parse `NAME` or `NAME:QUANT`, in any letter case. Raises UsageError."""
     name, colon, quant = text.partition(":")
     if colon and file_type(quant) is None:
         raise UsageError(
@@ -67,10 +61,7 @@ def folder(ref: Reference) -> Path:
 
 
 def digest(text: str) -> str:
-    """`text` as a SHA-256 in lower-case hexadecimal, with or without `sha256:` before it.
-
-    Raises UsageError.
-    """
+    """Parse a SHA-256 in hexadecimal, `sha256:` before it or not. Raises UsageError."""
     plain = text.lower().removeprefix("sha256:")
     if not _DIGEST.fullmatch(plain):
         raise UsageError(f"{text!r} is no SHA-256: 64 hexadecimal digits are")
@@ -78,10 +69,7 @@ def digest(text: str) -> str:
 
 
 def file_name(text: str) -> str:
-    """The last component of `text` (a path in a repository or a URL), when it is a harmless file name.
-
-    Raises UsageError.
-    """
+    """The last component of `text`, if it is a harmless file name. Raises UsageError."""
     name = text.rsplit("/", 1)[-1]
     if not _FILE.fullmatch(name) or ".." in name:
         raise UsageError(f"{name!r} is no file name this program will write")
@@ -89,10 +77,7 @@ def file_name(text: str) -> str:
 
 
 def tamed_file_name(text: str) -> str:
-    """The last component of a path or URL as a harmless file name: other characters become `-`.
-
-    Raises UsageError when nothing is left of it.
-    """
+    """Make a path's or URL's last component a safe file name. Raises UsageError for none."""
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.rstrip("/").rsplit("/", 1)[-1])
     return file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
 

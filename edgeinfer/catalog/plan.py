@@ -25,10 +25,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(text: str, catalog: Catalog, name: str | None = None) -> Plan:
-    """The plan for `text`: a path, a source, or a catalogue name with an optional quantization.
-
-    Raises UsageError, UnknownModelError.
-    """
+    """Plan for a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
     wanted = names.reference(name) if name else None
     if names.is_path(text):
         path = Path(text).expanduser().absolute()

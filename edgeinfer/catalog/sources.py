@@ -104,10 +104,7 @@ def _safe(path: str, text: str) -> str:
 
 
 def parse(text: str) -> Source:
-    """One source from its text.
-
-    Raises UsageError saying what a source looks like.
-    """
+    """Parse a source. Raises UsageError saying what one looks like."""
     if text.startswith("file:"):
         return LocalFile(unquote(text.removeprefix("file:").removeprefix("//")))
     if text.startswith(("https:", "http:")):

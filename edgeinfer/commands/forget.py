@@ -29,10 +29,7 @@ class ForgetResult(Result, frozen=True, kw_only=True):
 
 
 def forget(options: argparse.Namespace, host: Host) -> ForgetResult:
-    """Delete computed blocks of models, of conversations, or all.
-
-    Raises UsageError when nothing was named, and what naming a model raises.
-    """
+    """Delete computed blocks of models, conversations, or all. Raises UsageError for none."""
     if not options.models and not options.conversation:
         raise UsageError("name what to forget", hint="`edgeinfer forget all` deletes everything")
     root = paths.blocks_dir()

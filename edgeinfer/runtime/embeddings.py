@@ -31,10 +31,7 @@ _LOGITS_BYTES = 256 << 20
 
 
 class Embedder:
-    """Embeds and reranks with a loaded model.
-
-    `call` runs work on the decode loop's thread. Any thread.
-    """
+    """Embed and rerank on any thread; `call` runs work on the decode loop's."""
 
     def __init__(self, loaded: Loaded, options: LoadOptions, call: Call) -> None:
         self._loaded = loaded
@@ -64,10 +61,7 @@ class Embedder:
         return [_normalised(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """One score a document, higher is more relevant.
-
-        Raises InvalidRequestError, ContextLengthError.
-        """
+        """Score documents; higher is better. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_rerank:
             raise InvalidRequestError("this model has no reranking head", param="model")
         inputs = [

@@ -56,10 +56,7 @@ def load_engine(
 
 
 class LlamaEngine:
-    """The `Engine` over llama.cpp.
-
-    Any thread may call any method; one thread, started with the first work, decodes.
-    """
+    """The `Engine` over llama.cpp for any thread; one, begun with the first work, decodes."""
 
     def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
         self._loaded = loaded

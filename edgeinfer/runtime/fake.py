@@ -47,10 +47,7 @@ class Delay:
 
 @dataclass(frozen=True)
 class Gate:
-    """Wait until the event is set, or until cancelled.
-
-    `reached` is set when the script arrives here.
-    """
+    """Wait for the event or a cancellation; `reached` is set on arrival here."""
 
     opened: threading.Event
     reached: threading.Event = field(default_factory=threading.Event)

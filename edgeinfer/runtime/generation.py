@@ -28,10 +28,7 @@ class EventStream:
         self._ended = False
 
     def put(self, item: _Item) -> None:
-        """Hand over an event, or the error that ends the stream.
-
-        What comes after the end is dropped.
-        """
+        """Hand over an event, or the error that ends the stream; drop what comes later."""
         if self._ended:
             return
         if isinstance(item, Finished | EngineError):

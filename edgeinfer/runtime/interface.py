@@ -63,10 +63,7 @@ class Engine(Protocol):
         """One L2-normalised vector a text. Raises InvalidRequestError when the model cannot."""
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """One relevance score a document.
-
-        Raises InvalidRequestError when the model has no such head.
-        """
+        """Score each document. Raises InvalidRequestError when the model has no such head."""
 
     def metrics(self) -> EngineMetrics: ...
 

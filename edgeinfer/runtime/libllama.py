@@ -89,10 +89,7 @@ def clear_log() -> None:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect what llama.cpp says, notes included, while the block runs.
-
-    One thread at a time makes contexts.
-    """
+    """Collect llama.cpp's log during the block; one thread at a time makes contexts."""
     lines: list[str] = []
     _listeners.append(lines)
     try:

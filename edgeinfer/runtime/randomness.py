@@ -11,9 +11,6 @@ _count = itertools.count()
 
 
 def random_bytes(size: int, entropy: bytes = b"") -> bytes:
-    """Draw `size` bytes, up to 64, from the kernel's randomness, the time, a count and `entropy`.
-
-    A resumed process may repeat any one of them.
-    """
+    """Draw up to 64 bytes of kernel, time, count and `entropy`: a resume may repeat one."""
     clock, count = time.time_ns().to_bytes(8, "little"), next(_count).to_bytes(8, "little")
     return hashlib.blake2b(os.urandom(16) + clock + count + entropy, digest_size=size).digest()

@@ -1,7 +1,4 @@
-"""The ASGI application: what a request passes, in order, and the route at the end.
-
-Nothing reaches a route that has not passed every middleware before it.
-"""
+"""The ASGI application: every middleware in order, then the route."""
 
 from __future__ import annotations
 

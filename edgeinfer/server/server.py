@@ -53,10 +53,7 @@ async def run(
     options: RunOptions,
     copies: Copies | None = None,
 ) -> Ended:
-    """Serve until a signal or idleness, and close the endpoint's models then.
-
-    `copies`: see `Host.keep_copies`.
-    """
+    """Serve until a signal or idleness, then close its models. `copies`: `Host.keep_copies`."""
     capture_uvicorn(endpoint.log)
     config = uvicorn.Config(
         build_app(endpoint, gate),

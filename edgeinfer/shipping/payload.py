@@ -201,10 +201,7 @@ def _damaged(path: Path, why: str) -> ChecksumError:
 
 
 def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
-    """Offset and length, without the final zero, of the interpreter's path in a 64-bit ELF executable.
-
-    Raises ShippingError when it has none.
-    """
+    """Find an ELF's interpreter (offset, length without zero). Raises ShippingError."""
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
         kind, _flags, offset, _vaddr, _paddr, length = struct.unpack_from(

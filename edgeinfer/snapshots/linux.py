@@ -1,7 +1,4 @@
-"""Makes the system calls Python 3.11 has no function for: namespaces, mounts, capabilities. Linux only.
-
-Standard library only; `ctypes` costs 1.7 ms.
-"""
+"""Make system calls Python 3.11 lacks: namespaces, mounts. Linux, stdlib, ctypes 1.7 ms."""
 
 from __future__ import annotations
 

@@ -43,10 +43,7 @@ class RemoteEngine:
     """The `Engine` of a worker process."""
 
     def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
-        """Wait until the worker is ready.
-
-        Raises what loading raised there, EngineClosedError when it died.
-        """
+        """Wait for the worker. Raises what loading raised there, EngineClosedError."""
         self._wire = Wire(sock)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._ids = itertools.count(1)

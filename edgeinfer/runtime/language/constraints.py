@@ -198,10 +198,7 @@ def schema_grammar(schema: dict[str, Any]) -> str:
 
 
 def inline_schema(schema: Any) -> str:
-    """A schema as it stands in a Lark grammar: `%json {…}`.
-
-    Raises UnsupportedConstraintError as `normalise` does.
-    """
+    """Write `%json {…}` for a Lark grammar. Raises UnsupportedConstraintError."""
     return f"%json {json.dumps({**normalise(schema), 'x-guidance': JSON_STYLE})}"
 
 
@@ -228,10 +225,7 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
 
 
 def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """(grammar, the further grammars it names), to be put into a larger one.
-
-    Raises UnsupportedConstraintError.
-    """
+    """Return (grammar, those it names) to embed. Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         return constraint.source, constraint.grammars
     return lark_of(constraint)[0], ()

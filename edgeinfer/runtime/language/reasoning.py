@@ -42,10 +42,7 @@ SPANS = (
 
 
 def detect(template: str) -> tuple[Span, bool]:
-    """(span, whether the template knows it).
-
-    Without a sign it is `<think>`, which distilled models write all the same.
-    """
+    """Find (span, whether the template knows it); `<think>` without a sign."""
     for span in SPANS:
         first = span.close.partition("<|start|>")[0]
         if span.close in template or (span.open in template and first in template):

@@ -187,10 +187,7 @@ def resolve(root: Any, ref: str) -> Any:
 
 
 def normalise(schema: Any) -> dict[str, Any]:
-    """`schema` with what restricts and nothing else.
-
-    Raises UnsupportedConstraintError, `param` the place.
-    """
+    """Keep what restricts. Raises UnsupportedConstraintError, `param` the place."""
     if schema is True:
         return {}
     if not isinstance(schema, dict):

@@ -181,10 +181,7 @@ class ChatTemplate:
             ) from error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Render these dictionaries as they are.
-
-        Raises whatever the template does, one of `_TEMPLATE_FAILURES`.
-        """
+        """Render these dictionaries. Raises one of `_TEMPLATE_FAILURES`."""
         names = {
             "tools": None,
             **variables,

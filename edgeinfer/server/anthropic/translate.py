@@ -21,10 +21,7 @@ from edgeinfer.server.core.request_parts import (
 
 
 def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRequest:
-    """Make one request. Raises InvalidRequestError.
-
-    A last turn of the assistant is continued (Anthropic's prefill).
-    """
+    """Make one request, continuing a last assistant turn. Raises InvalidRequestError."""
     tools = tools_of(body)
     form = body.output_config.format if body.output_config else None
     return GenerateRequest(
@@ -44,10 +41,7 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
 
 
 def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
-    """Make turns of the system prompt and the messages.
-
-    A user turn's tool results become turns of their own, before its text.
-    """
+    """Make turns; a user turn's tool results become turns before its text."""
     turns: list[Message] = []
     if body.system:
         turns.append(Message(role="system", content=_joined(body.system, "\n")))

@@ -14,10 +14,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the body.
-
-    Raises Problem 413 as soon as it is known to be too long, 400 when the client leaves.
-    """
+    """Read the body. Raises Problem 413 once too long, 400 when the client leaves."""
     limit = exchange_of(request).endpoint.limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
     too_long = Problem(

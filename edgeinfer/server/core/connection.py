@@ -40,10 +40,7 @@ class Connection:
             self._copies.hold(self._number)
 
     def short_cut(self, render: Callable[[Event], bytes]) -> ShortCut | None:
-        """Open a way for a stream's next tokens past the event loop.
-
-        None under TLS, or while something waits to be written.
-        """
+        """Open a short cut past the event loop; None under TLS or with bytes waiting."""
         if self._is_tls or self._is_lost or self._transport.get_write_buffer_size():
             return None
         self._short_cut = ShortCut(self._number, self._transport, render)

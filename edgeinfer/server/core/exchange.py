@@ -184,10 +184,7 @@ def exchange_of(request: Request) -> Exchange:
 async def with_engine(
     exchange: Exchange, model: str | None, keep_alive_s: float | None, work: Callable[[Engine], R]
 ) -> R:
-    """Hold the model that a request names while `work(engine)` runs beside the event loop.
-
-    Raises what holding it raises and what `work` raises.
-    """
+    """Hold the request's model while `work(engine)` runs in a thread; raises as both do."""
     models = exchange.endpoint.models
     exchange.model = models.resolve(model)
     lease = await models.acquire(exchange.model, keep_alive_s)

@@ -154,10 +154,7 @@ class Models:
     # --- asking
 
     def resolve(self, name: str | None) -> str:
-        """Name the model, which is the default where none is given. Raises UnknownModelError.
-
-        Never a path: only pulled names.
-        """
+        """Name the model or the default, never a path. Raises UnknownModelError."""
         if name is None or name == self.default:
             return self.default
         if name not in self._slots and all(name != pulled.name for pulled in self._sources.pulled()):
@@ -206,10 +203,7 @@ class Models:
     # --- holding
 
     async def acquire(self, name: str, keep_alive_s: float | None = None) -> Lease:
-        """Hold `name`, loading it if needed.
-
-        Raises what loading raises, and OutOfMemoryError when there is no room.
-        """
+        """Hold `name`, loading it if needed. Raises OutOfMemoryError, and as loading does."""
         slot = self._slots.get(name) or self._start(name)
         slot.users += 1
         if slot.expiry is not None:
@@ -317,10 +311,7 @@ class Models:
         return files + files // 4 + (256 << 20)
 
     async def _make_room(self, slot: _Slot) -> None:
-        """Evict idle models, least recently used first, until `slot` fits.
-
-        Raises OutOfMemoryError after `room_s`.
-        """
+        """Evict the least recently used until `slot` fits. Raises OutOfMemoryError."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._room_s
         while not self._fits(slot):

@@ -28,10 +28,7 @@ def named_tool(name: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice
 
 
 def required_tool(word: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
-    """Demand a call of any tool. Raises InvalidRequestError without tools.
-
-    `word` is how the client asked.
-    """
+    """Demand a call, in the client's `word`. Raises InvalidRequestError without tools."""
     if not tools:
         raise InvalidRequestError(
             f"tool_choice is '{word}' but there are no tools", param="tool_choice"

@@ -22,10 +22,7 @@ _MIN_LENGTH = 16
 
 
 class Keys:
-    """A set of keys that knows only their digests.
-
-    `name` of a key is 8 hex digits of its digest, safe in logs and metrics.
-    """
+    """Keys known by digests alone; `name` is a digest's first 8 hex digits, safe in logs."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
@@ -58,10 +55,7 @@ def given_keys(file: str | None = None) -> Keys:
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """Return the stored keys and whether one was made just now.
-
-    Raises ServeError when the file is readable by others.
-    """
+    """Return the stored keys and whether one is new. Raises ServeError if others can read."""
     path = key_path()
     try:
         return Keys(read_keys(path)), False
@@ -79,10 +73,7 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read the keys of a file, one a line; `#` begins a comment.
-
-    Raises FileNotFoundError, and ServeError when it is not safe.
-    """
+    """Read a file's keys, one a line, `#` comments. Raises FileNotFoundError, ServeError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

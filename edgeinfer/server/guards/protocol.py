@@ -25,10 +25,7 @@ _REFUSALS = {
 
 
 def guarded(limits: Limits, copies_kept: Copies | None = None) -> type[HttpToolsProtocol]:
-    """Make a protocol class that enforces `limits`, of which uvicorn makes one instance a connection.
-
-    Requests find theirs in their scope.
-    """
+    """Make the protocol class that enforces `limits`, one instance a connection."""
 
     class Guarded(_Guarded):
         guard = limits
@@ -148,10 +145,7 @@ class _Guarded(HttpToolsProtocol):
             self._refuse(408)
 
     def _refuse(self, status: int) -> None:
-        """Answer in plain HTTP without the application, and close.
-
-        A request that had begun sees a disconnect.
-        """
+        """Answer without the application, and close: a request begun sees a disconnect."""
         if self._refused:
             return
         self._refused = True

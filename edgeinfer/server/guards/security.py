@@ -111,10 +111,7 @@ def _is_address(name: str) -> bool:
 
 
 def cors_headers(origin: str, *, preflight: bool = False) -> dict[str, str]:
-    """Give what a named origin's browser needs to read the answer.
-
-    Credentials are never allowed: keys travel in headers.
-    """
+    """Let a named origin's browser read the answer; credentials are never allowed."""
     headers = {
         "access-control-allow-origin": origin,
         "vary": "Origin",

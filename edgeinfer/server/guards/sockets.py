@@ -1,7 +1,4 @@
-"""Take listening sockets from the launcher or systemd, or bind them; notify systemd.
-
-Sources: sd_listen_fds(3), sd_notify(3).
-"""
+"""Take listening sockets from launcher or systemd, or bind them (sd_listen_fds(3))."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
 
 
 def is_loopback(listeners: Sequence[socket.socket]) -> bool:
-    """Whether only this machine can reach all of them.
-
-    A unix socket is the file system's business, so it counts as local.
-    """
+    """Whether only this machine can reach all of them; a unix socket counts as local."""
     return all(_local(listener) for listener in listeners)
 
 

@@ -157,10 +157,7 @@ async def unload(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 when the default model is loaded, or was and can be again.
-
-    Else 503: while it loads for the first time, or drains.
-    """
+    """Answer 200 when the default model is or was loaded, 503 while it loads or drains."""
     endpoint = exchange_of(request).endpoint
     models = endpoint.models
     state = models.state(models.default)

@@ -218,10 +218,7 @@ def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
 
 
 class CompletionRenderer(_OpenAI):
-    """Render `text_completion`, whole and as chunks.
-
-    `echoes` are put before the answers, one a prompt of `n` answers.
-    """
+    """Render `text_completion`; `echoes` lead the answers, one a prompt of `n`."""
 
     def __init__(
         self,

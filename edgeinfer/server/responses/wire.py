@@ -1,7 +1,4 @@
-"""OpenAI's Responses API, stateless: `store: true` and `previous_response_id` are refused.
-
-Source: OpenAI's published OpenAPI document.
-"""
+"""OpenAI's Responses API (its OpenAPI document), stateless: what stores is refused."""
 
 from __future__ import annotations
 

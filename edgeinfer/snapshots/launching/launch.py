@@ -102,10 +102,7 @@ class Launcher:
     def _start(
         self, choice: choose.LaunchChoice, request: dict[str, frames.Value], fds: list[int]
     ) -> App:
-        """Resume when that is wanted and possible, else start cold.
-
-        Raises what `choose.find` raises when a resume is insisted on.
-        """
+        """Resume if wanted and possible, else start cold. Raises `choose.find`'s errors."""
         reason = "you asked for a cold start (--resume=never)"
         if choice.resume != "never":
             try:
@@ -410,10 +407,7 @@ def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:
 
 
 def _quietly(call: Callable[..., object], *arguments: object) -> None:
-    """Call it, though the other side, or what is undone, may be gone already.
-
-    `contextlib.suppress` does the same, and its import costs 3 ms.
-    """
+    """Call it, ignoring what is gone; `contextlib.suppress` costs a 3 ms import."""
     try:  # noqa: SIM105
         call(*arguments)
     except (OSError, KeyError):

@@ -49,10 +49,7 @@ class Child:
 
 
 def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
-    """Restore a snapshot; `link_fd` becomes its link.
-
-    Returns at once; the pipe tells how it went. Raises OSError.
-    """
+    """Begin to restore on `link_fd`; the pipe tells how it went. Raises OSError."""
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()
     status_read, status_write = os.pipe()

@@ -1,7 +1,4 @@
-"""Ask a resumed process for its randomness, place and modules, to verify snapshots.
-
-Two processes resumed from one snapshot must agree on nothing random.
-"""
+"""Ask two resumed processes, which must agree on nothing random, for their facts."""
 
 from __future__ import annotations
 

@@ -46,10 +46,7 @@ def read_droppable_ranges() -> list[Range]:
 
 
 def forget_random_state(ranges: list[Range]) -> None:
-    """Empty those ranges before a dump and after a restore: the vDSO then asks the kernel.
-
-    CRIU 4.1 restores them as ordinary memory.
-    """
+    """Empty those ranges before a dump and after a restore, which CRIU 4.1 fills."""
     for low, high in ranges:
         linux.forget_pages(low, high - low)
 

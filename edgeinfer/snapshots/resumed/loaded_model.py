@@ -110,10 +110,7 @@ class LoadedModel:
             self._watch.start()
 
     def canary(self) -> bytes:
-        """Compute what must be bit-equal before the dump and after a restore.
-
-        A reranker's score, four greedy tokens with their logprobs, or an encoder's embedding.
-        """
+        """Compute a score, four tokens or an embedding, bit-equal after a restore."""
         info = self._engine.info
         if info.can_rerank:
             return msgspec.msgpack.encode(self._engine.rerank(_CANARY_PROMPT, [_CANARY_DOCUMENT]))

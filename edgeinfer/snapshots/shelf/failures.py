@@ -38,10 +38,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest_of(files: Sequence[str], options: bytes) -> str:
-    """What a build depends on, in 64 hexadecimal digits: program, machine, these files and options.
-
-    Raises OSError when a file is gone.
-    """
+    """Digest a build's program, machine, files, options (64 hex). Raises OSError."""
     stamps = [*fingerprint.own_files(), *map(fingerprint.stamp, files)]
     parts: list[object] = [*fingerprint.machine_keys().items(), options]
     parts += [(stamp.path, stamp.size, stamp.mtime_ns, stamp.inode) for stamp in stamps]

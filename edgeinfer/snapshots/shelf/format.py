@@ -300,10 +300,7 @@ def program_of(folder: str) -> str:
 
 
 def generations(root: str | None = None, program: str = "") -> dict[str, list[str]]:
-    """The folders of every name that have a manifest, newest first; empty when there are no snapshots.
-
-    Those of one program alone where `program` is given.
-    """
+    """List folders with a manifest, newest first, of one `program` if given."""
     root = root or places.snapshots()
     found: dict[str, list[str]] = {}
     for folder in sorted(_folders(root), key=generation_of, reverse=True):

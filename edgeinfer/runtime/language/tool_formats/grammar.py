@@ -48,10 +48,7 @@ def needs_special(form: ToolFormat, vocab: Vocab) -> bool:
 
 
 def required(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
-    """One call of one of `tools`, or up to MAX_CALLS of them.
-
-    Raises UnsupportedConstraintError with the place in a schema.
-    """
+    """Write 1 to MAX_CALLS calls of `tools`. Raises UnsupportedConstraintError."""
     body = _section(form, vocab, several=several and form.parallel)
     return Lark("\n".join([f"start: {_opening(form, vocab)}{body}", *_calls(form, tools, vocab)]))
 

@@ -231,10 +231,7 @@ class Section:
         self._over() if self._done_to else self._stop()
 
     def _stop(self) -> None:
-        """What follows is no call.
-
-        After a whole call that is the section's end, before one its failure.
-        """
+        """Take no further call: the section's end after a whole one, else its failure."""
         if self._done_to and self._step == self._between:
             self._done_to = self._at
         self.is_over = True
