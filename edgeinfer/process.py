@@ -12,8 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-#: What the frozen binary's entry point recognises: `edgeinfer --edgeinfer-module MODULE ARG...` runs
-#: MODULE as `__main__`.
+#: In the frozen binary `edgeinfer --edgeinfer-module MODULE ARG...` runs MODULE as `__main__`.
 MODULE_SWITCH = "--edgeinfer-module"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9

@@ -31,16 +31,13 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_TENSOR_NAME_BYTES = 63
 MAX_ELEMENTS = 2**63 - 1
-#: llama.cpp does not refuse more layers, or none: it aborts the process (LLAMA_MAX_LAYERS,
-#: llama-model.cpp).
+#: llama.cpp aborts the process at more layers, or none (LLAMA_MAX_LAYERS, llama-model.cpp).
 MAX_LAYERS = 512
-#: Ours, far above any model known, so that nothing downstream loops for long over a number from the
-#: file.
+#: Ours, far above any model known: nothing downstream loops for long over a number from the file.
 MAX_METADATA = 1 << 16
 MAX_TENSORS = 1 << 20
 MAX_KEY_BYTES = 1 << 16
-#: Numeric arrays up to this length are kept (per-layer head counts); longer ones and token lists are
-#: only described.
+#: Numeric arrays up to this length are kept (per-layer head counts), others only described.
 KEPT_ELEMENTS = 4096
 KEPT_STRINGS = 64
 

@@ -14,8 +14,7 @@ from edgeinfer.errors import InvalidGgufError
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
-#: (tensor's name, offset of the sums, how many, offset of the counts, how many); offsets in bytes from
-#: the file's start.
+#: (tensor's name, offset and number of the sums, then of the counts); offsets in bytes.
 Span = tuple[str, int, int, int, int]
 
 

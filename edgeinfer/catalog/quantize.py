@@ -25,8 +25,7 @@ from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.disk import free_bytes, sha256_of, sync
 from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError, UsageError
 
-#: Types llama.cpp refuses without an importance matrix, which is made with a calibration text
-#: elsewhere.
+#: Types that llama.cpp refuses without an importance matrix, which is made elsewhere.
 NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
 #: What counts as unquantized: quantizing from anything else loses quality twice.
 FULL_PRECISION = frozenset({"F32", "F16", "BF16"})

@@ -25,8 +25,7 @@ Call = Callable[[Callable[[], Any]], Any]
 _MEAN, _RANK = 1, 4
 _MAX_SEQUENCES = 32
 _MIN_TOKENS, _MAX_TOKENS = 512, 2048
-#: llama.cpp computes logits for every embedded token as well; a batch is small enough that they take no
-#: more than this.
+#: llama.cpp computes logits for every embedded token too: they take no more than this a batch.
 _LOGITS_BYTES = 256 << 20
 
 
@@ -46,8 +45,7 @@ class Embedder:
         by_logits = _LOGITS_BYTES // (4 * loaded.vocab.n_vocab)
         n_ctx_train = int(L.llama_model_n_ctx_train(loaded.model))
         wanted = min(n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
-        # llama.cpp rounds its worst-case graph up to a multiple of the sequences, and asserts when
-        # pooling sees the difference
+        # llama.cpp rounds its worst-case graph up to the sequences; pooling asserts on a difference
         self.max_tokens = max(1, wanted // _MAX_SEQUENCES) * _MAX_SEQUENCES
         self._context: Any = None
         self._batch: Batch | None = None

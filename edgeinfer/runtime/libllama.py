@@ -112,8 +112,7 @@ def variant_dirs() -> list[Path]:
 
 
 def _load_backends() -> ctypes.CDLL:
-    # libllama is linked against the soname; the wheel holds libggml.so as a second file, with a
-    # registry of its own
+    # libllama is linked against the soname; the wheel's libggml.so has a registry of its own
     path = library_dir() / "libggml.so.0"
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
     for name in ("ggml_backend_reg_count", "ggml_backend_dev_count"):

@@ -25,8 +25,7 @@ from edgeinfer.server.guards.protocol import guarded
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import capture_uvicorn
 
-#: After generations were cancelled at the drain's limit, this long for their last words to reach the
-#: clients.
+#: After a drain's cancellations, this long for their last words to reach the clients.
 _LAST_WORDS_S = 2.0
 
 

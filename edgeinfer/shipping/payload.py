@@ -32,8 +32,7 @@ MODEL_FIELD = b"EDGEINFER-MODEL="
 PAYLOAD_MAGIC = b"EDGEPAY1"
 TRAILER = struct.Struct("<8sQQQQ")
 TRAILER_MAGIC = b"EDGETRL1"
-#: PyInstaller's cookie: magic, length of its archive, table of contents, Python's version and library;
-#: big-endian.
+#: PyInstaller's cookie, big-endian: magic, archive's length, contents, Python's version, library.
 COOKIE = struct.Struct("!8sIIII64s")
 COOKIE_MAGIC = b"MEI\014\013\012\013\016"
 #: The bootloader's fields lie within so many first bytes of the file.

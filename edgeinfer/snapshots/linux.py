@@ -17,8 +17,7 @@ _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_RAISE, _PR_CAP_AMBIENT_CLEAR_ALL = 2, 4
 _PR_SET_CHILD_SUBREAPER = 36
 _CAPABILITY_VERSION_3 = 0x20080522
-#: checkpoint_restore, sys_ptrace, setpcap, sys_admin: what CRIU needs; in a user namespace they count
-#: only there.
+#: checkpoint_restore, sys_ptrace, setpcap, sys_admin: what CRIU needs, at most in a user namespace.
 CRIU_CAPABILITIES = (40, 19, 8, 21)
 MADV_DONTNEED = 4
 _PROT_READ_WRITE, _MAP_PRIVATE_FIXED = 3, 0x12

@@ -24,8 +24,7 @@ class Span:
 
 
 THINK = Span("<think>", "</think>")
-#: Tried in this order against a template's source; the first is also recognised where a template says
-#: nothing.
+#: Tried in this order against a template's source; the first also counts where it says nothing.
 SPANS = (
     THINK,
     Span("<thinking>", "</thinking>"),

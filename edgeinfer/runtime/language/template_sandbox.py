@@ -31,8 +31,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-#: Units of work one render may spend: a character made; a loop round is 16 of them, a container's
-#: element 256.
+#: Units of work of one render: a character made; a loop round is 16, a container's element 256.
 FUEL = 64 * 1024 * 1024
 #: CPU seconds one render may take; a long conversation takes a few milliseconds.
 CPU_LIMIT_S = 2.0

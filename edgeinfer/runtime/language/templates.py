@@ -30,8 +30,7 @@ from edgeinfer.runtime.language.template_sandbox import (
 )
 from edgeinfer.runtime.requests import Message, Tool, ToolCall
 
-#: Everything a template's own code can raise. RecursionError is a RuntimeError; jinja2 turns
-#: StopIteration into one.
+#: What a template's code can raise. RecursionError is a RuntimeError, jinja2's StopIteration too.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -42,8 +41,7 @@ _TEMPLATE_FAILURES = (
     TypeError,
     ValueError,
 )
-#: Stands for a text in probes and for the place where a continued answer goes on; no template touches
-#: it.
+#: Stands for a text in probes and where a continued answer goes on; no template touches it.
 _MARK = "\u2060\u2063{}\u2063\u2060"
 #: CPU seconds for all probes of one template together; the longest template in use takes 0.02.
 _PROBE_CPU_S = 1.0

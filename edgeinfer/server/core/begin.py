@@ -17,8 +17,7 @@ from edgeinfer.server.core.model_pool import Lease
 from edgeinfer.server.core.renderer import Renderer
 from edgeinfer.server.observe.metrics import version_of
 
-#: A prompt beyond this many characters is tokenized beside the event loop: 1,000 take 0.7 ms, 16,000
-#: take 16 ms.
+#: Characters of a prompt tokenized on the event loop at most: 1,000 take 0.7 ms, 16,000 16 ms.
 _INLINE_CHARACTERS = 1024
 
 

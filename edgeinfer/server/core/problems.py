@@ -17,8 +17,7 @@ from edgeinfer.load_options import LOAD_OPTIONS
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
 
-#: How msgspec begins a message → OpenAI's code for it; `*` stands for the type, which is part of the
-#: code's name.
+#: How msgspec begins a message → OpenAI's code, in which `*` stands for the type.
 _CODES = (
     (re.compile(r"Object contains unknown field"), "unknown_parameter"),
     (re.compile(r"Object missing required field"), "missing_required_parameter"),

@@ -24,8 +24,7 @@ from edgeinfer.server.native import translate, wire
 from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, finish_reason
 
-#: prometheus_client's own content type; its import costs nothing more here, but the constant is the
-#: contract.
+#: prometheus_client's own content type: the constant is the contract.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -206,8 +206,7 @@ class _Baker:
     def _cut(self, area: Message) -> Iterator[Message]:
         start, end = images.number(area, images.AREA_START), images.number(area, images.AREA_END)
         status = images.number(area, images.AREA_STATUS)
-        # Zeros read as such without content only in anonymous memory: under a file's mapping they hide
-        # the file's bytes.
+        # Zeros need no content in anonymous memory; under a file's mapping they hide its bytes.
         runs = self._content if status & images.AREA_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_PAGES * PAGE if _may_be_mapped(area) else end
         at = start

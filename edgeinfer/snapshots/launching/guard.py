@@ -17,8 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-#: Out of the alternate screen; cursor and wrapping on; mouse, focus, paste and key reports off; colours
-#: as they were.
+#: Leave the alternate screen; cursor and wrapping on; mouse, focus, paste, key reports and colours off.
 RESTORE = (
     b"\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2004l\x1b[?2048l"
     b"\x1b[<u\x1b[0m\r\n"

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
-#: What the launcher passes on. A stop is passed as SIGTSTP, which the app's own handler turns into a
-#: real one.
+#: Passed on by the launcher; a stop as SIGTSTP, which the app's handler turns into a real one.
 FORWARDED = (
     _signal.SIGINT,
     _signal.SIGTERM,

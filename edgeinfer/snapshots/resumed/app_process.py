@@ -44,8 +44,7 @@ WORKER = b"worker"
 CANARY = b"canary"
 FACTS = b"facts"
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
-#: Seconds without work after which a cold chat or endpoint has the snapshot built that its next start
-#: will want.
+#: Seconds of rest after which a cold chat or endpoint has its next start's snapshot built.
 REST_S = 15.0
 
 

@@ -52,11 +52,9 @@ SEPARATOR = "@"
 PROGRAM_SEPARATOR = "-"
 OPTION_SEPARATOR = ","
 
-#: CRIU restores the parked process under this pid in a namespace of its own: so high that no helper
-#: there has it.
+#: The parked process's pid in a namespace of its own: so high that no helper there has it.
 PARKED_PID = 30000
-#: The parked process's two descriptors beside stdio: the socket that becomes the link, the pipe that
-#: wakes it.
+#: The parked process's descriptors beside stdio: the socket of its link, the pipe that wakes it.
 LINK_FD, WAKE_FD = 60, 61
 
 
