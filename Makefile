@@ -26,6 +26,7 @@ check: setup     ## ruff, mypy, house style, import-linter, generated docs are c
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/style.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/docs.py --check
 

@@ -1,4 +1,4 @@
-"""Deleting what was kept: everything, one model's, or one conversation's where no other has read it too.
+"""Deleting what was kept: everything, one model's, or one conversation's that no other has read too.
 
 A process that has something of it in its own memory keeps that until it ends.
 """

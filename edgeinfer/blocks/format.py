@@ -8,8 +8,8 @@
     24      ...    header: msgpack of `Header`
     64 * n  ...    the parts, each from a multiple of 64 on, zeros between
 
-A part is a sequence state as llama.cpp gives it. Nothing of a file is used before its checksum is right:
-llama.cpp asserts on damaged states.
+A part is a sequence state as llama.cpp gives it. Nothing of a file is used before its checksum is
+right: llama.cpp asserts on damaged states.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _HEAD = struct.Struct("<8sIIQ")
 _CHECKED_FROM = 12
 _ALIGN = 64
 
-#: "full": a whole block of a chain. "tail": what is left behind the last whole one. "point": like a tail,
-#: with the state of a recurrent model at its end.
+#: "full": a whole block of a chain. "tail": what is left behind the last whole one. "point": like a
+#: tail, with the state of a recurrent model at its end.
 Kind = Literal["full", "tail", "point"]
 
 
@@ -98,7 +98,7 @@ def read_header(start: bytes | memoryview) -> Header:
 
 
 def decode(data: memoryview) -> Block:
-    """The block in `data`; its parts are views of it. Raises BlockDamagedError before any part is used."""
+    """The block in `data`; its parts are views of it. Raises BlockDamagedError before one is used."""
     if len(data) < _HEAD.size:
         raise BlockDamagedError("it is shorter than its head")
     magic, crc, length, size = _HEAD.unpack_from(data)

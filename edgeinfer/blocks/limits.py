@@ -27,7 +27,7 @@ _STALE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_bytes`: for all blocks together, 0 for a quarter of what is free. `margin_bytes` stays free."""
+    """`max_bytes`: for all blocks, 0 for a quarter of what is free. `margin_bytes` stays free."""
 
     max_bytes: int = 0
     margin_bytes: int = MARGIN_BYTES

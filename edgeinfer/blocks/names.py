@@ -1,8 +1,8 @@
 """What blocks are called: keyed hashes, which tell nobody without the user's secret what was read.
 
-A name stands for everything that decides the bytes behind it: the model and how it computes (`identity`),
-who may share it (`salt`), the adapters, every token before, and its own. It is the hash of its parent's
-name and its tokens, so a prefix has one chain of names and no index.
+A name stands for everything that decides the bytes behind it: the model and how it computes
+(`identity`), who may share it (`salt`), the adapters, every token before, and its own. It is the hash
+of its parent's name and its tokens, so a prefix has one chain of names and no index.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _make_secret(path: Path) -> None:
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:
-    """What stands for a model: its sha256, or the stamps of files that nobody has hashed. Raises OSError."""
+    """A model's sha256, or the stamps of files that nobody has hashed. Raises OSError."""
     return sha256 or stamps(files)
 
 
@@ -85,8 +85,8 @@ class Names:
         return names
 
     def tail(self, parent: bytes, tokens: Sequence[int], kind: str = "tail") -> bytes:
-        """The name under which what begins with `tokens` behind `parent` is kept, however long it is now:
-        the next write supersedes it.
+        """The name of what begins with `tokens` behind `parent`, however long: the next write supersedes
+        it.
         """
         return self._hash(kind.encode(), parent, pack_tokens(tokens[:TAIL_KEY_TOKENS]))
 

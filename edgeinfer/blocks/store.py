@@ -2,11 +2,11 @@
 
     ROOT/secret                      what names are keyed with (0600)
     ROOT/owners/HASH                 names of the blocks that hold one conversation
-    ROOT/MODEL/IDENTITY/checked      what the check of this identity found: "exact", or why it is refused
+    ROOT/MODEL/IDENTITY/checked      what the check of this identity found: "exact", or why not
     ROOT/MODEL/IDENTITY/NAME.block   a block (format.py)
 
-A file appears by one rename and never changes; whoever writes the same block writes the same bytes. Files
-and folders are this user's alone, and what is not is refused.
+A file appears by one rename and never changes; whoever writes the same block writes the same bytes.
+Files and folders are this user's alone, and what is not is refused.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ class BlockStore:
         self.traffic = Traffic()
 
     def model(self, model: str, identity: dict[str, str]) -> ModelBlocks:
-        """The blocks of one model, computed in one way. `model`: its sha256, or another name of the very
-        bytes. `identity`: everything else that decides a bit of a state.
+        """The blocks of one model, computed in one way.
+
+        `model`: its sha256, or another name of the very bytes. `identity`: everything else that decides
+        a bit of a state.
         """
         raw = msgspec.json.encode(sorted({**identity, "model": model}.items()))
         digest = hashlib.blake2b(raw, digest_size=16)
@@ -160,7 +162,7 @@ class ModelBlocks:
             return None
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Note that a chain was used: the first of `names`, the parent of the rest, counts as used last."""
+        """Note that a chain was used: the first of `names`, parent of the rest, counts as used last."""
         now_ns = time.time_ns()
         for i, name in enumerate(names):
             try:

@@ -33,7 +33,7 @@ class Writer:
         return not (self._waiting or self._busy)
 
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
-        """Queue a job that keeps `n_bytes` of memory until it is done; False when too much is waiting."""
+        """Queue a job that keeps `n_bytes` of memory until it is done; False when too much waits."""
         with self._changed:
             if not self.has_room:
                 return False

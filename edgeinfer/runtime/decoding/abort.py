@@ -13,7 +13,7 @@ from edgeinfer.runtime import libllama
 
 
 class Abort:
-    """The switch of one context. `ask` may be called by any thread, the rest by the one that decodes."""
+    """The switch of one context. Any thread may call `ask`, the one that decodes the rest."""
 
     def __init__(self, context: Any) -> None:
         llama = libllama.lib()

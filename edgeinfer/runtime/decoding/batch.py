@@ -26,7 +26,9 @@ class Batch:
         self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int
     ) -> None:
         self.capacity, self.max_outputs = capacity, max_outputs
-        self._n_vocab, self._n_seq_max, self._n_cells = n_vocab, n_seq_max, n_cells
+        self._n_vocab = n_vocab
+        self._n_seq_max = n_seq_max
+        self._n_cells = n_cells
         self._token = np.zeros(capacity, np.int32)
         self._pos = np.zeros(capacity, np.int32)
         self._seq = np.zeros(capacity, np.int32)

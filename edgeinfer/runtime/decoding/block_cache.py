@@ -1,4 +1,4 @@
-"""Between the KV cache's books and the store of computed blocks: what is there, fetching it, keeping it.
+"""Between the KV cache's books and the store of computed blocks: finding, fetching, keeping.
 
 Four calls: `match` finds how much of a prompt the store has and begins to read it, `read` puts what has
 been read into a sequence, `write` keeps a sequence that has ended, `forget` lets one go unwritten. The
@@ -47,7 +47,7 @@ def block_tokens(window: int) -> int:
 
 
 class BlockCache:
-    """`name_adapters` tells one set of LoRA files from another. `check` is this model's, not yet begun."""
+    """`name_adapters` tells sets of LoRA files apart. `check` is this model's, not yet begun."""
 
     def __init__(
         self,
@@ -59,8 +59,12 @@ class BlockCache:
         name_adapters: Callable[[AdapterKey], str],
         check: BlockCheck,
     ) -> None:
-        self.blocks, self._states, self._kv = blocks, states, kv
-        self.block_tokens, self._name_adapters, self._check = block_tokens, name_adapters, check
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self._states = states
+        self._kv = kv
+        self._name_adapters = name_adapters
+        self._check = check
         self._pending: deque[Resident] = deque()
         self._queued: set[bytes] = set()
         self._rest_until = 0.0
@@ -86,8 +90,8 @@ class BlockCache:
     ) -> Restore | None:
         """Begin to read what the store has of `tokens` beyond the `cached` that memory has.
 
-        The blocks begin at or before `cached`. None when that is not worth it. A model that has not been
-        checked is checked now where much is to be gained and nobody else waits (`is_alone`).
+        The blocks begin at or before `cached`. None when that is not worth it. A model that has not
+        been checked is checked now where much is to be gained and nobody else waits (`is_alone`).
         """
         if self.is_refused or len(tokens) - cached <= _WORTH_READING:
             return None
@@ -110,8 +114,8 @@ class BlockCache:
         return Restore(self.blocks.read_ahead(wanted), first * size, end)
 
     def _last_point(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
-        """The last point of a state that cannot be cut: the whole blocks before it, its name, and its own
-        tokens, 0 when there is none.
+        """The last point of a state that cannot be cut: the whole blocks before it, its name, and its
+        own tokens, 0 when there is none.
         """
         size = self.block_tokens
         for i in range(len(chain) - 1, -1, -1):
@@ -196,7 +200,7 @@ class BlockCache:
             self._pending.remove(resident)
 
     def work(self, *, is_idle: bool) -> None:
-        """Do one piece of what is to be written: copy a block out, or check this model a little further.
+        """Do one piece of what waits: copy a block out, or check this model a little further.
 
         Beside running streams only now and then. The check waits until nobody runs; what was written
         before is read when it has ended well, and deleted else.
@@ -240,8 +244,8 @@ class BlockCache:
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """All of a sequence has been handed over. Each block is, once: what a small limit or a full disk
-        takes away again is not written for ever.
+        """All of a sequence has been handed over. Each block is, once: what a small limit or a full
+        disk takes away again is not written for ever.
         """
         if self.blocks.writer.is_idle:
             self._queued.clear()
@@ -282,7 +286,8 @@ class BlockCache:
         """The blocks of `resident` that are not in the store, with their first positions and the tail
         that each takes the place of.
         """
-        size, tokens, names = self.block_tokens, resident.tokens, self.blocks.names
+        size, tokens = self.block_tokens, resident.tokens
+        names = self.blocks.names
         chain = self._chain(tokens, resident.adapters, resident.salt)
         for i, (parent, name) in enumerate(itertools.pairwise(chain)):
             part = tokens[i * size : (i + 1) * size]
@@ -306,7 +311,8 @@ class BlockCache:
         self, resident: Resident, chain: list[bytes]
     ) -> Iterator[tuple[Header, int, bytes | None]]:
         """The points of a state that cannot be cut: the one at its end, and those before it."""
-        size, tokens, names = self.block_tokens, resident.tokens, self.blocks.names
+        size, tokens = self.block_tokens, resident.tokens
+        names = self.blocks.names
         for point in resident.points:
             i = point.n_tokens // size
             rest = tokens[i * size : point.n_tokens]

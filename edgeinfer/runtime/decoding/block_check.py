@@ -1,9 +1,10 @@
 """Whether the blocks of a model come back as they were: computed once for each model and build.
 
-llama.cpp has caches of many kinds, and a kind that loses something when a part of it is saved says so with
-wrong logits only. So a small context computes some text, the next logits are kept, straight on and after a
-cut in the middle; then the same text comes back from blocks into an empty cache, and both logits must be
-the same bits. Text and batches are the same on both sides: other batches round otherwise.
+llama.cpp has caches of many kinds, and a kind that loses something when a part of it is saved says so
+with wrong logits only. So a small context computes some text, the next logits are kept, straight on and
+after a cut in the middle; then the same text comes back from blocks into an empty cache, and both
+logits must be the same bits. Text and batches are the same on both sides: other batches round
+otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _CHUNK = 32
 _TOKENS = 96
 #: A longer window is not filled: blocks are shorter than it in any case.
 _MOST_TOKENS = 1600
-_SEQ_ID, _SCRATCH, _N_SEQ = 0, 1, 2
+#: The check's sequence, the scratch one beside it, and how many that makes.
+_SEQ_ID = 0
+_SCRATCH = 1
+_N_SEQ = 2
 _TAIL_TOKENS = 3
 
 
@@ -56,7 +60,7 @@ class BlockCheck:
         self._work: Iterator[str | None] | None = None
 
     def step(self) -> str | None:
-        """Compute a little; None while there is more to do, then "exact" or what is wrong. One thread."""
+        """Compute a little; None while there is more, then "exact" or what is wrong. One thread."""
         if self._work is None:
             self._work = self._compare()
         return next(self._work)

@@ -31,8 +31,9 @@ def open_blocks(
     kv: KvCache,
     checked: str = "",
 ) -> BlockCache:
-    """The blocks of this model, to be used by the thread that decodes. `checked`: what `run_check` found
-    before, in this very build. Raises OSError.
+    """The blocks of this model, to be used by the thread that decodes.
+
+    `checked`: what `run_check` found before, in this very build. Raises OSError.
     """
     size = size_of_blocks(loaded)
     blocks = store.model(model_key(files.sha256, files.paths), identity(loaded, size))

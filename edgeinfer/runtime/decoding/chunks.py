@@ -15,8 +15,9 @@ _CHUNK_MIN = 32
 #: no longer (seconds): in a deep cache it takes hardly longer than half of one (decision 020).
 _TILE = 64
 _TILE_S = 0.3
-#: While nobody decodes, a prompt longer than `SHORT_TOKENS` is computed in pieces of this length, for those
-#: who may come: 128 at a time give 95 % of the rate that 512 give. Not by time: the size decides bits.
+#: While nobody decodes, a prompt longer than `SHORT_TOKENS` is computed in pieces of this length, for
+#: those who may come: 128 at a time give 95 % of the rate that 512 give. Not by time: the size decides
+#: bits.
 _ALONE = 128
 #: A prompt that is computed before longer ones, whoever came first.
 SHORT_TOKENS = 256

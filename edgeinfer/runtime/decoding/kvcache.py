@@ -106,15 +106,17 @@ class Resident:
 class KvCache:
     """The books of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. One thread.
 
-    `whole_only`: the model's state cannot be cut (recurrent, hybrid), so a resident is reused whole, or up
-    to one of its `points`. `window`: positions that layers with a sliding window see, 0 without such layers.
-    `before_drop` is told of each resident that is about to be forgotten.
+    `whole_only`: the model's state cannot be cut (recurrent, hybrid), so a resident is reused whole, or
+    up to one of its `points`. `window`: positions that layers with a sliding window see, 0 without such
+    layers. `before_drop` is told of each resident that is about to be forgotten.
     """
 
     def __init__(
         self, memory: Memory, *, n_cells: int, n_seq_max: int, whole_only: bool = False, window: int = 0
     ) -> None:
-        self._memory, self.n_cells, self._whole_only = memory, n_cells, whole_only
+        self._memory = memory
+        self.n_cells = n_cells
+        self._whole_only = whole_only
         self._window = window
         self.points: Points | None = None
         self.before_drop: Callable[[Resident], None] = lambda resident: None
@@ -301,7 +303,8 @@ class KvCache:
         self._give_back(resident.cells)
         if self.points is not None:
             self.points.forget(resident.points)
-        resident.tokens, resident.cells, resident.active = [], [], False
+        resident.tokens, resident.cells = [], []
+        resident.active = False
         self.residents.remove(resident)
         self._ids.append(resident.seq_id)
 

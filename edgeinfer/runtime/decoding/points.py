@@ -1,8 +1,8 @@
 """Points that the sequences of recurrent and hybrid models can go back to.
 
-Their state cannot be cut. A copy of its recurrent part, taken at some length, takes a sequence back to that
-length: then an edited message, another answer to the same question, or a template that leaves out earlier
-reasoning computes what is new and not the whole conversation.
+Their state cannot be cut. A copy of its recurrent part, taken at some length, takes a sequence back to
+that length: then an edited message, another answer to the same question, or a template that leaves out
+earlier reasoning computes what is new and not the whole conversation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SHORT = 32
 
 def tokens_to_next(n_past: int, n_tokens: int) -> int:
     """How many tokens a step may compute of a prompt of `n_tokens`, `n_past` of which are done, to end
-    where a point is taken: the same question asked again begins to differ behind all but its last token.
+    where a point is taken: the same question asked again begins to differ behind all but its last
+    token.
     """
     to_end = n_tokens - 1 - n_past
     if n_tokens - n_past < SHORT or to_end <= 0:

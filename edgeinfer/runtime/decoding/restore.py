@@ -17,8 +17,8 @@ _PATIENCE_S = 0.05
 class Restore:
     """Blocks from `start` on, of which the tokens up to `end` are wanted.
 
-    `futures` are the blocks, in order; None stands for one that cannot be used. `cached` tokens had been
-    in memory.
+    `futures` are the blocks, in order; None stands for one that cannot be used. `cached` tokens had
+    been in memory.
     """
 
     futures: Sequence[Future[Block | None]]

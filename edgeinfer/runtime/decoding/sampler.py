@@ -71,9 +71,11 @@ class Sampler:
 
 
 def _history(s: Sampling, n_ctx: int) -> int:
-    penalties = (n_ctx if s.repeat_last_n < 0 else s.repeat_last_n) if _penalises(s) else 0
-    dry = (n_ctx if s.dry_penalty_last_n < 0 else s.dry_penalty_last_n) if s.dry_multiplier else 0
-    return max(penalties, dry)
+    """How many of the last tokens its penalties look at; a negative option stands for all."""
+    wanted = [s.repeat_last_n] if _penalises(s) else []
+    if s.dry_multiplier:
+        wanted.append(s.dry_penalty_last_n)
+    return max((n_ctx if n < 0 else n for n in wanted), default=0)
 
 
 def _chain(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Any:

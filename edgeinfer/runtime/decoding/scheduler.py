@@ -79,13 +79,14 @@ class Scheduler:
         can_cut: bool,
         exactness: Exactness,
     ) -> None:
-        self._context, self._vocab, self.kv, self._batch = context, vocab, kv, batch
-        self._adapters, self._n_parallel, self._n_ctx, self.can_cut = (
-            adapters,
-            n_parallel,
-            n_ctx,
-            can_cut,
-        )
+        self._context = context
+        self._vocab = vocab
+        self.kv = kv
+        self._batch = batch
+        self._adapters = adapters
+        self._n_parallel = n_parallel
+        self._n_ctx = n_ctx
+        self.can_cut = can_cut
         self._exactness = exactness
         self._logits = Logits(context, vocab.n_vocab)
         self._costs = StepCosts()

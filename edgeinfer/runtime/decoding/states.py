@@ -1,8 +1,8 @@
 """Parts of a sequence's state as bytes, and back: what a block of the store holds.
 
-llama.cpp writes the state of a whole sequence and knows no range. A scratch sequence is the range: a part
-is copied to it, which costs a bit per cell, and written from there; a part that comes back is read into it
-and copied behind what the sequence has.
+llama.cpp writes the state of a whole sequence and knows no range. A scratch sequence is the range: a
+part is copied to it, which costs a bit per cell, and written from there; a part that comes back is read
+into it and copied behind what the sequence has.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
 class SequenceStates:
-    """The states of a context's sequences. `scratch` is a sequence id that nobody else uses; `can_cut` is
-    False for recurrent and hybrid models. One thread.
+    """The states of a context's sequences. One thread.
+
+    `scratch` is a sequence id that nobody else uses; `can_cut` is False for recurrent and hybrid models.
     """
 
     def __init__(self, context: Any, memory: Any, scratch: int, *, can_cut: bool = True) -> None:
         self._llama = libllama.lib()
-        self._context, self._memory, self._scratch = context, memory, scratch
+        self._context = context
+        self._memory = memory
+        self._scratch = scratch
         self._can_cut = can_cut
 
     def read(self, seq_id: int, start: int, end: int) -> memoryview | None:
@@ -54,7 +57,7 @@ class SequenceStates:
         return self._get(seq_id, _PARTIAL_ONLY)
 
     def write_point(self, seq_id: int, state: memoryview) -> bool:
-        """Take the recurrent state of `seq_id` back to a point; the tokens behind it can be cut then."""
+        """Take the recurrent state of `seq_id` back to a point; what is behind can be cut then."""
         return self._set(seq_id, state, _PARTIAL_ONLY)
 
     def _clear(self) -> None:
