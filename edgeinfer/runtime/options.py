@@ -110,6 +110,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes_written_total: int = 0
     block_bytes_read_total: int = 0
     blocks_pruned_total: int = 0
+    blocks_damaged_total: int = 0
     completion_tokens_total: int = 0
     prefill_seconds_total: float = 0.0
     decode_seconds_total: float = 0.0

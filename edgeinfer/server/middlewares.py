@@ -205,6 +205,8 @@ class KeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["edgeinfer"]
         exchange.key = self._gate.check_key(exchange.headers, scope["path"])
+        if exchange.key:
+            exchange.cache_salt = self._gate.keys.cache_salt(exchange.key)
         await self._app(scope, receive, send)
 
 

@@ -43,7 +43,7 @@ CHAT = [
     ({"messages": HI, "n": 33}, "n", "integer_above_max_value"),
     ({"messages": HI, "n": 10**30}, "n", "integer_above_max_value"),
     ({"messages": HI, "n": 1.5}, "n", "invalid_type"),
-    ({"messages": HI, "max_tokens": 0}, "max_tokens", "integer_below_min_value"),
+    ({"messages": HI, "cache_salt": ""}, "cache_salt", "string_below_min_length"),
     ({"messages": HI, "max_tokens": -1}, "max_tokens", "integer_below_min_value"),
     ({"messages": HI, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens", "invalid_value"),
     ({"messages": HI, "top_p": 1.01}, "top_p", "decimal_above_max_value"),

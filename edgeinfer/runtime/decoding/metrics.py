@@ -51,6 +51,7 @@ class Counters:
             block_bytes_written_total=blocks.bytes_written,
             block_bytes_read_total=blocks.bytes_read,
             blocks_pruned_total=blocks.pruned,
+            blocks_damaged_total=blocks.damaged,
             completion_tokens_total=self.completion_tokens,
             prefill_seconds_total=self.prefill_s,
             decode_seconds_total=self.decode_s,

@@ -203,9 +203,10 @@ class Sequence:
     def timings(self) -> Timings:
         c = self.clock
         started = c.started or time.monotonic()
+        read = time.monotonic() if self.is_prefill_only and c.started else c.first
         return Timings(
             queue_ms=(started - c.submitted) * 1000.0,
-            prefill_ms=(c.first - c.started) * 1000.0 if c.first else 0.0,
+            prefill_ms=(read - c.started) * 1000.0 if read else 0.0,
             ttft_ms=(c.first - c.submitted) * 1000.0 if c.first else 0.0,
             decode_ms=(c.last - c.first) * 1000.0,
             constraint_ms=self.constraint_s * 1000.0,

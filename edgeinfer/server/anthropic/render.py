@@ -43,6 +43,7 @@ def wire_usage(usage: Usage) -> wire.AnthropicUsage:
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         output_tokens=usage.completion_tokens,
         cache_read_input_tokens=usage.cached_tokens,
+        cache_read_disk_input_tokens=usage.cached_disk_tokens,
     )
 
 

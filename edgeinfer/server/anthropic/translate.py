@@ -12,6 +12,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.core.request_parts import (
+    caching,
     named_tool,
     overridden,
     required_tool,
@@ -37,6 +38,7 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
         stop=stop_strings(body.stop_sequences),
         constraint=None if form is None else JsonSchema(form.schema),
         deadline_s=body.deadline_s,
+        **caching(body),
     )
 
 

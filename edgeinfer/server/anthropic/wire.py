@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.server.core.wire import (
+    CachePrompt,
+    CacheSalt,
     Deadline,
     JsonObject,
     KeepAlive,
@@ -169,6 +171,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     top_k: TopK | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    cache_prompt: CachePrompt = True
+    cache_salt: CacheSalt | None = None
     deadline_s: Deadline | None = None
 
 
@@ -206,11 +210,15 @@ class ToolUseOut(Reply, frozen=True, tag="tool_use", tag_field="type"):
 
 
 class AnthropicUsage(Reply, frozen=True, kw_only=True):
-    """`input_tokens` were prefilled, `cache_read_input_tokens` came from the KV cache."""
+    """`input_tokens` were prefilled, `cache_read_input_tokens` were remembered.
+
+    Of these, `cache_read_disk_input_tokens` came from the disk; that field is ours.
+    """
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
+    cache_read_disk_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
 
 

@@ -57,13 +57,21 @@ async def _begin_once(exchange: Exchange, job: Job) -> Begun:
     try:
         info = lease.engine.info
         exchange.version = version_of(info.sha256)
-        generations = await submit_all(exchange, lease, job.requests(info))
+        requests = [_salted(request, exchange.cache_salt) for request in job.requests(info)]
+        generations = await submit_all(exchange, lease, requests)
         return Begun(lease, generations, job.renderer(exchange.model, info))
     except BaseException as error:
         if isinstance(error, EngineClosedError):
             lease.failed()
         lease.release()
         raise
+
+
+def _salted(request: GenerateRequest, salt: str) -> GenerateRequest:
+    """Keep what is computed to one key's requests, and among those to one `cache_salt`."""
+    if not salt:
+        return request
+    return msgspec.structs.replace(request, cache_salt=f"{salt} {request.cache_salt}")
 
 
 async def submit_all(

@@ -128,6 +128,8 @@ class Exchange:
         self.dialect = dialect
         self.headers = headers
         self.key = ""
+        #: What is computed for this key is found by requests of this key alone; "" shares it with all.
+        self.cache_salt = ""
         self.started = time.perf_counter()
         self.started_ns = time.time_ns()
         self.status = 0

@@ -47,6 +47,7 @@ def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
     usage = Usage(
         prompt_tokens=sum(end.usage.prompt_tokens for end in firsts),
         cached_tokens=sum(end.usage.cached_tokens for end in firsts),
+        cached_disk_tokens=sum(end.usage.cached_disk_tokens for end in firsts),
         completion_tokens=sum(end.usage.completion_tokens for end in ends),
         reasoning_tokens=sum(end.usage.reasoning_tokens for end in ends),
     )
@@ -61,6 +62,7 @@ def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
         queue_ms=round(timings.queue_ms, 3),
         ttft_ms=round(timings.ttft_ms, 3),
         cache_n=usage.cached_tokens,
+        cache_disk_n=usage.cached_disk_tokens,
         prompt_n=prefilled,
         prompt_ms=round(timings.prefill_ms, 3),
         prompt_per_token_ms=round(timings.prefill_ms / prefilled, 3) if prefilled else 0.0,

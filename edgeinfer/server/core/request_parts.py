@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -51,6 +51,25 @@ def stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
     if given is None:
         return ()
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+class Caching(Protocol):
+    """A body with the fields that say what is shared with other requests."""
+
+    @property
+    def cache_prompt(self) -> bool: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+
+def caching(body: Caching) -> dict[str, Any]:
+    """Fields of GenerateRequest that say what is shared with other requests.
+
+    `store: "none"`, where a dialect has it, keeps nothing, as `cache_prompt: false` does.
+    """
+    keeps = body.cache_prompt and getattr(body, "store", None) != "none"
+    return {"cache_prompt": keeps, "cache_salt": body.cache_salt or ""}
 
 
 def overridden(base: Sampling, **given: Any) -> Sampling:

@@ -33,7 +33,14 @@ MAX_TOKENS = 1 << 24
 _INT32 = 1 << 31
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="A pulled model's name.")]
-TokenCount = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokenCount = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=MAX_TOKENS,
+        description="Most tokens of the answer; 0 only reads the prompt, for a request that is expected.",
+    ),
+]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32, extra=WORDS)]
 #: Bounded by the body limit alone.
 Text = str
@@ -57,6 +64,13 @@ KeepAlive = Annotated[
         description="Seconds the model stays loaded after this request; 0 unloads it, -1 keeps it.",
     ),
 ]
+#: What of earlier requests this one may use, and leaves to later ones.
+CachePrompt = Annotated[
+    bool, Meta(description="Whether what is computed is found again, in memory and on the disk.")
+]
+CacheSalt = Annotated[
+    str, Meta(min_length=1, max_length=1024, description="Who gives another salt finds nothing of it.")
+]
 Deadline = Annotated[
     float, Meta(gt=0, le=86_400, description="Seconds after which the answer is cut short.")
 ]
@@ -79,7 +93,8 @@ class SamplingFields(Wire, frozen=True, kw_only=True):
     mirostat_tau: Annotated[float, _range("mirostat_tau")] | None = None
     mirostat_eta: Annotated[float, _range("mirostat_eta")] | None = None
     ignore_eos: bool = False
-    cache_prompt: bool = True
+    cache_prompt: CachePrompt = True
+    cache_salt: CacheSalt | None = None
     overflow: Literal["refuse", "shift"] = "refuse"
     speculative: Literal["auto", "off", "ngram", "draft"] = "auto"
     deadline_s: Deadline | None = None
@@ -94,11 +109,15 @@ class LoraChoice(Wire, frozen=True, kw_only=True):
 
 
 class WireTimings(Reply, frozen=True, kw_only=True):
-    """Durations in milliseconds and rates in tokens per second, in llama.cpp's names."""
+    """Durations in milliseconds and rates in tokens per second, in llama.cpp's names.
+
+    Of `cache_n` tokens that were not computed, `cache_disk_n` came from the disk.
+    """
 
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
     cache_n: int = 0
+    cache_disk_n: int = 0
     prompt_n: int = 0
     prompt_ms: float = 0.0
     prompt_per_token_ms: float = 0.0

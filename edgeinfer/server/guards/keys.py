@@ -25,7 +25,8 @@ class Keys:
     """Keys known by digests alone; `name` is a digest's first 8 hex digits, safe in logs."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+        digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._digests = tuple(dict.fromkeys(digests))
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -38,6 +39,13 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = known
         return None if found is None else found.hex()[:8]
+
+    def cache_salt(self, name: str) -> str:
+        """What keeps that which one key's requests computed from the others'; "" with fewer than two."""
+        if len(self._digests) < 2:
+            return ""
+        own = next(known for known in self._digests if known.hex()[:8] == name)
+        return hmac.digest(own, b"edgeinfer computed blocks", "sha256").hex()
 
 
 def key_path() -> Path:

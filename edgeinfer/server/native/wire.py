@@ -9,6 +9,8 @@ from msgspec import Meta
 
 from edgeinfer.server.core.model_pool import LoadedModel, LoadingModel
 from edgeinfer.server.core.wire import (
+    CachePrompt,
+    CacheSalt,
     KeepAlive,
     ModelName,
     Reply,
@@ -114,6 +116,8 @@ class InferFields(Wire, frozen=True, kw_only=True):
     max_tokens: TokenCount | None = None
     temperature: Temperature | None = None
     seed: Seed | None = None
+    cache_prompt: CachePrompt = True
+    cache_salt: CacheSalt | None = None
     keep_alive: KeepAlive | None = None
 
 

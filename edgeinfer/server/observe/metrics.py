@@ -26,6 +26,7 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.machine import resident_bytes
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import EngineMetrics
 
 #: Seconds. A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)
@@ -59,6 +60,62 @@ LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 _MODEL = ("model_name", "model_version")
 #: Values of the label `key`, with "" for none and "other" for those beyond.
 MAX_KEYS = 64
+
+
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+#: What an engine knows at the moment of a scrape; counters begin again when a model is loaded again.
+_FROM_ENGINE: tuple[tuple[_Family, str, str, Callable[[EngineMetrics], float]], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "Generations being decoded.", lambda m: m.running),
+    (GaugeMetricFamily, "num_requests_waiting", "Generations in the queue.", lambda m: m.queued),
+    (
+        GaugeMetricFamily,
+        "kv_cache_usage_ratio",
+        "KV cache in use, 0 to 1.",
+        lambda m: m.kv_used_tokens / m.kv_total_tokens if m.kv_total_tokens else 0.0,
+    ),
+    (
+        CounterMetricFamily,
+        "engine_steps",
+        "llama_decode calls since the engine started.",
+        lambda m: m.steps_total,
+    ),
+    (
+        CounterMetricFamily,
+        "spec_decode_num_draft_tokens",
+        "Tokens proposed by speculation.",
+        lambda m: m.draft_tokens_total,
+    ),
+    (
+        CounterMetricFamily,
+        "spec_decode_num_accepted_tokens",
+        "Proposed tokens accepted.",
+        lambda m: m.draft_accepted_total,
+    ),
+    (
+        CounterMetricFamily,
+        "blocks_read_bytes",
+        "Bytes of computed blocks read from the disk.",
+        lambda m: m.block_bytes_read_total,
+    ),
+    (
+        CounterMetricFamily,
+        "blocks_written_bytes",
+        "Bytes of computed blocks written to the disk.",
+        lambda m: m.block_bytes_written_total,
+    ),
+    (
+        CounterMetricFamily,
+        "blocks_pruned",
+        "Computed blocks deleted because the folder was full.",
+        lambda m: m.blocks_pruned_total,
+    ),
+    (
+        CounterMetricFamily,
+        "blocks_damaged",
+        "Computed blocks that were damaged: deleted, and computed again.",
+        lambda m: m.blocks_damaged_total,
+    ),
+)
 
 
 class TokenClock:
@@ -123,7 +180,10 @@ class Metrics:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
         self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens taken from the KV cache."
+            "prompt_tokens_cached", "Prompt tokens that were remembered, in memory or on the disk."
+        )
+        self.cached_disk_tokens = self._counter(
+            "prompt_tokens_cached_disk", "Of those, the ones that came from the disk."
         )
         self.generated_tokens = self._counter("generation_tokens", "Generated tokens.")
         self.finished = self._counter(
@@ -166,6 +226,7 @@ class Metrics:
         self.finished.labels(end.reason, *labels).inc()
         self.prompt_tokens.labels(*labels).inc(end.usage.prompt_tokens)
         self.cached_tokens.labels(*labels).inc(end.usage.cached_tokens)
+        self.cached_disk_tokens.labels(*labels).inc(end.usage.cached_disk_tokens)
         self.generated_tokens.labels(*labels).inc(end.usage.completion_tokens)
         self.queue_time.labels(*labels).observe(end.timings.queue_ms / 1000)
         self.prefill_time.labels(*labels).observe(end.timings.prefill_ms / 1000)
@@ -214,39 +275,19 @@ class _Engines(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily(
-            "edgeinfer_num_requests_running", "Generations being decoded.", labels=_MODEL
-        )
-        waiting = GaugeMetricFamily(
-            "edgeinfer_num_requests_waiting", "Generations in the queue.", labels=_MODEL
-        )
-        kv = GaugeMetricFamily(
-            "edgeinfer_kv_cache_usage_ratio", "KV cache in use, 0 to 1.", labels=_MODEL
-        )
-        steps = CounterMetricFamily(
-            "edgeinfer_engine_steps", "llama_decode calls since the engine started.", labels=_MODEL
-        )
-        drafted = CounterMetricFamily(
-            "edgeinfer_spec_decode_num_draft_tokens", "Tokens proposed by speculation.", labels=_MODEL
-        )
-        accepted = CounterMetricFamily(
-            "edgeinfer_spec_decode_num_accepted_tokens", "Proposed tokens accepted.", labels=_MODEL
-        )
+        families = [
+            (kind(f"edgeinfer_{name}", said, labels=_MODEL), value)
+            for kind, name, said, value in _FROM_ENGINE
+        ]
         for name, engine in self._engines():
             try:
                 now = engine.metrics()
             except EdgeInferError:  # its worker has died; the next request replaces it
                 continue
             labels = (name, version_of(engine.info.sha256))
-            running.add_metric(labels, now.running)
-            waiting.add_metric(labels, now.queued)
-            kv.add_metric(
-                labels, now.kv_used_tokens / now.kv_total_tokens if now.kv_total_tokens else 0.0
-            )
-            steps.add_metric(labels, now.steps_total)
-            drafted.add_metric(labels, now.draft_tokens_total)
-            accepted.add_metric(labels, now.draft_accepted_total)
-        yield from (running, waiting, kv, steps, drafted, accepted)
+            for family, value in families:
+                family.add_metric(labels, value(now))
+        yield from (family for family, _ in families)
         yield GaugeMetricFamily(
             "edgeinfer_process_resident_memory_bytes",
             "Resident memory of the endpoint.",

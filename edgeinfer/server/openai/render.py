@@ -42,7 +42,9 @@ def wire_usage(usage: Usage) -> wire.WireUsage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        prompt_tokens_details=wire.PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        prompt_tokens_details=wire.PromptTokensDetails(
+            cached_tokens=usage.cached_tokens, cached_disk_tokens=usage.cached_disk_tokens
+        ),
         completion_tokens_details=wire.CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens),
     )
 

@@ -27,6 +27,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.sampling_options import BY_FIELD
 from edgeinfer.server.core.request_parts import (
+    caching,
     named_tool,
     required_tool,
     seed_of,
@@ -79,9 +80,10 @@ def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateR
     if len(found) * (body.n or 1) > 64:
         raise InvalidRequestError("at most 64 answers a request: prompts times n", param="n")
     requests = []
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
     for prompt in found:
         request = GenerateRequest(
-            prompt=prompt, max_tokens=body.max_tokens or 16, logprobs=body.logprobs, **shared
+            prompt=prompt, max_tokens=max_tokens, logprobs=body.logprobs, **shared
         )
         requests += copies(request, body.n or 1)
     return requests
@@ -254,7 +256,7 @@ def _shared(body: wire.GenerationFields, info: EngineInfo, limit: Constraint | N
         "constraint": limit,
         "overflow": body.overflow,
         "deadline_s": body.deadline_s,
-        "cache_prompt": body.cache_prompt,
+        **caching(body),
         "lora": loras(body.lora),
         "speculative": body.speculative,
     }

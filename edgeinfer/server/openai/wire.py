@@ -221,7 +221,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: JsonObject | None = None
     continue_final_message: bool = False
-    store: Literal[False] | None = None
+    store: Literal[False, "none"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
 

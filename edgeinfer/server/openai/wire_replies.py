@@ -29,7 +29,10 @@ class ErrorReply(Reply, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(Reply, frozen=True, kw_only=True):
+    """Of `cached_tokens`, `cached_disk_tokens` came from the disk; that field is ours."""
+
     cached_tokens: int = 0
+    cached_disk_tokens: int = 0
     audio_tokens: int = 0
 
 

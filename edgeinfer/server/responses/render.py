@@ -225,6 +225,8 @@ def _wire_usage(usage: Usage) -> wire.ResponseUsage:
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        input_tokens_details=wire.InputDetails(cached_tokens=usage.cached_tokens),
+        input_tokens_details=wire.InputDetails(
+            cached_tokens=usage.cached_tokens, cached_disk_tokens=usage.cached_disk_tokens
+        ),
         output_tokens_details=wire.OutputDetails(reasoning_tokens=usage.reasoning_tokens),
     )

@@ -20,6 +20,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.server.core.problems import from_validation
 from edgeinfer.server.core.request_parts import (
+    caching,
     named_tool,
     overridden,
     required_tool,
@@ -57,6 +58,7 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         overflow="shift" if body.truncation == "auto" else "refuse",
         deadline_s=body.deadline_s,
+        **caching(body),
     )
 
 

@@ -8,6 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.server.core.wire import (
+    CachePrompt,
+    CacheSalt,
     Deadline,
     JsonObject,
     KeepAlive,
@@ -145,12 +147,14 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     reasoning: ReasoningConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=1)] | None = None
-    store: Literal[False] | None = None
+    store: Literal[False, "none"] | None = None
     background: Literal[False] | None = None
     previous_response_id: None = None
     conversation: None = None
     service_tier: Literal["auto", "default"] | None = None
     user: ShortText | None = None
+    cache_prompt: CachePrompt = True
+    cache_salt: CacheSalt | None = None
     deadline_s: Deadline | None = None
     keep_alive: KeepAlive | None = None
 
@@ -160,7 +164,10 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):
+    """Of `cached_tokens`, `cached_disk_tokens` came from the disk; that field is ours."""
+
     cached_tokens: int = 0
+    cached_disk_tokens: int = 0
     cache_write_tokens: int = 0
 
 

@@ -1,0 +1,175 @@
+"""What requests find of each other's computing: prefill-only requests, salts, keys, usage, metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.blocks.limits import Limits, list_blocks
+from edgeinfer.blocks.store import BlockStore
+from edgeinfer.runtime.decoding import block_cache, restore
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.events import Finished, Timings, Usage
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate
+
+HI = [{"role": "user", "content": "hi"}]
+#: Every generating route: a body, and the field that bounds its answer.
+ROUTES = {
+    "/v1/chat/completions": ({"messages": HI}, "max_tokens"),
+    "/v1/completions": ({"prompt": "hi"}, "max_tokens"),
+    "/v1/responses": ({"input": "hi"}, "max_output_tokens"),
+    "/v1/messages": ({"messages": HI, "max_tokens": 1}, "max_tokens"),
+    "/infer": ({"prompt": "hi"}, "max_tokens"),
+}
+KEYS = ["test-key-0123456789abcdef", "another-key-0123456789"]
+WORDS = ("river", "bread", "moon", "clock", "whale", "ink", "bridge", "tea", "salt", "wool", "map")
+#: About 400 tokens of the real model, so that whole blocks are read and written.
+STORY = " ".join(f"{WORDS[i * i % 11]}{i * 7 % 13}" for i in range(180))
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """A busy machine may read slower than it computes, and a fast one compute too fast to write."""
+    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(block_cache, "_WORTH_WRITING_S", 0.0)
+
+
+def _load(path: Path, folder: Path, name: str = "smol"):
+    engine = load_engine(
+        ModelFiles(name=name, paths=(str(path),)), LoadOptions(n_ctx=2048, n_parallel=4, n_threads=1)
+    )
+    engine.use_blocks(BlockStore(folder, Limits(max_bytes=1 << 30, margin_bytes=0)))
+    return engine
+
+
+def _completed(here, prompt=STORY, key="", **fields) -> dict:
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 4, "ignore_eos": True} | fields
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer = here.client.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def _cached(reply: dict) -> tuple[int, int]:
+    details = reply["usage"]["prompt_tokens_details"]
+    return details["cached_tokens"], details["cached_disk_tokens"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_takes_the_fields_of_the_cache(serve, path):
+    body, bound = ROUTES[path]
+    engine = FakeEngine()
+    here = serve(engine)
+    for fields in ({"cache_prompt": False, "cache_salt": "mine"}, {bound: 0}):
+        answer = here.client.post(path, json=body | fields)
+        assert answer.status_code == 200, answer.text
+    (request,), (read,) = engine.requests, engine.read
+    assert (request.cache_prompt, request.cache_salt) == (False, "mine")
+    assert (read.max_tokens, read.cache_prompt, read.cache_salt) == (0, True, "")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_store_none_keeps_nothing_and_store_false_is_about_the_answer_alone(serve, path):
+    engine = FakeEngine()
+    here = serve(engine)
+    for store in ("none", False):
+        assert here.client.post(path, json=ROUTES[path][0] | {"store": store}).status_code == 200
+    assert [request.cache_prompt for request in engine.requests] == [False, True]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_usage_and_timings_tell_memory_from_disk(serve, path):
+    usage = Usage(prompt_tokens=9, cached_tokens=6, cached_disk_tokens=4, completion_tokens=1)
+    end = Finished(reason="stop", usage=usage, timings=Timings())
+    reply = serve(FakeEngine([["a", end]])).client.post(path, json=ROUTES[path][0]).json()
+    assert (reply["timings"]["cache_n"], reply["timings"]["cache_disk_n"]) == (6, 4)
+    told = reply.get("usage", {})
+    details = told.get("prompt_tokens_details") or told.get("input_tokens_details") or told
+    if path == "/v1/messages":
+        assert (details["cache_read_input_tokens"], details["cache_read_disk_input_tokens"]) == (6, 4)
+    elif path != "/infer":
+        assert (details["cached_tokens"], details["cached_disk_tokens"]) == (6, 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_was_only_read_is_there_for_the_next(serve, smollm2, tmp_path, stream):
+    here = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",))
+    if stream:
+        body = {"prompt": STORY, "max_tokens": 0, "stream": True}
+        text = here.client.post("/v1/completions", json=body).text
+        assert '"finish_reason":"length"' in text
+        assert '"predicted_n":0' in text
+    else:
+        read = _completed(here, max_tokens=0)
+        assert read["choices"][0] | {"logprobs": None} == {
+            "index": 0,
+            "text": "",
+            "finish_reason": "length",
+            "logprobs": None,
+        }
+        assert read["usage"]["completion_tokens"] == 0
+        assert read["timings"]["prompt_ms"] > 0
+    asked = _completed(here, STORY + " and then")
+    n = asked["usage"]["prompt_tokens"]
+    assert _cached(asked)[0] >= n - 8
+    assert asked["timings"]["prompt_n"] <= 8
+
+
+def test_one_keys_blocks_are_not_found_by_another(serve, smollm2, tmp_path):
+    """Neither in memory, nor on the disk after a restart."""
+    gate = Gate(keys=Keys(KEYS))
+    here = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",), gate=gate)
+    first = _completed(here, key=KEYS[0])
+    n = first["usage"]["prompt_tokens"]
+    assert _cached(first) == (0, 0)
+    assert _cached(_completed(here, key=KEYS[1], max_tokens=0)) == (0, 0)
+    assert _cached(_completed(here, key=KEYS[0], cache_salt="mine", max_tokens=0)) == (0, 0)
+    assert _cached(_completed(here, key=KEYS[0])) == (n - 1, 0)
+    here.drain()
+    here.wait_ended()
+    again = serve(
+        _load(smollm2, tmp_path / "blocks"), names=("smol",), gate=Gate(keys=Keys([*KEYS, "k" * 20]))
+    )
+    assert _cached(_completed(again, key="k" * 20, cache_prompt=False)) == (0, 0)
+    assert _cached(_completed(again, key="k" * 20)) == (0, 0)
+    assert _cached(_completed(again, key=KEYS[0])) == (n - 1, n - 1)
+
+
+def test_one_key_shares_with_everybody_of_this_user(serve):
+    engine = FakeEngine()
+    for keys, wanted in ((KEYS[:1], True), (KEYS[:1] * 2, True), (KEYS, False)):
+        here = serve(engine, gate=Gate(keys=Keys(keys)))
+        _completed(here, "hi", key=keys[0])
+        assert (engine.requests[-1].cache_salt == "") is wanted
+
+
+def test_metrics_count_what_came_from_where(serve, smollm2, tmp_path):
+    here = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",))
+    n = _completed(here)["usage"]["prompt_tokens"]
+    _completed(here)
+    here.drain()
+    here.wait_ended()
+    blocks = list_blocks(tmp_path / "blocks")
+    blocks[0].path.write_bytes(b"damaged")
+    again = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",))
+    from_disk = _cached(_completed(again))[1]
+    assert 0 < from_disk < n - 1
+    lines = dict(line.rsplit(" ", 1) for line in again.client.get("/metrics").text.splitlines())
+    told = {
+        name: float(lines[f'edgeinfer_{name}_total{{model_name="smol",model_version=""}}'])
+        for name in (
+            "prompt_tokens_cached",
+            "prompt_tokens_cached_disk",
+            "blocks_read_bytes",
+            "blocks_written_bytes",
+            "blocks_pruned",
+            "blocks_damaged",
+        )
+    }
+    assert told["prompt_tokens_cached"] == told["prompt_tokens_cached_disk"] == from_disk
+    assert told["blocks_read_bytes"] > 0
+    assert (told["blocks_pruned"], told["blocks_damaged"]) == (0, 1)
