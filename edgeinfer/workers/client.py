@@ -1,7 +1,7 @@
 """The engine of a worker process, as the process sees it that asked for the worker.
 
 When the worker dies, everything in flight ends with EngineClosedError; when this side closes, the
-worker ends.
+worker writes what it has computed, and ends.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from edgeinfer.workers.wire import (
 
 T = TypeVar("T")
 
+#: A worker that is asked to end has this long (seconds) to write what it has computed.
+_END_S = 30.0
+
 
 class RemoteEngine:
     """The `Engine` of a worker process."""
@@ -54,7 +57,9 @@ class RemoteEngine:
         ready = self._handshake(progress)
         self._info = ready.info
         self.start = ready.start
-        threading.Thread(target=self._read, name=f"worker {ready.info.model}", daemon=True).start()
+        name = f"worker {ready.info.model}"
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
+        self._reader.start()
 
     def _handshake(self, progress: LoadProgress | None) -> Ready:
         while True:
@@ -115,8 +120,10 @@ class RemoteEngine:
         return self._call("metrics", EngineMetrics)
 
     def close(self) -> None:
-        """End the worker. Idempotent."""
+        """End the worker, and wait until it has written what it has computed. Idempotent."""
         self._closed = True
+        self._wire.finish()
+        self._reader.join(_END_S)
         self._wire.hang_up()
 
     # --- the wire

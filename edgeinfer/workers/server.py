@@ -45,6 +45,7 @@ def serve(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engi
         else:
             wire.send(Ready(engine.info, start))
             _Server(wire, engine).run()
+            engine.close()  # writes what was computed; the other side waits for the end of the socket
     wire.close()
 
 
@@ -67,7 +68,7 @@ class _Server:
                     generation.cancel()
             else:
                 self._calls.submit(self._guarded, frame.id, functools.partial(self._call, frame))
-        self._calls.shutdown(wait=False, cancel_futures=True)
+        self._calls.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self, frame: Submit) -> None:
         try:

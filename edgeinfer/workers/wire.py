@@ -100,6 +100,11 @@ class Wire:
             return None
         return decoder.decode(body) if body and len(body) == size else None
 
+    def finish(self) -> None:
+        """Say that nothing more is asked. What the other side still sends is received."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
     def hang_up(self) -> None:
         """From any thread: the side that receives, here and there, comes to the end."""
         with contextlib.suppress(OSError):

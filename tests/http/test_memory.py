@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
+import httpx2
 import pytest
+from made_models import make_llama
 
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
@@ -16,6 +25,11 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 
+LAUNCHER = (
+    "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
+)
+#: Tokens of a computed block: what may be computed again beyond what is new.
+BLOCK = 256
 HI = [{"role": "user", "content": "hi"}]
 #: Every generating route: a body, and the field that bounds its answer.
 ROUTES = {
@@ -173,3 +187,116 @@ def test_metrics_count_what_came_from_where(serve, smollm2, tmp_path):
     assert told["prompt_tokens_cached"] == told["prompt_tokens_cached_disk"] == from_disk
     assert told["blocks_read_bytes"] > 0
     assert (told["blocks_pruned"], told["blocks_damaged"]) == (0, 1)
+
+
+class Program:
+    """`edgeinfer serve` of the model `small`, with `other` beside it, as a user starts it."""
+
+    def __init__(self, *paths: Path) -> None:
+        for name, path in zip(("small", "other"), paths, strict=True):
+            self._run("pull", str(path), "--name", name, "--in-place", "--quiet").wait(120)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        words = ["--port", str(port), "--threads", "1", "--ctx", "2048", "--log", "off"]
+        self.process = self._run("serve", "small", *words)
+        headers = {"connection": "close"}  # one that is kept dies with its application
+        url = f"http://127.0.0.1:{port}"
+        self._client = httpx2.Client(base_url=url, timeout=300, headers=headers)
+
+    def _run(self, *words: str) -> subprocess.Popen:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen([sys.executable, "-c", LAUNCHER, *words], **quiet)
+
+    def post(self, path: str, body: dict) -> dict:
+        answer = self._client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def unload(self) -> None:
+        assert self.post("/v1/models/small/unload", {})["state"] == "unloaded"
+
+    def where(self) -> list[tuple[str, str]]:
+        report = self._client.get("/props").json()["models"]
+        return [(model["id"], model["where"]) for model in report]
+
+    def apps(self) -> list[int]:
+        """Processes that hold an engine, the endpoint's first."""
+        below = _below(self.process.pid)
+        return [
+            p for p in below if Path(f"/proc/{p}/comm").read_text() == "edgeinfer\n" and not _below(p)
+        ]
+
+    def __enter__(self) -> Program:
+        for _ in range(1200):
+            with contextlib.suppress(httpx2.TransportError):
+                if self._client.get("/health").status_code == 200:
+                    return self
+            assert self.process.poll() is None
+            threading.Event().wait(0.05)
+        raise AssertionError("it was never ready")
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        self.process.terminate()
+        self.process.wait(60)
+
+
+def _below(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += [int(child), *_below(int(child))]
+    return found
+
+
+class Conversation:
+    """Turns of one conversation. `computed` says of the last how much was computed beyond what is new."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._turns = [{"role": "user", "content": STORY}]
+        self._known = 0
+        self.computed = 0
+
+    def go_on(self) -> None:
+        body = {"model": "small", "messages": self._turns, "max_tokens": 16, "temperature": 0}
+        reply = self._program.post("/v1/chat/completions", body)
+        usage = reply["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        self.computed = self._known - cached
+        self._known = usage["prompt_tokens"]
+        said = reply["choices"][0]["message"]["content"]
+        self._turns += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "Go on, please."},
+        ]
+
+
+@pytest.mark.model
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are started by the launcher, on Linux")
+def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path):
+    """Unloaded from this process and from a worker, by another model's turn, and by `kill -9`."""
+    with Program(smollm2, make_llama(tmp_path / "other.gguf")) as program:
+        talk = Conversation(program)
+        talk.go_on()
+        talk.go_on()
+        assert program.where() == [("small", "process")]
+        assert talk.computed <= 1
+        program.unload()
+        talk.go_on()
+        assert program.where() == [("small", "worker")]
+        assert talk.computed <= BLOCK
+        program.unload()
+        talk.go_on()
+        assert talk.computed <= BLOCK
+        body = {"model": "other", "prompt": "hi", "max_tokens": 2}
+        program.post("/v1/completions", body | {"keep_alive": 0})
+        program.unload()
+        program.post("/v1/completions", body)
+        talk.go_on()
+        assert talk.computed <= BLOCK
+        os.kill(program.apps()[0], signal.SIGKILL)
+        talk.go_on()
+        assert program.where()[0] == ("small", "process")
+        assert talk.computed <= BLOCK

@@ -32,6 +32,7 @@ class Shelf:
         self.holds: dict[str, threading.Event] = {}
         self.refusals: dict[str, Exception] = {}
         self.scripts: dict[str, list] = {}
+        self.writing: dict[str, threading.Event] = {}
         self.reached: dict[str, threading.Event] = {}
 
     def load(self, name, progress):
@@ -47,6 +48,8 @@ class Shelf:
         class Engine(FakeEngine):
             def close(self):
                 super().close()
+                if name in shelf.writing:
+                    assert shelf.writing[name].wait(20)
                 if shelf.live.pop(name, None):
                     shelf.closed.append(name)
 
@@ -136,6 +139,20 @@ def test_a_load_that_fails_is_told_by_status_or_in_the_stream_and_tried_again(se
         assert any("damaged" in line for line in lines)
     shelf.refusals.clear()
     assert _ask(here, "b") == "I am b"
+
+
+def test_a_model_is_loaded_again_when_it_has_written_what_it_read(serve, shelf, until):
+    shelf.writing["b"] = threading.Event()
+    here = serve(load=shelf.load, names=("a", "b"))
+    _ask(here, "b", keep_alive=0)
+    asking = threading.Thread(target=_ask, args=(here, "b"))
+    asking.start()
+    loading = here.endpoint.models.loading
+    until(lambda: [m.stage for m in loading()] == ["writing what it has read"], "b to be waited for")
+    assert shelf.loads == ["a", "b"]
+    shelf.writing["b"].set()
+    asking.join(20)
+    assert shelf.loads == ["a", "b", "b"]
 
 
 def test_keep_alive_zero_unloads_after_the_request_and_minus_one_keeps(serve, shelf, until):

@@ -122,6 +122,19 @@ def test_the_death_of_the_worker_ends_everything_in_flight():
         gate.opened.set()
 
 
+def test_closing_waits_until_the_worker_has_closed_its_engine():
+    """Which writes what was computed: who loads the model next finds it."""
+    fake = FakeEngine([("a", Gate(threading.Event()))])
+    with remote(fake) as (engine, _):
+        generation = engine.submit(ask())
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        closing.join(20)
+        assert not fake.is_open
+        with contextlib.suppress(EngineClosedError):  # or its end was "cancelled"
+            list(generation)
+
+
 def test_a_worker_that_dies_before_it_is_ready():
     here, there = socket.socketpair()
     there.close()

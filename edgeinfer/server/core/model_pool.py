@@ -146,6 +146,7 @@ class Models:
         self._room_s = room_s
         self._slots: dict[str, _Slot] = {}
         self._sizes: dict[str, int] = {}
+        self._closing: dict[str, asyncio.Future[None]] = {}
         self._changed = asyncio.Event()
         self._threads = ThreadPoolExecutor(8, "models")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -271,6 +272,7 @@ class Models:
 
     async def _load(self, slot: _Slot) -> None:
         try:
+            await self._until_closed(slot)
             await self._make_room(slot)
             slot.stage = "loading"
             begun = time.perf_counter()
@@ -302,6 +304,14 @@ class Models:
         if slot.users == 0:
             slot.users = 1
             self.released(slot, self._keep_alive_s)
+
+    async def _until_closed(self, slot: _Slot) -> None:
+        """Wait for the model's last engine, which writes what it has read: the new one finds it then."""
+        closing = self._closing.get(slot.name)
+        if closing is not None:
+            slot.stage = "writing what it has read"
+            await asyncio.wait([closing])
+            slot.stage = "waiting for memory"
 
     def _need_bytes(self, name: str) -> int:
         known = self._sizes.get(name)
@@ -354,8 +364,15 @@ class Models:
         if slot.expiry is not None:
             slot.expiry.cancel()
         self.discard(slot)
-        await asyncio.get_running_loop().run_in_executor(self._threads, loaded.engine.close)
-        self._changed.set()
+        loop = asyncio.get_running_loop()
+        closing = loop.run_in_executor(self._threads, loaded.engine.close)
+        self._closing[slot.name] = closing
+        try:
+            await closing
+        finally:
+            if self._closing.get(slot.name) is closing:
+                del self._closing[slot.name]
+            self._changed.set()
 
     def _spawn(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
