@@ -205,8 +205,8 @@ class Program:
         self._client = httpx2.Client(base_url=url, timeout=300, headers=headers)
 
     def _run(self, *words: str) -> subprocess.Popen:
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen([sys.executable, "-c", LAUNCHER, *words], **quiet)
+        command = [sys.executable, "-c", LAUNCHER, *words]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def post(self, path: str, body: dict) -> dict:
         answer = self._client.post(path, json=body)
