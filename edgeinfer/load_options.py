@@ -157,11 +157,11 @@ REPACK = LoadOption(
 )
 KV_TYPE = LoadOption(
     "kv_type",
-    "f16",
-    "type of the KV cache",
+    "auto",
+    "type of the KV cache; auto is f16, or q8_0 where that is what makes a long context fit",
     flag="--kv-type",
     key="kv-type",
-    words=("f16", "q8_0", "q4_0"),
+    words=("auto", "f16", "q8_0", "q4_0"),
 )
 FLASH_ATTENTION = LoadOption(
     "flash_attention",

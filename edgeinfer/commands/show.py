@@ -57,6 +57,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     n_parallel: int
     n_ctx: int
     n_ctx_reason: str
+    kv_type_reason: str
     machine: Memory
     fits: bool
     repack: str = "on"
@@ -188,7 +189,8 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
         ("memory, weights", format_bytes(need.weights_bytes)),
         (
             "memory, KV cache",
-            f"{format_bytes(need.kv_per_1000_bytes)} for 1,000 tokens ({need.kv_type})",
+            f"{format_bytes(need.kv_per_1000_bytes)} for 1,000 tokens"
+            f" ({need.kv_type}: {memory.kv_type_reason})",
         ),
         ("context", f"{memory.n_ctx} tokens: {memory.n_ctx_reason}"),
         ("memory, context", f"{format_bytes(need.kv_bytes)} for {need.n_ctx} cells, {at_once}"),
@@ -306,6 +308,7 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
         n_parallel=plan.n_parallel.value,
         n_ctx=plan.n_ctx.value,
         n_ctx_reason=plan.n_ctx.reason,
+        kv_type_reason=plan.kv_type.reason,
         machine=machine.memory,
         fits=plan.fits,
         repack=plan.repack.value,

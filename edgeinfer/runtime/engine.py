@@ -334,6 +334,7 @@ def _info(
         weights_bytes=loaded.shape.weights_bytes,
         kv_bytes=loaded.kv_bytes,
         compute_bytes=loaded.compute_bytes,
+        least_kv_bytes=loaded.least_kv_bytes,
         has_chat_template=bool(files.chat_template or _own_template(loaded)),
         can_generate=loaded.can_generate,
         can_embed=embedder.can_embed,

@@ -134,11 +134,30 @@ def _load_backends() -> ctypes.CDLL:
     return ggml
 
 
-def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:
+def base_library() -> ctypes.CDLL:
+    """libggml-base, which llama.cpp allocates with; its functions that edgeinfer calls are declared."""
     base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
-    for name in ("ggml_backend_dev_name", "ggml_backend_dev_description"):
-        getattr(base, name).argtypes = [ctypes.c_void_p]
-        getattr(base, name).restype = ctypes.c_char_p
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "ggml_backend_dev_name": (ctypes.c_char_p, [pointer]),
+        "ggml_backend_dev_description": (ctypes.c_char_p, [pointer]),
+        "ggml_version": (ctypes.c_char_p, []),
+        "ggml_commit": (ctypes.c_char_p, []),
+        "ggml_backend_cpu_buffer_type": (pointer, []),
+        "ggml_backend_buft_alloc_buffer": (pointer, [pointer, size]),
+        "ggml_backend_buffer_clear": (None, [pointer, ctypes.c_uint8]),
+        "ggml_backend_buffer_free": (None, [pointer]),
+        "ggml_backend_buffer_get_base": (pointer, [pointer]),
+        "ggml_backend_buffer_get_size": (size, [pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        getattr(base, name).restype = result
+        getattr(base, name).argtypes = arguments
+    return base
+
+
+def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:
+    base = base_library()
     devices = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
     return tuple(
         f"{base.ggml_backend_dev_name(d).decode()}: {base.ggml_backend_dev_description(d).decode()}"
@@ -155,22 +174,16 @@ def _cpu_variant() -> str:
     return found.group(1) if found else ""
 
 
-def _base_text(function: str) -> str:
-    base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
-    entry = getattr(base, function)
-    entry.restype = ctypes.c_char_p
-    return str(entry().decode())
-
-
 def build_info() -> BuildInfo:
     """What `doctor` and `version` show. Raises EngineError as `lib` does."""
     llama = lib()
+    base = base_library()
     system = llama.llama_print_system_info().decode()
     return BuildInfo(
         binding_version=llama_cpp.__version__,
         llama_version=llama.llama_version().decode(),
-        ggml_version=_base_text("ggml_version"),
-        ggml_commit=_base_text("ggml_commit"),
+        ggml_version=base.ggml_version().decode(),
+        ggml_commit=base.ggml_commit().decode(),
         cpu_variant=_cpu_variant(),
         flags=tuple(
             flag.strip().removesuffix(" = 1")

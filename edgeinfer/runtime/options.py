@@ -67,7 +67,7 @@ class Chosen(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model.
 
-    Sizes in bytes. `choices` maps an option's name to what was chosen for it; `warnings` are sentences
+    Sizes in bytes; `least_kv_bytes` of KV cache are needed for another load to be of use. `choices` maps an option's name to what was chosen for it; `warnings` are sentences
     for whoever loaded it.
     """
 
@@ -84,6 +84,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int = 0
     kv_bytes: int = 0
     compute_bytes: int = 0
+    least_kv_bytes: int = 0
     has_chat_template: bool = False
     can_generate: bool = True
     can_embed: bool = False

@@ -12,6 +12,7 @@ from edgeinfer.machine import Machine
 from edgeinfer.runtime.loading.choices import (
     choose_cells,
     choose_context,
+    choose_kv_type,
     choose_parallel,
     choose_threads,
     choose_ubatch,
@@ -27,6 +28,8 @@ _SPARE_SEQUENCES = 16
 _MAX_SEQUENCES = 256
 #: Context that a model is judged with when none fits.
 _FALLBACK_CTX = 4096
+#: KV cache that makes an automatic context useful, where all of it is larger.
+_USEFUL_KV_BYTES = 1 << 30
 #: Left for the process around the model.
 _PROCESS_BYTES = 64 << 20
 #: The rate of a disk that could not be measured: a SATA SSD's.
@@ -36,8 +39,9 @@ _ASSUMED_DISK_BYTES_PER_S = 500e6
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a context is to be, before it is made; each automatic choice with its reason.
 
-    `n_cells` is the KV cache that all sequences share. `from_disk` says that the weights do not stay in
-    memory. `refusal` says why the model cannot be loaded so, "" when it can.
+    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` what it needs to be of use: all of
+    it for a context that was asked for. `from_disk` says that the weights do not stay in memory. `refusal`
+    says why the model cannot be loaded so, "" when it can.
     """
 
     n_threads: Chosen
@@ -45,11 +49,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     n_ctx: Chosen
     n_cells: Chosen
     n_ubatch: Chosen
+    kv_type: Chosen
     repack: Chosen
     n_seq_max: int
     n_batch: int
     n_outputs: int
     buffers: Buffers
+    least_kv_bytes: int
     from_disk: bool = False
     refusal: str = ""
 
@@ -61,9 +67,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(shape: Shape, options: LoadOptions, machine: Machine, repack: Chosen) -> Plan:
     """Work out the context for `options`. `repack` is `choose_repack`'s."""
-    per_token = shape.kv_bytes_per_token(options.kv_type)
     n_threads = choose_threads(options.n_threads, machine)
     free, from_disk = _free_bytes(shape, options, machine, is_mapped=repack.value == "off")
+    kv_type = choose_kv_type(options, shape, free)
+    per_token = shape.kv_bytes_per_token(kv_type.value)
     n_parallel = choose_parallel(options.n_parallel, n_threads.value, per_token, free)
     refusal = ""
     try:
@@ -79,27 +86,30 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine, repack: Chos
     else:
         n_seq_max += 1  # parts of states pass through it (decision 080)
     n_batch = min(max(options.n_batch, n_parallel.value), n_cells.value)
-    n_ubatch = choose_ubatch(n_batch, n_seq_max, shape.file_type, options.kv_type)
+    n_ubatch = choose_ubatch(n_batch, n_seq_max, shape.file_type, kv_type.value)
     # llama.cpp aborts when fewer outputs are allowed than there are sequence ids
     n_outputs = max(n_seq_max, min(n_batch, n_parallel.value * (1 + MAX_DRAFT)))
+    buffers = make_buffers(
+        shape,
+        n_cells.value,
+        kv_type.value,
+        n_seq_max=n_seq_max,
+        n_ubatch=n_ubatch.value,
+        n_outputs=n_outputs,
+    )
     return Plan(
         n_threads=n_threads,
         n_parallel=n_parallel,
         n_ctx=n_ctx,
         n_cells=n_cells,
         n_ubatch=n_ubatch,
+        kv_type=kv_type,
         repack=repack,
         n_seq_max=n_seq_max,
         n_batch=n_batch,
         n_outputs=n_outputs,
-        buffers=make_buffers(
-            shape,
-            n_cells.value,
-            options.kv_type,
-            n_seq_max=n_seq_max,
-            n_ubatch=n_ubatch.value,
-            n_outputs=n_outputs,
-        ),
+        buffers=buffers,
+        least_kv_bytes=buffers.kv_bytes if options.n_ctx else min(buffers.kv_bytes, _USEFUL_KV_BYTES),
         from_disk=from_disk,
         refusal=refusal,
     )
@@ -114,15 +124,16 @@ def _free_bytes(
     a quarter of the memory is left to the page cache.
     """
     available = machine.memory.available_bytes
+    kv_type = "f16" if options.kv_type == "auto" else options.kv_type
 
     def rough_compute(n_seq_max: int, n_outputs: int) -> int:
         n_ctx = options.n_ctx or min(shape.n_ctx_train, 1 << 15)
         kept = {"n_seq_max": n_seq_max, "n_ubatch": options.n_batch, "n_outputs": n_outputs}
-        return make_buffers(shape, n_ctx, options.kv_type, **kept).compute_bytes
+        return make_buffers(shape, n_ctx, kv_type, **kept).compute_bytes
 
     free = available - shape.weights_bytes - rough_compute(2 * _SPARE_SEQUENCES, 64) - _PROCESS_BYTES
     least = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
-    if is_mapped and free < least * shape.kv_bytes_per_token(options.kv_type):
+    if is_mapped and free < least * shape.kv_bytes_per_token(kv_type):
         few = 1 + _SPARE_SEQUENCES
         return available - available // 4 - rough_compute(few, few), True
     return free, False

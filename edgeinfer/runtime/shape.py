@@ -14,6 +14,8 @@ import msgspec
 
 #: Bytes of one element of the KV cache.
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+#: Elements that a quantized type keeps together.
+_KV_BLOCK = 32
 #: llama.cpp pads a context to this many cells.
 CELL_STEP = 256
 #: Architectures with sliding windows whose files may not name the pattern: it is in llama.cpp's code.
@@ -32,7 +34,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_elements` is K and V of one token in all layers, `state_elements` the 32-bit floats of one
     sequence in the recurrent ones. `weights_bytes_per_token` is what one token reads of the weights:
-    less than all where it uses few of many experts.
+    less than all where it uses few of many experts. `can_quantize_kv` says whether the heads of a plain
+    attention cache are whole blocks of a quantized type.
     """
 
     weights_bytes: int
@@ -47,6 +50,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     state_elements: int = 0
     has_windows: bool = False
     is_recurrent: bool = False
+    can_quantize_kv: bool = True
 
     def kv_bytes_per_token(self, kv_type: str) -> int:
         """Bytes that one more token of context takes in the KV cache."""
@@ -91,6 +95,7 @@ def make_shape(
         kv_elements=kv_elements,
         state_elements=state_elements,
         has_windows=keys.has_windows(),
+        can_quantize_kv=_can_quantize_kv(keys, heads),
         is_recurrent=any(keys.number(key) for key in _RECURRENT_KEYS),
     )
 
@@ -158,12 +163,23 @@ class _Keys:
         return self.architecture in _WINDOWED and (window > 0 or self.architecture in _WINDOW_DEFAULTS)
 
 
+def _head_lengths(keys: _Keys, n_heads: int) -> tuple[int, int]:
+    """(elements of a head's K, of its V)."""
+    default = keys.number("embedding_length") // n_heads if n_heads else 0
+    k_length = keys.number("attention.key_length", default)
+    v_length = keys.number("attention.value_length", default)
+    return k_length, v_length
+
+
+def _can_quantize_kv(keys: _Keys, n_heads: int) -> bool:
+    has_blocks = all(length % _KV_BLOCK == 0 for length in _head_lengths(keys, n_heads))
+    return has_blocks and not keys.number("attention.kv_lora_rank")
+
+
 def _kept(keys: _Keys, n_heads: int) -> tuple[int, int]:
     """(elements of K and V that all layers keep for a token, floats of all recurrent states)."""
     n_layer = max(0, keys.number("block_count") - keys.number("attention.shared_kv_layers"))
-    head_length = keys.number("embedding_length") // n_heads if n_heads else 0
-    k_length = keys.number("attention.key_length", head_length)
-    v_length = keys.number("attention.value_length", head_length)
+    k_length, v_length = _head_lengths(keys, n_heads)
     if keys.number("attention.kv_lora_rank"):  # latent attention: V is a view of K
         v_length = 0
     kv_heads = keys.per_layer("attention.head_count_kv") or keys.per_layer("attention.head_count")

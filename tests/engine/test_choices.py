@@ -55,10 +55,11 @@ def test_sequences_fit_memory() -> None:
     ("n_ctx_train", "per_token", "free", "expected", "word"),
     [
         (8192, 23 << 10, 16 * GIB, 8192, "trained"),
-        (131_072, 16 << 10, 64 * GIB, 32_768, "enough"),
-        (131_072, 128 << 10, 16 * GIB, 8192, "KV cache"),
+        (131_072, 16 << 10, 64 * GIB, 131_072, "trained"),
+        (1 << 20, 16 << 10, 64 * GIB, 131_072, "enough"),
+        (131_072, 128 << 10, 16 * GIB, 65_536, "half"),
         (131_072, 128 << 10, GIB, 4096, "half"),
-        (131_072, 1 << 20, 64 * GIB, 4096, "KV cache"),
+        (131_072, 1 << 20, 64 * GIB, 32_768, "half"),
         (1000, 1 << 10, 64 * GIB, 1000, "trained"),
     ],
 )
@@ -83,7 +84,8 @@ def test_cells_hold_one_context_or_all_sequences() -> None:
     assert choose_cells(8192, 8, 1024, 16 * GIB).value == 8192
     assert choose_cells(2048, 16, 1024, 16 * GIB).value == 16_384
     assert choose_cells(2048, 16, 1 << 18, GIB).value == 2048
-    assert choose_cells(2048, 16, 1 << 17, 16 * GIB).value == 8192
+    assert choose_cells(2048, 16, 1 << 17, 16 * GIB).value == 16_384
+    assert choose_cells(2048, 16, 1 << 17, 2 * GIB).value == 8192
     assert choose_cells(1000, 1, 1 << 20, GIB).value == 1024
 
 

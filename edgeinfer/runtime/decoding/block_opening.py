@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
+
 from edgeinfer.blocks.names import model_key, stamps
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime import libllama
@@ -119,6 +121,7 @@ def _name_adapters(adapters: AdapterKey, paths: dict[str, str]) -> str:
 
 def _small_context(loaded: Loaded, options: LoadOptions, n_cells: int, n_seq: int) -> Any:
     """A context like the engine's, for a check: few cells, short batches. Raises ModelLoadError."""
+    options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
     params = context_params(options, n_cells, _CHECK_BATCH, n_seq, loaded.n_threads)
     params.n_outputs_max = n_seq
     return make_context(loaded.model, params)[0]

@@ -9,15 +9,17 @@ import math
 
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.machine import Machine
-from edgeinfer.runtime.options import Chosen
-from edgeinfer.runtime.shape import CELL_STEP, padded
+from edgeinfer.runtime.options import Chosen, LoadOptions
+from edgeinfer.runtime.shape import CELL_STEP, Shape, padded
 from edgeinfer.units import format_bytes
 
 _MIB = 1 << 20
-#: A context that fits by itself takes no more KV memory than this, unless 4,096 tokens need more.
-_AUTO_KV_BYTES = 1 << 30
-_AUTO_MIN_TOKENS = 4096
-_AUTO_MAX_TOKENS = 32_768
+#: An automatic context is no longer than this. llama.cpp keeps some 50 bytes for each cell, and looks at
+#: all of them when it copies or removes a sequence.
+_AUTO_MAX_TOKENS = 131_072
+#: A quantized cache is slower to attend to: one is chosen only where f16 does not hold so many tokens, or
+#: as many as the model was trained on.
+_AMPLE_TOKENS = 32_768
 #: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
 #: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They gain nothing from large micro-batches, and
 #: give a row the same bits in any batch.
@@ -35,9 +37,7 @@ _CELLS_PER_SEQUENCE = 1024
 
 
 def choose_threads(asked: int, machine: Machine) -> Chosen:
-    """Decode threads. 0 takes the physical cores within our affinity, or the control group's share of
-    them.
-    """
+    """Decode threads. 0 takes the physical cores we may use, or the control group's share of them."""
     if asked:
         return Chosen(asked, "as asked")
     cores = machine.physical_cores
@@ -69,6 +69,28 @@ def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_by
     return Chosen(by_cores, f"four for each of {n_threads} threads, 4 to 16")
 
 
+def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chosen:
+    """Type of the KV cache. "auto" takes f16 where it holds the context that is asked for, or else the
+    trained one up to 32,768 tokens; then q8_0, which takes about half. Decision 082.
+    """
+    if options.kv_type != "auto":
+        return Chosen(options.kv_type, "as asked")
+    wanted = options.n_ctx or min(shape.n_ctx_train or _AMPLE_TOKENS, _AMPLE_TOKENS)
+    room = max(0, free_bytes if options.n_ctx else free_bytes // 2)
+    needed = wanted * shape.kv_bytes_per_token("f16")
+    if needed <= room:
+        return Chosen("f16", f"{wanted} tokens fit")
+    if options.flash_attention == "off":
+        return Chosen("f16", "a quantized cache needs flash attention, which is off")
+    if not shape.can_quantize_kv:
+        return Chosen("f16", "this model's cache cannot be quantized")
+    return Chosen(
+        "q8_0",
+        f"{wanted} tokens would take {format_bytes(needed)} in f16, and there is room for"
+        f" {format_bytes(room)}",
+    )
+
+
 def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
     """Tokens one request may use. `free_bytes` is what is left after weights and compute buffers.
 
@@ -87,11 +109,9 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
         raise OutOfMemoryError(
             f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free for it"
         )
-    thrifty = max(_AUTO_MIN_TOKENS, _AUTO_KV_BYTES // per_token)
     limits = (
         (n_ctx_train, f"the model was trained on {n_ctx_train} tokens"),
         (fits, f"half of the {free_bytes // _MIB} MiB that are free for it"),
-        (thrifty, f"{_AUTO_KV_BYTES // _MIB} MiB of KV cache; ask for more with --ctx"),
         (_AUTO_MAX_TOKENS, "enough for most; ask for more with --ctx"),
     )
     chosen, reason = min(limits, key=lambda limit: limit[0])
@@ -101,19 +121,14 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
 
 def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
     """Cells of the KV cache that all sequences share: one request's context, or more when many run at
-    once.
-
-    llama.cpp clears them all when it makes a context: a gigabyte is 0.3 s to 2 s of every cold start.
+    once. Cells take memory when they are first used.
     """
     wanted = n_parallel * _CELLS_PER_SEQUENCE
-    fits = min(free_bytes // 2, _AUTO_KV_BYTES) // max(1, kv_bytes_per_token)
+    fits = free_bytes // 2 // max(1, kv_bytes_per_token)
     if wanted <= n_ctx or fits <= n_ctx:
         return Chosen(padded(n_ctx), "one full context, shared by all sequences")
     if wanted > fits:
-        return Chosen(
-            padded(fits),
-            f"what fits {_AUTO_KV_BYTES // _MIB} MiB of KV cache or half of the free memory",
-        )
+        return Chosen(padded(fits), f"half of the {free_bytes // _MIB} MiB that are free for it")
     return Chosen(padded(wanted), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 

@@ -18,6 +18,7 @@ from edgeinfer.machine import read_machine, read_rate
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.loading.choices import choose_repack
 from edgeinfer.runtime.loading.mappings import HugePages
+from edgeinfer.runtime.loading.sparse_buffers import sparse_buffers
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.plan import Plan, disk_warning, make_plan
 from edgeinfer.runtime.shape import Shape, make_shape
@@ -47,6 +48,7 @@ class Loaded:
     n_threads: int
     kv_bytes: int
     compute_bytes: int
+    least_kv_bytes: int
     load_ms: float
     choices: dict[str, Chosen] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -202,6 +204,7 @@ def _with_context(
     model: Any, meta: dict[str, str], shape: Shape, options: LoadOptions, plan: Plan
 ) -> Loaded:
     llama = libllama.lib()
+    options = msgspec.structs.replace(options, kv_type=plan.kv_type.value)
     params = context_params(
         options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
     )
@@ -224,6 +227,7 @@ def _with_context(
         n_threads=plan.n_threads.value,
         kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
         compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
+        least_kv_bytes=plan.least_kv_bytes,
         load_ms=0.0,
         choices=_choices(plan, options, lines),
     )
@@ -236,7 +240,7 @@ def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Ch
         "n_ctx": plan.n_ctx,
         "n_cells": plan.n_cells,
         "n_ubatch": plan.n_ubatch,
-        "kv_type": Chosen(options.kv_type, "as asked"),
+        "kv_type": plan.kv_type,
         "repack": plan.repack,
         "gpu_layers": _gpu_choice(options),
         "flash_attention": _flash_choice(options, lines),
@@ -246,15 +250,18 @@ def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Ch
 def context_params(
     options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int
 ) -> Any:
-    """Parameters of a context: unified KV cache, no timers of llama.cpp's own."""
+    """Parameters of a context: unified KV cache, no timers of llama.cpp's own. A KV type that nobody chose
+    is f16.
+    """
     llama = libllama.lib()
+    kv_type = "f16" if options.kv_type == "auto" else options.kv_type
     params = llama.llama_context_default_params()
     params.n_ctx = n_cells
     params.n_batch = params.n_ubatch = n_batch
     params.n_seq_max = n_seq_max
     params.n_threads = params.n_threads_batch = n_threads
-    params.type_k = params.type_v = getattr(llama, f"GGML_TYPE_{options.kv_type.upper()}")
-    params.flash_attn_type = _FLASH["on" if options.kv_type != "f16" else options.flash_attention]
+    params.type_k = params.type_v = getattr(llama, f"GGML_TYPE_{kv_type.upper()}")
+    params.flash_attn_type = _FLASH["on" if kv_type != "f16" else options.flash_attention]
     params.kv_unified = True
     # a context that generates does not pool; llama.cpp aborts when it would with fewer outputs than
     # tokens
@@ -269,7 +276,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str]]:
     """A context and what llama.cpp said while making it. Raises ModelLoadError, OutOfMemoryError."""
     llama = libllama.lib()
     libllama.clear_log()
-    with libllama.listening() as lines:
+    with libllama.listening() as lines, sparse_buffers():
         context = llama.llama_init_from_model(model, params)
     if context:
         return context, lines

@@ -296,8 +296,9 @@ class Models:
         slot.loaded = loaded
         self._sources.loaded_hook(slot.name, loaded, time.perf_counter() - begun)
         info = loaded.engine.info
+        kv_bytes = info.least_kv_bytes or info.kv_bytes  # an automatic context is cut to what is free
         self._sizes[slot.name] = slot.need_bytes = (
-            info.weights_bytes + info.kv_bytes + info.compute_bytes or slot.need_bytes
+            info.weights_bytes + kv_bytes + info.compute_bytes or slot.need_bytes
         )
         slot.ready.set_result(None)
         self._changed.set()
