@@ -43,6 +43,21 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
 
 
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prompt stopped agreeing with what was remembered: behind its first `n_tokens`.
+
+    `before`, `here`: its text around that place; `there`: what memory had instead. `cause`: "text" differs,
+    what is remembered comes to its "end" there, "nothing" begins like it, "none" (all was remembered), or
+    "off" (the request asked to share nothing, or never ran).
+    """
+
+    n_tokens: int = 0
+    cause: Literal["text", "end", "nothing", "none", "off"] = "off"
+    before: str = ""
+    here: str = ""
+    there: str = ""
+
+
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Durations of one request, milliseconds. TTFT counts from submission to the first token."""
 
@@ -104,6 +119,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
     usage: Usage
     timings: Timings
     stop_sequence: str | None = None
+    divergence: Divergence = Divergence()
 
 
 Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished

@@ -189,6 +189,30 @@ def test_metrics_count_what_came_from_where(serve, smollm2, tmp_path):
     assert (told["blocks_pruned"], told["blocks_damaged"]) == (0, 1)
 
 
+def test_slots_tell_where_a_prompt_left_what_is_remembered(serve, smollm2, tmp_path):
+    here = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",), gate=Gate(keys=Keys(KEYS)))
+    middle = STORY.index(" ", len(STORY) // 2)
+    edited = STORY[:middle] + " Suddenly" + STORY[middle:]
+    replies = [_completed(here, text, key=KEYS[0], max_tokens=1) for text in (STORY, edited, STORY)]
+    _completed(here, key=KEYS[1], max_tokens=1)
+
+    def slots(key: str) -> list[dict]:
+        headers = {"authorization": f"Bearer {key}"}
+        return here.client.get("/slots", headers=headers).json()["slots"]
+
+    again, edit, first = slots(KEYS[0])
+    assert [slot["cause"] for slot in (first, edit, again)] == ["nothing", "text", "none"]
+    assert edit["n_diverged"] == edit["cache_n"] == _cached(replies[1])[0]
+    assert edit["text_here"].startswith(" Suddenly")
+    assert STORY[:middle].endswith(edit["text_before"])
+    assert STORY[middle:].startswith(edit["text_there"])
+    assert edit["prompt_n"] == edit["n_prompt_tokens"] - edit["cache_n"]
+    (other,) = slots(KEYS[1])
+    assert (other["cause"], other["text_there"]) == ("nothing", "")
+    assert here.client.get("/slots").status_code == 401
+    assert "Suddenly" not in here.log.getvalue()
+
+
 class Program:
     """`edgeinfer serve` of the model `small`, with `other` beside it, as a user starts it."""
 

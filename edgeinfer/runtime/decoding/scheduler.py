@@ -19,6 +19,7 @@ from edgeinfer.runtime.decoding.abort import Abort
 from edgeinfer.runtime.decoding.batch import Batch, Logits
 from edgeinfer.runtime.decoding.block_cache import BlockCache
 from edgeinfer.runtime.decoding.chunks import SHORT_TOKENS, Chunks, Exactness
+from edgeinfer.runtime.decoding.divergence import closest, describe_divergence
 from edgeinfer.runtime.decoding.interruptions import Interruptions
 from edgeinfer.runtime.decoding.kvcache import AdapterKey, KvCache, common_prefix
 from edgeinfer.runtime.decoding.metrics import Counters
@@ -275,6 +276,9 @@ class Scheduler:
 
     def _give_resident(self, seq: Sequence) -> None:
         request = seq.request
+        if request.cache_prompt and not seq.clock.started:
+            residents = self.kv.residents
+            seq.closest = closest(residents, seq.tokens, seq.adapters, request.cache_salt)
         resident = self.kv.claim(
             seq.tokens, seq.adapters, request.cache_salt, reuse=request.cache_prompt
         )
@@ -304,6 +308,10 @@ class Scheduler:
             self.counters.prompt_tokens += seq.prompt_tokens
             self.counters.cached_tokens += cached
             self.counters.cached_disk_tokens += from_disk
+            if seq.request.cache_prompt:
+                seq.divergence = describe_divergence(
+                    seq.tokens, seq.closest, cached, self._vocab.detokenize
+                )
         seq.progress()
 
     # what comes from the store

@@ -13,12 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
+from edgeinfer.runtime.decoding.divergence import Closest
 from edgeinfer.runtime.decoding.kvcache import AdapterKey, Resident
 from edgeinfer.runtime.decoding.output import Output, chosen_logprobs, token_logprobs
 from edgeinfer.runtime.decoding.restore import Restore
 from edgeinfer.runtime.decoding.sampler import Sampler
 from edgeinfer.runtime.decoding.speculative import Drafting
-from edgeinfer.runtime.events import Finished, FinishReason, Progress, Timings, TokenLogprobs, Usage
+from edgeinfer.runtime.events import (
+    Divergence,
+    Finished,
+    FinishReason,
+    Progress,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.language.constraints import TokenMatcher
 from edgeinfer.runtime.requests import GenerateRequest
@@ -62,6 +71,8 @@ class Sequence:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_disk_tokens: int = 0
+    closest: Closest = field(default_factory=Closest)
+    divergence: Divergence = field(default_factory=Divergence)
     restore: Restore | None = None
     n_generated: int = 0
     constraint_s: float = 0.0
@@ -177,6 +188,7 @@ class Sequence:
                 reason=reason,
                 usage=self.usage(),
                 timings=self.timings(),
+                divergence=self.divergence,
                 stop_sequence=self.output.stopped_by,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,10 +20,14 @@ from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.model_pool import Models
 from edgeinfer.server.core.problems import Problem, shutting_down, unavailable
+from edgeinfer.server.core.wire import Slot
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, version_of
 from edgeinfer.server.observe.payload_log import Content, PayloadLog
 from edgeinfer.server.observe.tracing import Tracer
+
+#: Ended generations that /slots tells of.
+_SLOTS = 64
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -58,6 +62,8 @@ class Endpoint:
         #: Generations in each model, waiting or running.
         self.inside: Counter[str] = Counter()
         self._by_key: Counter[str] = Counter()
+        #: The latest generations that have ended, with the names of their keys.
+        self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
 
     def enter(self, key: str) -> None:
         """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""
@@ -174,8 +180,28 @@ class Exchange:
         self.prompt_tokens += end.usage.prompt_tokens
         self.completion_tokens += end.usage.completion_tokens
         self.how = end.reason
+        self.endpoint.slots.appendleft((self.key, _slot(self, end)))
         self.endpoint.metrics.generation_ended(self.model, self.version, end)
         self.endpoint.tracer.generation(self.headers, self.model, self.route, self.started_ns, end)
+
+
+def _slot(exchange: Exchange, end: Finished) -> Slot:
+    usage, where = end.usage, end.divergence
+    return Slot(
+        id_task=exchange.id,
+        model=exchange.model,
+        n_prompt_tokens=usage.prompt_tokens,
+        cache_n=usage.cached_tokens,
+        cache_disk_n=usage.cached_disk_tokens,
+        prompt_n=usage.prompt_tokens - usage.cached_tokens,
+        n_decoded=usage.completion_tokens,
+        finish_reason=end.reason,
+        n_diverged=where.n_tokens,
+        cause=where.cause,
+        text_before=where.before,
+        text_here=where.here,
+        text_there=where.there,
+    )
 
 
 def exchange_of(request: Request) -> Exchange:

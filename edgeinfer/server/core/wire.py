@@ -101,6 +101,29 @@ class SamplingFields(Wire, frozen=True, kw_only=True):
     keep_alive: KeepAlive | None = None
 
 
+class Slot(Reply, frozen=True, kw_only=True):
+    """A generation that has ended, and what of its prompt was remembered.
+
+    `prompt_n` of `n_prompt_tokens` were computed. `n_diverged` tokens agree with what is remembered, and
+    behind them stands `text_here`, not `text_there`; `cause` as in `Divergence`.
+    """
+
+    id_task: str
+    model: str
+    n_prompt_tokens: int
+    cache_n: int
+    cache_disk_n: int
+    prompt_n: int
+    n_decoded: int
+    finish_reason: str
+    n_diverged: int
+    cause: str
+    text_before: str
+    text_here: str
+    text_there: str
+    is_processing: bool = False
+
+
 class LoraChoice(Wire, frozen=True, kw_only=True):
     """An adapter of the model with its scale."""
 

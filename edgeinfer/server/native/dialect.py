@@ -82,6 +82,14 @@ NATIVE = Dialect(
         ),
         Operation(
             method="GET",
+            path="/slots",
+            handler=routes.slots,
+            summary="What was remembered of the latest prompts, and where each went a way of its own.",
+            reply=wire.Slots,
+            uses_model=False,
+        ),
+        Operation(
+            method="GET",
             path="/metrics",
             handler=routes.metrics,
             summary="Prometheus metrics.",

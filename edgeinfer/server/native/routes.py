@@ -181,6 +181,12 @@ async def metrics(request: Request) -> Response:
     )
 
 
+async def slots(request: Request) -> Response:
+    exchange = exchange_of(request)
+    own = [slot for key, slot in exchange.endpoint.slots if key == exchange.key]
+    return json_reply(wire.Slots(slots=own))
+
+
 async def props(request: Request) -> Response:
     endpoint = exchange_of(request).endpoint
     return json_reply(

@@ -15,6 +15,7 @@ from edgeinfer.server.core.wire import (
     ModelName,
     Reply,
     Seed,
+    Slot,
     StopList,
     Temperature,
     Text,
@@ -157,6 +158,12 @@ class Health(Reply, frozen=True, kw_only=True):
     model: str
     loading: list[LoadingModel] = msgspec.field(default_factory=list)
     error: str = ""
+
+
+class Slots(Reply, frozen=True, kw_only=True):
+    """Generations that have ended, the latest first: of the key that asks, where there are several."""
+
+    slots: list[Slot]
 
 
 class Props(Reply, frozen=True, kw_only=True):
