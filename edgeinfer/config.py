@@ -73,6 +73,9 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     idle_release_s: Annotated[
         float, _about("Seconds without work after which memory is given back; 0 never.", ge=0)
     ] = 30.0
+    hand_over: Annotated[
+        bool, _about("Let `serve` go on in a resumed process once its snapshot is built.")
+    ] = True
 
 
 class BlocksConfig(_Section, frozen=True, kw_only=True):

@@ -62,6 +62,26 @@ class Copies(Protocol):
         """Close it."""
 
 
+class HandOver(Protocol):
+    """How a process that started cold is succeeded by a resumed one."""
+
+    @property
+    def is_successor(self) -> bool:
+        """Whether this process is to take over from one that still works."""
+
+    def listen(self) -> int:
+        """Say that this process may be succeeded; a descriptor to be polled for `receive`."""
+
+    def receive(self) -> Literal["offer", "leave", "end"]:
+        """Read what comes: a successor is on offer, it has begun, nobody speaks any more."""
+
+    def idle(self) -> None:
+        """Say that a successor may come now."""
+
+    def ready(self) -> None:
+        """Say that this process, the successor, could answer."""
+
+
 class KeepsBlocks(Protocol):
     """An engine that can keep what it computes."""
 
@@ -167,6 +187,10 @@ class Host:
         When this process is killed, each copy has the one of `replies` written on it that its state is
         the index of.
         """
+        return None
+
+    def hand_over(self) -> HandOver | None:
+        """The way to a successor, or from a predecessor; None where this process is the only one."""
         return None
 
     def warm_models(self) -> frozenset[str]:

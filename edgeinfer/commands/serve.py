@@ -53,6 +53,8 @@ def serve(options: argparse.Namespace, host: Host) -> ServeResult:
     listeners = list(host.listeners) or sockets.activated() or _bind(options, host)
     gate = make_gate(options, host, listeners)
     ended: Ended = asyncio.run(_serve(options, host, name, listeners, gate))
+    if ended.reason == "succeeded":
+        raise SystemExit(0)  # its successor will tell how serving ended
     return ServeResult(reason="idle" if ended.reason == "idle" else "signal", cut_short=ended.cut_short)
 
 
@@ -100,7 +102,7 @@ async def _serve(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )
     copies = host.keep_copies(crash_replies.replies(DIALECTS))
-    return await run(endpoint, gate, listeners, run_options, copies)
+    return await run(endpoint, gate, listeners, run_options, copies, host.hand_over())
 
 
 class Loader:

@@ -49,6 +49,8 @@ class ExchangeMiddleware:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
+                if self._endpoint.is_leaving:
+                    exchange.reply_headers["connection"] = "close"
                 added = ((k.encode(), v.encode()) for k, v in exchange.reply_headers.items())
                 message["headers"] = [*message["headers"], *added]
             await send(message)

@@ -17,16 +17,20 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import uvicorn
 
-from edgeinfer.host import Copies
+from edgeinfer.host import Copies, HandOver
 from edgeinfer.server.asgi import build_app
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.protocol import guarded
 from edgeinfer.server.guards.security import Gate
+from edgeinfer.server.handing_over import HandingOver
 from edgeinfer.server.observe.logs import capture_uvicorn
 
 #: After a drain's cancellations, this long for their last words to reach the clients.
 _LAST_WORDS_S = 2.0
+#: A connection accepted just now may be in its TLS handshake still, and is in no list.
+_ACCEPTED_S = 2.0
+_LOOK_S = 0.05
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +43,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How serving ended: "signal" or "idle"; whether a drain had to be cut short."""
+    """How serving ended: "signal", "idle" or "succeeded"; whether a drain had to be cut short."""
 
     reason: str
     cut_short: bool = False
@@ -51,9 +55,16 @@ async def run(
     listeners: Sequence[socket.socket],
     options: RunOptions,
     copies: Copies | None = None,
+    hand_over: HandOver | None = None,
 ) -> Ended:
-    """Serve until a signal or idleness, then close its models. `copies`: `Host.keep_copies`."""
+    """Serve until a signal, idleness or a successor, and close the endpoint's models then.
+
+    `copies`: see `Host.keep_copies`; `hand_over`: see `Host.hand_over`. Raises what loading the model
+    raises where this process is a successor: it accepts nobody before it could answer.
+    """
     capture_uvicorn(endpoint.log)
+    if hand_over is not None and hand_over.is_successor:
+        (await endpoint.models.acquire(endpoint.models.default)).release()
     config = uvicorn.Config(
         build_app(endpoint, gate),
         http=guarded(endpoint.limits, copies),
@@ -70,16 +81,17 @@ async def run(
     )
     server = _Server(config, endpoint)
     endpoint.drain = server.drain
-    with server.signals():
+    with server.signals(), server.successor(hand_over):
         serving = asyncio.create_task(server._serve(list(listeners)))
-        tending = asyncio.create_task(_tend(server, endpoint, listeners, options))
+        tending = asyncio.create_task(_tend(server, endpoint, listeners, options, hand_over))
         try:
             await serving
         finally:
             tending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await tending
-            sockets.notify("STOPPING=1")
+            if server.reason != "succeeded":
+                sockets.notify("STOPPING=1")
             await endpoint.models.close()
             endpoint.threads.shutdown(wait=False, cancel_futures=True)
             endpoint.tracer.close()
@@ -111,13 +123,38 @@ class _Server(uvicorn.Server):
             for number in handled:
                 loop.remove_signal_handler(number)
 
+    @contextlib.contextmanager
+    def successor(self, hand_over: HandOver | None) -> Iterator[None]:
+        """Leave the endpoint to a successor when there is one."""
+        if hand_over is None or hand_over.is_successor:
+            yield
+            return
+        handing_over = HandingOver(self._endpoint, hand_over, self._leave)
+        try:
+            yield
+        finally:
+            handing_over.close()
+
+    async def _leave(self) -> None:
+        """Accept nobody, answer what still comes on the connections, and end with the last of them."""
+        self.reason = "succeeded"
+        self._endpoint.is_leaving = True
+        for server in self.servers:
+            server.close()
+        self._endpoint.log.info("handing-over", connections=len(self.server_state.connections))
+        await asyncio.sleep(_ACCEPTED_S)
+        while self.server_state.connections:
+            await asyncio.sleep(_LOOK_S)
+        self.should_exit = True
+
     def drain(self, why: str) -> None:
         """Stop taking requests and end when the running ones have. A second call ends at once."""
         if self.should_exit:
             self._endpoint.cancel_all()
             self.force_exit = True
             return
-        self.reason = "idle" if why == "idle" else "signal"
+        if self.reason != "succeeded":
+            self.reason = "idle" if why == "idle" else "signal"
         self._endpoint.draining = True
         self._endpoint.log.info("draining", why=why, running=self._endpoint.in_flight)
         sockets.notify("STOPPING=1", f"STATUS=finishing {self._endpoint.in_flight} requests")
@@ -139,7 +176,11 @@ class _Server(uvicorn.Server):
 
 
 async def _tend(
-    server: _Server, endpoint: Endpoint, listeners: Sequence[socket.socket], options: RunOptions
+    server: _Server,
+    endpoint: Endpoint,
+    listeners: Sequence[socket.socket],
+    options: RunOptions,
+    hand_over: HandOver | None,
 ) -> None:
     """Load the default model, say when ready, watch for idleness."""
     loading = asyncio.create_task(_preload(endpoint)) if options.preload else None
@@ -149,11 +190,13 @@ async def _tend(
     endpoint.log.info("listening", url=" ".join(where), model=endpoint.models.default)
     if loading is not None:
         await loading
+    if hand_over is not None and hand_over.is_successor:
+        hand_over.ready()
     sockets.notify("READY=1", f"STATUS=serving {endpoint.models.default} at {where[0]}")
     if options.idle_exit_s is None:
         return
     endpoint.last_activity = time.monotonic()
-    while True:
+    while not endpoint.is_leaving:
         idle_s = 0.0 if endpoint.in_flight else time.monotonic() - endpoint.last_activity
         if idle_s >= options.idle_exit_s:
             server.drain("idle")

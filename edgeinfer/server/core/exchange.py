@@ -53,6 +53,8 @@ class Endpoint:
         self.metrics = Metrics(models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
         self.draining = False
+        #: Another process has the listening sockets: connections end with their next answer.
+        self.is_leaving = False
         self.ready_said = False
         #: Set by whoever runs the endpoint: stop taking requests and end; called on the event loop.
         self.drain: Callable[[str], None] = lambda why: None

@@ -2,7 +2,8 @@
 
 One loop over pipes and sockets. An app is resumed from a snapshot or started cold; either way it has a
 supervisor that reports on a pipe, and a link on which it may ask for workers (`{"op": "worker"}`), name
-the snapshot that would have helped (`"warm"`), and say that it has ended (`"exit"`).
+the snapshot that would have helped (`"warm"`), and say that it has ended (`"exit"`). A `serve` that
+started cold is succeeded by a resumed one when its snapshot is built (`hand_over`).
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -19,7 +20,7 @@ import time
 from edgeinfer import process
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
 from edgeinfer.snapshots import frames
-from edgeinfer.snapshots.launching import guard, supervise, surroundings
+from edgeinfer.snapshots.launching import guard, hand_over, supervise, surroundings
 from edgeinfer.snapshots.shelf import choose, format
 
 TYPE_CHECKING = False
@@ -55,6 +56,7 @@ class App:
         self.request: dict[str, frames.Value] = {}
         self.copies: kept_connections.Kept | None = None
         self.fds: list[int] = []
+        self.offers_fd: int | None = None
         self.began = time.monotonic()
         self.report = b""
 
@@ -68,6 +70,8 @@ class Launcher:
         self._main_ns = main_ns
         self._apps: list[App] = []
         self._main: App | None = None
+        self._successor: App | None = None
+        self._code: int | None = None
         self._listeners: list[_socket.socket] = []
         self._warm: dict[bytes, dict[str, bytes]] = {}
         self._asked_to_end = False
@@ -77,6 +81,7 @@ class Launcher:
         self._terminal = _terminal_modes(self._terminal_fd)
         self._guard: int | None = None
         self._poll = select.poll()
+        self._builds = hand_over.Builds(self._poll)
 
     # --- starting
 
@@ -187,6 +192,9 @@ class Launcher:
         # one that starts meanwhile may have a descriptor that was another's at the poll
         apps = list(self._apps)
         for fd, _ in self._poll.poll():
+            if self._builds.has_ended(fd):
+                self._offer()
+                continue
             for app in apps:
                 if app not in self._apps:
                     continue
@@ -230,6 +238,9 @@ class Launcher:
     def _failed(self, app: App, why: str) -> None:
         """A restore failed, which the manifest did not foresee: start cold, with the same request."""
         self._forget(app)
+        if app is self._successor:
+            self._stay(why)
+            return
         if app.how == "cold":
             self._finish(app, f"exit {_UNEXPECTED}", why)
             return
@@ -250,6 +261,10 @@ class Launcher:
         self._forget(app)
         if app is self._main:
             self._finish(app, how)
+        elif app is self._successor:
+            self._stay(how)
+        elif self._code is not None:
+            self._leave(self._code)
 
     def _forget(self, app: App) -> None:
         self._apps.remove(app)
@@ -259,6 +274,8 @@ class Launcher:
             app.copies.send_replies()
         _quietly(self._poll.unregister, app.link.fileno())
         os.close(app.child.status_fd)
+        if app.offers_fd is not None:
+            os.close(app.offers_fd)
         app.link.close()
         _quietly(os.waitpid, app.child.pid, 0)
 
@@ -280,6 +297,12 @@ class Launcher:
 
             app.copies = kept_connections.Kept(received[1], fields["replies"].split(b"\0"))
             self._poll.register(app.copies.fileno(), select.POLLIN)
+        elif op == b"hand-over":
+            app.offers_fd = received[1][0]
+        elif op == b"idle" and app is self._main:
+            self._start_successor()
+        elif op == b"ready" and app is self._successor:
+            self._hand_over(app)
         elif op == b"warm-now":
             self._warm_now(app, fields, received[1])
         elif op == b"warm-stop":
@@ -333,6 +356,54 @@ class Launcher:
             _quietly(os.waitpid, self._warming, 0)
             self._warming = 0
 
+    # --- handing over
+
+    def _offer(self) -> None:
+        """Offer the app a successor, when there is a snapshot now that fits its launch."""
+        # a word of argv that is no model's name until there is a snapshot of it
+        choice = choose.launch_choice(self.argv)
+        self._verb = (choice, *self._verb[1:])
+        main = self._main
+        if main is None or main.offers_fd is None or choice.resume == "never":
+            return
+        try:
+            choice.find()
+        except (EdgeInferError, OSError):
+            return
+        _quietly(os.write, main.offers_fd, hand_over.OFFER)
+
+    def _start_successor(self) -> None:
+        """Resume the verb a second time, with the same listening sockets."""
+        choice, request, fds = self._verb
+        if self._asked_to_end or self._successor is not None:
+            return
+        self._exec_ns = self._main_ns = time.monotonic_ns()
+        try:
+            folder, manifest = choice.find()
+            self._successor = self._resume(folder, manifest, request | {"succeeds": 1}, fds)
+        except (EdgeInferError, OSError) as error:
+            self._stay(str(error))
+
+    def _hand_over(self, successor: App) -> None:
+        """The successor is the verb's app from now on; the first one goes when its clients have gone."""
+        first = self._main
+        self._main = successor
+        self._successor = None
+        if first is not None and first.offers_fd is not None:
+            _quietly(os.write, first.offers_fd, hand_over.LEAVE)
+
+    def _stay(self, why: str) -> None:
+        """There is no successor: the app goes on as if nothing had been."""
+        self._successor = None
+        if not self._asked_to_end:
+            sys.stderr.write(f"edgeinfer: no hand-over to the snapshot: {why[:300]}\n")
+            sys.stderr.flush()
+
+    def _is_succeeded(self) -> bool:
+        """Whether an app that was succeeded still has clients."""
+        ours = (self._main, self._successor)
+        return any(app.role == "verb" and app not in ours for app in self._apps)
+
     # --- ending
 
     def _finish(self, app: App, how: str, why: str = "") -> None:
@@ -346,6 +417,7 @@ class Launcher:
             return
         if what == "exit":
             self._leave(int(number))
+            return
         if int(number) not in (
             _signal.SIGINT,
             _signal.SIGTERM,
@@ -358,6 +430,7 @@ class Launcher:
             )
             sys.stderr.flush()
             self._leave(128 + int(number))
+            return
         self._dismiss_guard()
         _die_of(int(number))
 
@@ -370,6 +443,8 @@ class Launcher:
             guard.put_back(self._terminal_fd, self._terminal)
 
     def _again(self, app: App, how: str) -> None:
+        if self._successor is not None:
+            _quietly(os.kill, self._successor.child.pid, _signal.SIGKILL)
         alive_s = time.monotonic() - app.began
         self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
         wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]
@@ -385,7 +460,11 @@ class Launcher:
         choice, request, fds = self._verb
         self._main = self._start(choice, request, fds)
 
-    def _leave(self, code: int) -> NoReturn:
+    def _leave(self, code: int) -> None:
+        """End, as soon as no client is left to an app that was succeeded."""
+        self._code = code
+        if self._is_succeeded():
+            return
         self._dismiss_guard()
         self._warm_later()
         os._exit(code)
@@ -394,11 +473,7 @@ class Launcher:
         """Build the snapshots that would have helped, each in a process that nobody waits for."""
         while self._warm:
             _, fields = self._warm.popitem()
-            surroundings.detach(
-                "edgeinfer.snapshots.building.background_build",
-                os.fsdecode(fields["model"]),
-                os.fsdecode(fields["options"]),
-            )
+            self._builds.start(fields["model"], fields["options"])
 
 
 def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:

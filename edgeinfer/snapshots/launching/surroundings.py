@@ -80,8 +80,8 @@ def listen(argv: list[str]) -> list[_socket.socket]:
     return found
 
 
-def detach(module: str, *arguments: str) -> None:
-    """Start a module of ours that outlives us, with none of our descriptors."""
+def detach(module: str, *arguments: str) -> int:
+    """Start a module of ours that outlives us, with none of our descriptors; its pid."""
 
     def prepare() -> None:
         os.setsid()
@@ -90,4 +90,4 @@ def detach(module: str, *arguments: str) -> None:
         for number in supervise.FORWARDED:
             _signal.signal(number, _signal.SIG_DFL)
 
-    process.fork_and_exec(process.child_command(module, *arguments), prepare)
+    return process.fork_and_exec(process.child_command(module, *arguments), prepare)

@@ -24,7 +24,7 @@ import msgspec
 
 from edgeinfer import process
 from edgeinfer.config import Config, LoadConfig
-from edgeinfer.errors import EngineClosedError, UsageError, from_fields
+from edgeinfer.errors import EngineClosedError, SnapshotStaleError, UsageError, from_fields
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.interface import Engine
@@ -32,6 +32,7 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import frames, linux
 from edgeinfer.snapshots.launching import kept_connections
 from edgeinfer.snapshots.resumed import freshness
+from edgeinfer.snapshots.resumed.hand_over import HandOver
 from edgeinfer.snapshots.resumed.idle import IdleWatch
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
 
@@ -60,11 +61,13 @@ class AppHost(Host):
         *,
         exec_ns: int = 0,
         named: bool = False,
+        succeeds: bool = False,
         long_lived: bool = True,
     ) -> None:
         super().__init__(start, exec_ns=exec_ns)
         self._link = link
         self._named = named
+        self._succeeds = succeeds
         self._loaded = loaded
         self._listeners = listeners
         self._long_lived = long_lived
@@ -106,6 +109,8 @@ class AppHost(Host):
                 f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {model}",
                 hint="leave the model out, or name a snapshot of it",
             )
+        elif self._succeeds:
+            raise SnapshotStaleError(f"the snapshot {self.start.snapshot} does not fit: no hand-over")
         else:  # the launcher guessed wrong: what counts is how the worker came to be
             engine = remote = self.worker(model, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
@@ -180,6 +185,11 @@ class AppHost(Host):
         self._tell({"op": "copies", "replies": b"\0".join(replies)}, [theirs.fileno(), states_fd])
         theirs.close()
         return kept_connections.Copies(channel, states_fd)
+
+    def hand_over(self) -> HandOver | None:
+        """None where the configuration says so, or where nothing would be gained."""
+        wanted = self.start.how == "cold" and self.config.snapshots.hand_over
+        return HandOver(self._tell, is_successor=self._succeeds) if wanted or self._succeeds else None
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
         """Tell the launcher which snapshot would have served this cold start.
@@ -303,6 +313,7 @@ def _play(
                 tuple(sockets),
                 exec_ns=exec_ns,
                 named=fields.get("named") == b"1",
+                succeeds=fields.get("succeeds") == b"1",
                 long_lived=long_lived,
             ),
         )

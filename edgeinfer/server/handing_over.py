@@ -1,0 +1,48 @@
+"""Leaving the endpoint to a process that was resumed: the listening sockets stay, no client is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+from edgeinfer.host import HandOver
+from edgeinfer.server.core.exchange import Endpoint
+
+_LOOK_S = 0.05
+
+
+class HandingOver:
+    """Waits for the launcher's words, on the event loop; `leave` ends this process gently."""
+
+    def __init__(
+        self, endpoint: Endpoint, hand_over: HandOver, leave: Callable[[], Coroutine[None, None, None]]
+    ) -> None:
+        self._endpoint = endpoint
+        self._hand_over = hand_over
+        self._leave = leave
+        self._task: asyncio.Task[None] | None = None
+        self._fd = hand_over.listen()
+        asyncio.get_running_loop().add_reader(self._fd, self._receive)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._fd)
+        if self._task is not None:
+            self._task.cancel()
+
+    def _receive(self) -> None:
+        word = self._hand_over.receive()
+        if word == "end":
+            self.close()
+            return
+        work = self._say_when_idle() if word == "offer" else self._leave()
+        self._task = asyncio.get_running_loop().create_task(work)
+
+    async def _say_when_idle(self) -> None:
+        while not self._is_idle():
+            await asyncio.sleep(_LOOK_S)
+        self._hand_over.idle()
+
+    def _is_idle(self) -> bool:
+        """Whether nobody is answered, and no other model would have to be loaded again."""
+        models = self._endpoint.models
+        return not (self._endpoint.in_flight or models.loading()) and len(models.engines()) <= 1
