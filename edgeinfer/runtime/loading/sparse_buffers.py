@@ -6,6 +6,9 @@ cells may never be used. Anonymous memory that was given back reads as zeros as 
 ggml has no option for this. Each of its buffers begins with a table of functions, and one of them clears;
 which one is found by trying: an entry counts only when ggml's public function calls what was put there.
 Where none is found, buffers are cleared as ever. Decision 082.
+
+Only the first clearing is done so. Later parts of a buffer may be mapped from a snapshot's file, whose
+content would come back.
 """
 
 from __future__ import annotations
@@ -56,13 +59,18 @@ class _SparseBuffers:
         self._clear_entry = clear
         self._allocate = _ALLOCATE(self._type_entries[allocate])
         self._clear: Any = None
+        self._is_allocating = False
         self._own_allocate = _ALLOCATE(self._on_allocate)
         self._own_clear = _CLEAR(self._on_clear)
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
         with _replaced(self._type_entries, self._allocate_entry, self._own_allocate):
-            yield
+            self._is_allocating = True
+            try:
+                yield
+            finally:
+                self._is_allocating = False
 
     def _on_allocate(self, buffer_type: int, size: int) -> int | None:
         buffer: int | None = self._allocate(buffer_type, size)
@@ -73,12 +81,15 @@ class _SparseBuffers:
         return buffer
 
     def _on_clear(self, buffer: int, value: int) -> None:
+        original = ctypes.cast(self._clear, _Pointer).value
+        _table(buffer, _BUFFER_ENTRIES)[self._clear_entry] = original
         start = self._ggml.ggml_backend_buffer_get_base(buffer)
         end = start + self._ggml.ggml_backend_buffer_get_size(buffer)
         low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         high = end // mmap.PAGESIZE * mmap.PAGESIZE
         size = ctypes.c_size_t(high - low)
-        if value or self._libc.madvise(_Pointer(low), size, DONTNEED):
+        is_first = self._is_allocating and not value
+        if not is_first or self._libc.madvise(_Pointer(low), size, DONTNEED):
             self._clear(buffer, value)
             return
         ctypes.memset(start, 0, low - start)
