@@ -277,13 +277,9 @@ class Store:
         self._write("UPDATE turn SET cut_summary = ? WHERE id = ?", (summary, turn_id))
 
     def clean_up(self) -> int:
-        """Fold answers that dead processes left behind, and purge what was deleted a day ago.
-
-        Return how many were folded.
-        """
+        """Fold answers that dead processes left behind; return how many."""
         now = self.clock()
         with self._transaction():
-            self._db.execute("DELETE FROM conversation WHERE deleted_ms < ?", (now - UNDO_MS,))
             rows = self._db.execute(
                 "SELECT id FROM turn WHERE status = 'streaming' AND created_ms < :old AND NOT EXISTS"
                 " (SELECT 1 FROM journal WHERE turn_id = turn.id AND created_ms >= :old)",
@@ -292,6 +288,15 @@ class Store:
             for (turn_id,) in rows:
                 self._fold(turn_id, "interrupted")
         return len(rows)
+
+    def purge(self) -> list[int]:
+        """Delete for good what was deleted a day ago; return the conversations' ids."""
+        before = (self.clock() - UNDO_MS,)
+        with self._transaction():
+            rows = self._db.execute(
+                "DELETE FROM conversation WHERE deleted_ms < ? RETURNING id", before
+            ).fetchall()
+        return [row[0] for row in rows]
 
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)

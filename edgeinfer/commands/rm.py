@@ -1,4 +1,4 @@
-"""`edgeinfer rm`: remove models, finished or half fetched, and the snapshots made of them."""
+"""`edgeinfer rm`: remove models, finished or half fetched, their snapshots and what they have read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import argparse
 from pathlib import Path
 from typing import ClassVar
 
+from edgeinfer import paths
+from edgeinfer.blocks.forget import forget_model
+from edgeinfer.blocks.names import model_key
 from edgeinfer.catalog.remove import Removed, remove
+from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf import failures
@@ -37,14 +41,26 @@ def _line(one: Removed) -> str:
     return f"{one.name} is removed: {format_bytes(one.freed_bytes)} freed"
 
 
-def rm(options: argparse.Namespace, _host: Host) -> RmResult:
+def rm(options: argparse.Namespace, host: Host) -> RmResult:
     """Raises UnknownModelError, ModelNotPulledError, ModelBusyError; others are gone then."""
     removed, snapshots = [], []
     for text in options.models:
+        key = _blocks_of(text, host)
         one = remove(text, forget=options.forget)
+        if key:
+            forget_model(paths.blocks_dir(), key)
         removed.append(one)
         snapshots += _without_model(one.name)
     return RmResult(removed=tuple(removed), snapshots=tuple(snapshots))
+
+
+def _blocks_of(text: str, host: Host) -> str:
+    """Name what the model has read; "" for one that is not whole."""
+    try:
+        files = host.files(text)
+    except CatalogError:
+        return ""
+    return model_key(files.sha256, files.paths)
 
 
 def _without_model(name: str) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer import paths
+from edgeinfer.blocks.store import BlockStore
 from edgeinfer.catalog.progress import Job, PullProgress
 from edgeinfer.catalog.progress_bar import progress_on
 from edgeinfer.catalog.progress_text import PlainLines, progress_text
@@ -68,6 +69,15 @@ def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys) -> N
     assert result(capsys, "list", "--pulled")["models"][0]["snapshots"] == 2
     assert sorted(result(capsys, "rm", "mine")["snapshots"]) == ["mine", "mine,ctx512"]
     assert sorted(path.name for path in root.iterdir()) == ["mine+Q8_0@03", "minest@04"]
+
+
+def test_what_a_model_has_read_goes_with_it(local: Path, capsys) -> None:
+    pulled = result(capsys, "pull", str(local), "--name", "mine")
+    blocks = BlockStore(paths.blocks_dir()).model(pulled["sha256"], {})
+    kept = BlockStore(paths.blocks_dir()).model("another", {})
+    folders = [one.path(b"x").parent for one in (blocks, kept)]
+    result(capsys, "rm", "mine")
+    assert [folder.exists() for folder in folders] == [False, True]
 
 
 def test_words(local: Path, capsys) -> None:

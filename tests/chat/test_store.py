@@ -170,7 +170,8 @@ def test_delete_hides_undelete_brings_back_and_a_day_later_it_is_gone(store, clo
     assert [s.id for s in library.listing(store)] == [conversation]
     store.delete(conversation)
     clock.now += UNDO_MS + 10
-    store.clean_up()
+    assert store.purge() == [conversation]
+    assert store.purge() == []
     with pytest.raises(StoreError):
         store.undelete(conversation)
     store.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

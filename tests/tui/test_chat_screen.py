@@ -6,8 +6,11 @@ import msgspec
 import pytest
 from fixed_chat import MODEL, FixedHost, make_app, wait_until, words
 
+from edgeinfer import paths
+from edgeinfer.blocks.format import Block, Header, pack_tokens
+from edgeinfer.blocks.store import BlockStore
 from edgeinfer.chat.store import Store
-from edgeinfer.chat.values import Attachment
+from edgeinfer.chat.values import Attachment, Conversation
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
@@ -475,6 +478,24 @@ async def test_a_crash_is_remembered_and_everything_is_stored(tmp_path):
     store = Store.open(tmp_path / "conversations.db")
     assert [t.content for t in store.turns(1).values()] == ["q", "kept"]
     store.close()
+
+
+async def test_what_was_read_of_a_conversation_goes_when_it_is_purged(tmp_path):
+    store = Store.open(tmp_path / "conversations.db")
+    gone = store.create(Conversation(model=MODEL)).id
+    store.clock = lambda: 0  # long ago
+    store.delete(gone)
+    store.close()
+    blocks = BlockStore(paths.blocks_dir()).model("sha", {})
+    root, tokens = blocks.names.root(), list(range(256))
+    name = blocks.names.full(root, tokens)
+    header = Header("full", name, root, blocks.names.identity, pack_tokens(tokens), (3,))
+    assert blocks.write(Block(header, (memoryview(b"abc"),)))
+    blocks.own(f"chat-{gone}", [name])
+    assert blocks.close()
+    app = make_app(tmp_path, FixedHost(FakeEngine([["x"]])))
+    async with app.run_test() as pilot:
+        await wait_until(pilot, lambda: not blocks.has(name))
 
 
 async def test_leaving_does_not_wait_for_a_load(drive):

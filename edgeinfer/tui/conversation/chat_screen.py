@@ -16,11 +16,14 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
+from edgeinfer import paths
+from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.chat import library
 from edgeinfer.chat.complete import complete
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.chat.slash import is_command
+from edgeinfer.chat.values import Conversation
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.conversation.answering import Answering
@@ -103,6 +106,9 @@ class ChatScreen(Screen[None]):
     def _clean_up(self) -> None:
         with contextlib.suppress(StoreError):
             self.session.store.clean_up()
+            gone = [Conversation(id=number).owner for number in self.session.store.purge()]
+            if gone:
+                self.run_worker(lambda: _forget(gone), thread=True, group="forget")
 
     def _tick(self) -> None:
         if self.streaming is not None or self.loader.progress:
@@ -317,3 +323,10 @@ class ChatScreen(Screen[None]):
             self.session.answer.flush()
             self.session.answer.abandon()
         self._save_draft()
+
+
+def _forget(conversations: list[str]) -> None:
+    """Delete what models have read of conversations that are gone."""
+    with contextlib.suppress(EdgeInferError, OSError):
+        for conversation in conversations:
+            forget_conversation(paths.blocks_dir(), conversation)
