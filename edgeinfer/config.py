@@ -17,7 +17,8 @@ from edgeinfer.errors import ConfigError
 from edgeinfer.load_options import LOAD_OPTIONS, LoadOption
 
 
-def _about(sentence: str, **limits: Any) -> msgspec.Meta:
+def about(sentence: str, **limits: Any) -> msgspec.Meta:
+    """Describe a key of a table, and what it may be."""
     return msgspec.Meta(description=sentence, **limits)
 
 
@@ -31,7 +32,7 @@ def _key(option: LoadOption) -> tuple[str, Any, Any]:
     if option.words and option.high:
         kind = int | str
     sentence = f"{option.help[0].upper()}{option.help[1:]}."
-    return option.key.replace("-", "_"), Annotated[kind, _about(sentence)], option.default
+    return option.key.replace("-", "_"), Annotated[kind, about(sentence)], option.default
 
 
 _LoadKeys = msgspec.defstruct(
@@ -59,19 +60,19 @@ class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are
 class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     """Snapshots of warmed processes."""
 
-    auto_warm: Annotated[bool, _about("Build a snapshot in the background after a cold launch.")] = True
+    auto_warm: Annotated[bool, about("Build a snapshot in the background after a cold launch.")] = True
     resume: Annotated[
         Literal["auto", "always", "never"],
-        _about('Resume when possible ("auto"), fail otherwise ("always"), or never.'),
+        about('Resume when possible ("auto"), fail otherwise ("always"), or never.'),
     ] = "auto"
     max_total_gib: Annotated[
-        float, _about("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)
+        float, about("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)
     ] = 40.0
     disk_margin_gib: Annotated[
-        float, _about("Disk space, GiB, that building a snapshot leaves free.", ge=0)
+        float, about("Disk space, GiB, that building a snapshot leaves free.", ge=0)
     ] = 4.0
     idle_release_s: Annotated[
-        float, _about("Seconds without work after which memory is given back; 0 never.", ge=0)
+        float, about("Seconds without work after which memory is given back; 0 never.", ge=0)
     ] = 30.0
     hand_over: Annotated[
         bool, _about("Let `serve` go on in a resumed process once its snapshot is built.")
@@ -81,54 +82,50 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
 class BlocksConfig(_Section, frozen=True, kw_only=True):
     """Computed blocks: what models have read, kept on disk so that it is not computed again."""
 
-    enabled: Annotated[bool, _about("Keep what models have read; off writes and reads nothing.")] = True
+    enabled: Annotated[bool, about("Keep what models have read; off writes and reads nothing.")] = True
     max_total_gib: Annotated[
-        float, _about("Limit for all blocks, GiB on disk; 0 takes a quarter of what is free.", ge=0)
+        float, about("Limit for all blocks, GiB on disk; 0 takes a quarter of what is free.", ge=0)
     ] = 0.0
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):
     """The HTTP endpoint."""
 
-    host: Annotated[str, _about("Address to bind.")] = "127.0.0.1"
-    port: Annotated[int, _about("Port to bind; 0 takes a free one.", ge=0, le=65535)] = 8080
+    host: Annotated[str, about("Address to bind.")] = "127.0.0.1"
+    port: Annotated[int, about("Port to bind; 0 takes a free one.", ge=0, le=65535)] = 8080
     keep_alive_s: Annotated[
-        float, _about("Seconds an idle model stays loaded; -1 for ever, 0 not at all.", ge=-1)
+        float, about("Seconds an idle model stays loaded; -1 for ever, 0 not at all.", ge=-1)
     ] = 300.0
     max_queue: Annotated[
-        int, _about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
+        int, about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
     ] = 64
     allowed_origins: Annotated[
-        tuple[str, ...], _about("Origins of web pages that may call the endpoint.")
+        tuple[str, ...], about("Origins of web pages that may call the endpoint.")
     ] = ()
-    allowed_hosts: Annotated[
-        tuple[str, ...], _about("Host names accepted besides loopback's own.")
-    ] = ()
+    allowed_hosts: Annotated[tuple[str, ...], about("Host names accepted besides loopback's own.")] = ()
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):
     """The terminal chat."""
 
-    theme: Annotated[str, _about('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
+    theme: Annotated[str, about('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
         "edgeinfer-dark"
     )
-    keys: Annotated[dict[str, str], _about('Key of a binding by its id, e.g. `stop = "ctrl+x"`.')] = {}
-    system_prompts: Annotated[
-        dict[str, str], _about("System prompts by name, for `/system NAME`.")
-    ] = {}
+    keys: Annotated[dict[str, str], about('Key of a binding by its id, e.g. `stop = "ctrl+x"`.')] = {}
+    system_prompts: Annotated[dict[str, str], about("System prompts by name, for `/system NAME`.")] = {}
     presets: Annotated[
         dict[str, dict[str, float | int]],
-        _about("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
+        about("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
     ] = {}
-    mouse: Annotated[bool, _about("Take the mouse; off leaves it to the terminal.")] = True
+    mouse: Annotated[bool, about("Take the mouse; off leaves it to the terminal.")] = True
 
 
 class Config(_Section, frozen=True, kw_only=True):
     """The whole file."""
 
-    default_model: Annotated[str, _about("The model when none is named.")] = places.DEFAULT_MODEL
+    default_model: Annotated[str, about("The model when none is named.")] = places.DEFAULT_MODEL
     offline: Annotated[
-        bool, _about("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
+        bool, about("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
     ] = False
     load: LoadConfig = LoadConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()

@@ -174,3 +174,11 @@ def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[byt
         done += len(chunk)
         seen(chunk, done)
     return hasher.hexdigest()
+
+
+def size_or_zero(path: Path) -> int:
+    """The file's size, 0 when there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

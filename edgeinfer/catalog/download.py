@@ -18,7 +18,7 @@ import httpx2  # 75–120 ms, which is why nothing but a pull imports this modul
 import msgspec
 
 from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, Patience
-from edgeinfer.disk import need_room, room_errors, write_whole
+from edgeinfer.disk import need_room, room_errors, size_or_zero, write_whole
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
 from edgeinfer.units import format_bytes
 
@@ -65,17 +65,17 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
     failures = 0
     with _client(patience) as client:
         while True:
-            had = _size(part)
+            had = size_or_zero(part)
             try:
                 _attempt(client, remote, part, job)
                 return part
             except _AgainError as again:
                 job.check()  # a connection that was shut down because somebody asked to stop
-                failures = 0 if _size(part) > had else failures + 1
+                failures = 0 if size_or_zero(part) > had else failures + 1
                 if failures >= patience.attempts:
                     raise DownloadError(
                         f"{remote.origin}: {again}; gave up after {failures} attempts, "
-                        f"{format_bytes(_size(part))} are kept"
+                        f"{format_bytes(size_or_zero(part))} are kept"
                     ) from again
                 pause = min(30.0, max(again.wait_s, patience.pause_s * 2**failures))
                 job.note(f"{again}; trying again in {pause:.0f} s")
@@ -122,7 +122,7 @@ def _resume_at(known: _Partial, remote: Remote, part: Path) -> int:
     """Count the bytes that may be continued; cut the file when they are of another one."""
     same = known.origin == remote.origin and known.sha256 == remote.sha256
     if same and (remote.sha256 or known.validator):
-        return _size(part)
+        return size_or_zero(part)
     part.unlink(missing_ok=True)
     return 0
 
@@ -135,7 +135,7 @@ def _receive(remote: Remote, response: httpx2.Response, part: Path, start: int, 
             f"fetched"
         )
     if total is not None:
-        need_room(part.parent, total - _size(part), remote.file_name)
+        need_room(part.parent, total - size_or_zero(part), remote.file_name)
     validator = _validator(response)
     if offset == 0 and _read_partial(part).validator not in ("", validator):
         part.unlink(missing_ok=True)  # the server has another file now
@@ -232,13 +232,6 @@ def _validator(response: httpx2.Response) -> str:
     if etag.startswith('"'):
         return etag
     return response.headers.get("Last-Modified", "")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _words(error: Exception) -> str:

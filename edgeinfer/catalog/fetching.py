@@ -10,7 +10,7 @@ import msgspec
 from edgeinfer.catalog import names, sources, store
 from edgeinfer.catalog.plan import Plan
 from edgeinfer.catalog.progress import Job
-from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
+from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks, size_or_zero
 from edgeinfer.errors import ChecksumError, SourceNotFoundError, UsageError
 
 
@@ -106,7 +106,7 @@ def _from_hub(
             f"{source}: the hub has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
         )
     total = sum(remote.size_bytes for remote in remotes)
-    have = sum(store.size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
+    have = sum(size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
     need_room(work, total - have, str(source))
     found = []
     for index, remote in enumerate(remotes):

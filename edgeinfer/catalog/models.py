@@ -18,17 +18,13 @@ from edgeinfer import paths
 from edgeinfer.catalog import names
 from edgeinfer.catalog import sources as places
 from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
-from edgeinfer.config import refuse_unknown_keys
+from edgeinfer.config import about, refuse_unknown_keys
 from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.sampling_options import SAMPLING_OPTIONS
 
 FILE_NAME = "models.toml"
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[MB]")
-
-
-def _about(sentence: str, **limits: Any) -> msgspec.Meta:
-    return msgspec.Meta(description=sentence, **limits)
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
@@ -40,7 +36,7 @@ _SamplingKeys = msgspec.defstruct(
     [
         (
             option.field,
-            Annotated[option.kind, _about(option.help, ge=option.low, le=option.high)] | None,
+            Annotated[option.kind, about(option.help, ge=option.low, le=option.high)] | None,
             None,
         )
         for option in SAMPLING_OPTIONS
@@ -66,31 +62,31 @@ class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its 
 class Model(_Table, frozen=True, kw_only=True):
     """One model. `sources` are tried in order; one that is a list is concatenated."""
 
-    title: Annotated[str, _about("What a person calls it.", min_length=1)]
+    title: Annotated[str, about("What a person calls it.", min_length=1)]
     sources: Annotated[
         tuple[str | tuple[str, ...], ...],
-        _about("Where its files come from, tried in order.", min_length=1),
+        about("Where its files come from, tried in order.", min_length=1),
     ]
-    name: Annotated[str, _about("Set from the table's own name.")] = ""
-    family: Annotated[str, _about("The family it belongs to.")] = ""
-    parameters: Annotated[str, _about('Parameters as its makers count them: "135M", "7B".')] = ""
-    licence: Annotated[str, _about("SPDX name, or the licence's own.")] = ""
-    context_length: Annotated[int, _about("Tokens it was trained for.", ge=0, le=1 << 24)] = 0
+    name: Annotated[str, about("Set from the table's own name.")] = ""
+    family: Annotated[str, about("The family it belongs to.")] = ""
+    parameters: Annotated[str, about('Parameters as its makers count them: "135M", "7B".')] = ""
+    licence: Annotated[str, about("SPDX name, or the licence's own.")] = ""
+    context_length: Annotated[int, about("Tokens it was trained for.", ge=0, le=1 << 24)] = 0
     purpose: Annotated[
-        Literal["chat", "base", "code", "reasoning", "embedding", "reranker"], _about("What it is for.")
+        Literal["chat", "base", "code", "reasoning", "embedding", "reranker"], about("What it is for.")
     ] = "chat"
-    quantization: Annotated[str, _about("Quantization of the file the sources hold.")] = ""
+    quantization: Annotated[str, about("Quantization of the file the sources hold.")] = ""
     quantize: Annotated[
-        str, _about("Quantize to this after pulling; empty keeps the file as it is.")
+        str, about("Quantize to this after pulling; empty keeps the file as it is.")
     ] = ""
-    file_name: Annotated[str, _about("Name of the file; empty takes the source's.")] = ""
-    size_bytes: Annotated[int, _about("Exact size, where it is known.", ge=0)] = 0
-    sha256: Annotated[str, _about("SHA-256 of the file, where it is known.")] = ""
-    chat_template: Annotated[str, _about("Jinja template instead of the file's own.")] = ""
-    stop: Annotated[tuple[str, ...], _about("Stop strings beside the model's own end tokens.")] = ()
-    system_prompt: Annotated[str, _about("System prompt when none is given.")] = ""
+    file_name: Annotated[str, about("Name of the file; empty takes the source's.")] = ""
+    size_bytes: Annotated[int, about("Exact size, where it is known.", ge=0)] = 0
+    sha256: Annotated[str, about("SHA-256 of the file, where it is known.")] = ""
+    chat_template: Annotated[str, about("Jinja template instead of the file's own.")] = ""
+    stop: Annotated[tuple[str, ...], about("Stop strings beside the model's own end tokens.")] = ()
+    system_prompt: Annotated[str, about("System prompt when none is given.")] = ""
     draft: Annotated[
-        str, _about("A smaller pulled model of the same vocabulary that drafts (speculative decoding).")
+        str, about("A smaller pulled model of the same vocabulary that drafts (speculative decoding).")
     ] = ""
     sampling: SamplingDefaults = SamplingDefaults()
 

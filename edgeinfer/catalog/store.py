@@ -267,14 +267,6 @@ def split_names(file_name: str) -> list[str]:
     return [f"{prefix}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
 
 
-def size_or_zero(path: Path) -> int:
-    """The file's size, 0 when there is none."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def total_params(files: list[Path]) -> int:
     """Parameters of a model over all its files."""
     return sum(gguf.read_header(path).n_params for path in files)

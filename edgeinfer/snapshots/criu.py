@@ -22,6 +22,7 @@ from edgeinfer.snapshots.shelf.format import Manifest, refuse_unsafe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import subprocess
     from typing import NoReturn
 
 #: Dumping and restoring without privilege came with this version.
@@ -68,26 +69,23 @@ def candidates() -> list[str]:
     return [path for path in [*ours, *places_of_path] if path and os.access(path, os.X_OK)]
 
 
-def _output(*command: str) -> str:
-    import subprocess  # 8 ms; only while warming and in doctor
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that ends soon, its output as text. Raises OSError."""
+    from subprocess import DEVNULL, TimeoutExpired, run  # 8 ms; only while warming and in doctor
 
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout + done.stderr
+        return run(command, stdin=DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except TimeoutExpired as error:
+        raise OSError(str(error)) from error
 
 
 def version_of(criu: str) -> tuple[int, ...]:
     """The version of a criu binary; empty when it does not run."""
-    for line in _output(criu, "--version").splitlines():
+    try:
+        done = _run(criu, "--version")
+    except OSError:
+        return ()
+    for line in (done.stdout + done.stderr).splitlines():
         name, _, number = line.partition(":")
         if name.strip() == "Version":
             return tuple(int(part) for part in number.strip().split(".") if part.isdecimal())
@@ -134,20 +132,11 @@ def _tier(criu: str, version: str) -> Probe:
 
 def namespaces_refused(tier: str) -> str:
     """Make a tier's namespaces in a child; why that was refused, or ""."""
-    import subprocess  # 8 ms; only while warming and in doctor
-
     from edgeinfer.process import child_command
 
     try:
-        done = subprocess.run(
-            child_command("edgeinfer.snapshots.launching.supervise", "probe", tier),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = _run(*child_command("edgeinfer.snapshots.launching.supervise", "probe", tier))
+    except OSError as error:
         return f"namespaces could not be tried: {error}"
     if done.returncode == 0:
         return ""

@@ -35,7 +35,7 @@ from edgeinfer.snapshots.shelf.format import BUFFERS, LINK_FD, WAKE_FD
 #: Our packages whose every module is imported before the dump.
 _ROOMS = "arguments blocks chat commands runtime server snapshots tui workers".split()
 OWN_PACKAGES = [f"edgeinfer.{room}" for room in _ROOMS]
-#: What is imported lazily, and a launch would pay for. tests/snapshots/test_resume.py keeps it complete.
+#: What a launch would import. tests/snapshots/test_resume.py keeps it complete.
 LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
     encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
