@@ -1,7 +1,6 @@
 """The command line: builds the parser of `arguments/`, runs one verb, and prints its outcome.
 
-stdout is data, stderr is talk. This is the only place that prints a result, formats an error, or
-chooses an exit code.
+stdout is data, stderr is talk. Only here results are printed, errors formatted, exit codes chosen.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
         float, about("Seconds without work after which memory is given back; 0 never.", ge=0)
     ] = 30.0
     hand_over: Annotated[
-        bool, _about("Let `serve` go on in a resumed process once its snapshot is built.")
+        bool, about("Let `serve` go on in a resumed process once its snapshot is built.")
     ] = True
 
 

@@ -1,7 +1,7 @@
 """Describes errors to a person: the one table of next steps and exit codes.
 
-A subclass without a row of its own takes its parent's. A hint that needs a name is given by whoever
-raises, as `hint=`.
+A subclass without a row of its own takes its parent's. Whoever raises gives hints with names, as
+`hint=`.
 """
 
 from __future__ import annotations

@@ -184,8 +184,7 @@ class Host:
     def keep_copies(self, replies: Sequence[bytes]) -> Copies | None:
         """Where `serve` gives copies of its connections; None where no process outlives this one.
 
-        When this process is killed, each copy has the one of `replies` written on it that its state is
-        the index of.
+        When this process is killed, each copy gets the one of `replies` that its state is the index of.
         """
         return None
 

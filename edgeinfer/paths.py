@@ -1,8 +1,8 @@
 """Where things live, as paths; `edgeinfer.places` knows, and tells the launcher in strings.
 
 Linux follows the XDG base directory specification (what platformdirs gives; a test compares the two).
-`EDGEINFER_HOME` puts everything under one directory. Nothing here makes a directory: whoever writes
-does, with `private_dir`.
+`EDGEINFER_HOME` puts everything under one directory. Whoever writes makes directories, with
+`private_dir`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ _POLL_S = 0.2
 def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
     """Run `module` and yield what it says; end it when the generator is closed or ends.
 
-    Raises InterruptedByUser, and QuantizeError when it dies of a signal or ends without an "error" or
-    "done" event.
+    Raises InterruptedByUser, and QuantizeError when it dies of a signal or without an "error" or
+    "done".
     """
     with tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(

@@ -1,7 +1,6 @@
 """ggml's tensor types and llama.cpp's file types, as numbers in files mean them.
 
-Tables, because a header is checked before llama.cpp is imported; a test compares them with the
-installed llama.cpp.
+Tables, because a header is checked before llama.cpp is imported; a test compares them with its own.
 """
 
 from __future__ import annotations

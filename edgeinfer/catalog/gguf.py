@@ -5,8 +5,7 @@ checked against what is left of the file before it is used, so that a hostile or
 InvalidGgufError here and never reaches llama.cpp or the quantizer. Token lists are stepped over, not
 built: a 262,144-token vocabulary costs tens of milliseconds.
 
-This module knows the format (version 2 and 3, little endian, as in ggml's gguf.md), not what a model
-needs beyond it.
+This module knows the format (version 2 and 3, little endian), not what a model needs beyond it.
 """
 
 from __future__ import annotations
@@ -158,8 +157,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     """The header of the GGUF at `path`.
 
-    Raises InvalidGgufError, naming the file and what is wrong with it; also when the file cannot be
-    read.
+    Raises InvalidGgufError, naming the file and what is wrong with it, or that it cannot be read.
     """
     place = Path(path)
     try:

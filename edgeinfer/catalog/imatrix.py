@@ -1,7 +1,7 @@
 """Find and check importance matrices in llama.cpp's GGUF form.
 
-For every tensor `NAME` such a file has `NAME.in_sum2` (sums of squared activations, one row an expert)
-and `NAME.counts`.
+For a tensor `NAME` it has `NAME.in_sum2` (sums of squared activations, one row an expert) and
+`NAME.counts`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ Span = tuple[str, int, int, int, int]
 def spans(path: Path) -> list[Span]:
     """Every tensor's figures in the importance matrix at `path`.
 
-    Raises InvalidGgufError when it is no GGUF, or has no figures, or their shapes do not fit each
-    other.
+    Raises InvalidGgufError when it is no GGUF, or has no figures, or their shapes do not fit.
     """
     header = gguf.read_header(path)
     tensors = {tensor.name: tensor for tensor in header.tensors}

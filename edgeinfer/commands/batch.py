@@ -3,8 +3,7 @@
 OUT records what is done: an answer is one line, appended in one write. A run cuts off a torn last line
 and skips the `custom_id`s it finds, so after a kill nothing is lost or done twice. Only final answers
 are written: a failure that may pass is tried again with growing pauses, and then left to the next run.
-Lines come in the order of completion, as OpenAI's do. OUT is locked, so that two runs cannot both
-append.
+Lines come in the order of completion, as OpenAI's do. OUT is locked.
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ class BatchResult(Result, frozen=True, kw_only=True):
 def batch(options: argparse.Namespace, host: Host) -> BatchResult:
     """Answer what OUT does not have yet.
 
-    Raises UsageError naming the line that is wrong, before anything is computed; ModelBusyError when
-    another run has OUT.
+    Raises UsageError naming the line that is wrong before computing; ModelBusyError when another run
+    has OUT.
     """
     lines = read_input(Path(options.input))
     with _opened(Path(options.output)) as output:

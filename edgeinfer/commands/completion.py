@@ -44,8 +44,7 @@ class Option(msgspec.Struct, frozen=True):
 class Verb(msgspec.Struct, frozen=True):
     """One verb.
 
-    `operand` says what its positionals are: "", "word", "file" or "model"; `words` are their
-    choices.
+    `operand` is what its positionals are: "", "word", "file" or "model"; `words` are their choices.
     """
 
     name: str

@@ -1,7 +1,6 @@
 """`edgeinfer doctor`: what works on this machine, and what to type for what doesn't.
 
-Each check is a function that returns a `Check` and raises nothing of ours; `CHECKS` is the order a
-person reads them in.
+Each check is a function that returns a `Check` and raises nothing of ours; `CHECKS` is their order.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class ServeResult(Result, frozen=True, kw_only=True):
 def serve(options: argparse.Namespace, host: Host) -> ServeResult:
     """Serve until a signal or idleness.
 
-    Raises ServeError when the address cannot be bound or a key file is not safe, and what naming the
-    model raises.
+    Raises ServeError when the address cannot be bound or a key file is not safe, and as naming a model
+    does.
     """
     name = _name(options, host)
     listeners = list(host.listeners) or sockets.activated() or _bind(options, host)

@@ -51,7 +51,7 @@ def uninstall(options: argparse.Namespace, _host: Host, ask: Ask | None = None) 
     """List what is here, ask, and remove it.
 
     Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while a launch
-    runs that uses it.
+    uses it.
     """
     every = parts()
     kept = tuple(part for part in every if options.keep_data and part.mine)

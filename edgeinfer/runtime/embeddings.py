@@ -1,8 +1,8 @@
 """Embeddings and reranking: a second context over the same weights, made on first use.
 
 Texts are packed into batches, one sequence id each, and pooled by llama.cpp as the model says (mean,
-cls, last). A model that names no pooling is pooled by mean. Work runs on the decode loop's thread, a
-batch between two steps.
+cls, last). A model that names no pooling is pooled by mean. Work runs on the decode loop's thread,
+between steps.
 """
 
 from __future__ import annotations

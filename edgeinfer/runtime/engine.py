@@ -154,8 +154,8 @@ class LlamaEngine:
     def use_blocks(self, store: BlockStore) -> None:
         """Keep what is computed from now on in `store`, and look there for what requests begin with.
 
-        Not in a process that is to be parked. Nothing happens where this model's states cannot be kept.
-        Raises OSError.
+        Not in a process that is to be parked. Nothing happens where no state can be kept. Raises
+        OSError.
         """
         s = self._scheduler
         if self._loaded.can_generate and s.blocks is None:
@@ -192,7 +192,7 @@ class LlamaEngine:
     def prefill_system(self, text: str) -> int:
         """Compute and keep what a system prompt's conversations begin with; its tokens.
 
-        "" stands for the template's own default. Only while idle. Raises InvalidRequestError,
+        "" is the template's own default. Only while idle. Raises InvalidRequestError,
         ContextLengthError.
         """
         tokens = self._preparer.system_prefix(text)

@@ -18,8 +18,8 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 class Generation(Protocol):
     """A running request. Iterate it once, from one thread (`for`) or one task (`async for`).
 
-    A consumer that falls behind is buffered without bound on text it is owed by `max_tokens`; it never
-    stops others.
+    A consumer that falls behind is buffered without bound on text owed by `max_tokens`; it stops no
+    others.
     """
 
     def __iter__(self) -> Iterator[Event]: ...

@@ -67,8 +67,8 @@ class Chosen(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model.
 
-    Sizes in bytes; `least_kv_bytes` of KV cache are needed for another load to be of use. `choices` maps an option's name to what was chosen for it; `warnings` are sentences
-    for whoever loaded it.
+    Sizes in bytes; `least_kv_bytes` of KV cache are needed for another load to be of use. `choices`
+    maps an option's name to what was chosen for it; `warnings` are sentences.
     """
 
     model: str

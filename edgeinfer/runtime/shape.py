@@ -105,8 +105,7 @@ def make_buffers(
 ) -> Buffers:
     """Work out the buffers of a context of `n_cells` for `n_seq_max` sequence ids.
 
-    Each sequence has a row of logits and a recurrent state; `n_outputs` positions of a micro-batch get
-    logits.
+    A sequence has a row of logits and a recurrent state; `n_outputs` of a micro-batch get logits.
     """
     n_cells = padded(n_cells)
     kv_bytes = int(n_cells * shape.kv_elements * _KV_BYTES[kv_type])

@@ -60,8 +60,7 @@ def trust_certificates() -> None:
 
     The bundled OpenSSL looks where Debian has them.
 
-    An environment that names them is left alone; then this system's, then those of Mozilla that are
-    shipped (certifi).
+    An environment that names them is left alone; then this system's, then Mozilla's (certifi).
     """
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return

@@ -49,8 +49,7 @@ def ensure_unpacked(
 ) -> Path:
     """The application of the shipped `file`, unpacked now unless it is there.
 
-    Raises ChecksumError, DiskFullError, and ShippingError when the folder cannot be written or `file`
-    is no shipped file.
+    Raises ChecksumError, DiskFullError, ShippingError for an unwritable folder or another `file`.
     """
     shipped = payload.open_shipped(file)
     folder = app_root() / shipped.app

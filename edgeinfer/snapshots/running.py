@@ -22,8 +22,7 @@ _APP_NAMES = ("edgeinfer",)
 class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
 
-    `private_bytes` is memory nobody else has, `shared_bytes` what comes from files and is shared or can
-    be given back.
+    `private_bytes` is memory nobody else has, `shared_bytes` is of files: shared or droppable.
     """
 
     pid: int

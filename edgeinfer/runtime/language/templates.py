@@ -128,8 +128,7 @@ class ChatTemplate:
 
         With `continue_final` the last message, an assistant's, is left open to be continued.
 
-        Raises InvalidRequestError, `param` "messages", with the template's own words when it refuses
-        them.
+        Raises InvalidRequestError, `param` "messages", with the template's words when it refuses.
         """
         if not messages:
             raise InvalidRequestError("a conversation needs at least one message", param="messages")

@@ -1,7 +1,6 @@
 """Events as Anthropic's message, streamed or whole.
 
-A stream is a sequence of content blocks, one open at a time; the kind of the next event decides when
-one closes.
+A stream is a sequence of content blocks, one open at a time; the next event's kind closes it.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ class Begun:
 async def begin(exchange: Exchange, job: Job) -> Begun:
     """Hold the model and submit. An engine that turns out to be dead is replaced once.
 
-    Raises EngineClosedError when the second one is dead too, and what holding a model and
-    `Engine.submit` raise.
+    Raises EngineClosedError when the second one is dead too, and as holding a model and `submit` do.
     """
     try:
         return await _begin_once(exchange, job)

@@ -29,8 +29,7 @@ class Connection:
     def mark(self, state: int) -> None:
         """Note what a survivor of this process would have to say (`guards.crash_replies`).
 
-        The copy is made at the first time. Does nothing once the connection is lost: its number may be
-        another's by then.
+        Copies at first use; nothing once the connection is lost, whose number may be another's.
         """
         if self._copies is None or self._is_lost:
             return

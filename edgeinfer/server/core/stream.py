@@ -32,8 +32,7 @@ _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 async def answer(exchange: Exchange, job: Job) -> Response:
     """Begin a job and give its response, whole or streamed.
 
-    Raises Problem and EdgeInferError while the status can still say so; later failures are in the
-    stream.
+    Raises Problem and EdgeInferError before the status is sent, then fails in the stream.
     """
     endpoint = exchange.endpoint
     exchange.model = endpoint.models.resolve(job.model)

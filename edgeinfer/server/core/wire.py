@@ -1,7 +1,6 @@
 """What wire types share: strictness, and the ranges of numbers that several APIs name alike.
 
-Unknown fields are errors. A number without a range does not exist here: CVE-2026-21869 was a negative
-count.
+Unknown fields are errors. Every number has a range: CVE-2026-21869 was a negative count.
 """
 
 from __future__ import annotations

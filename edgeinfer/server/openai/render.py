@@ -1,7 +1,6 @@
 """Events as OpenAI's chat completions and completions, streamed or whole.
 
-A token's chunk is three pieces of bytes joined: what is the same in every chunk of a request is encoded
-once.
+A token's chunk joins three pieces of bytes: what a request's chunks share is encoded once.
 """
 
 from __future__ import annotations

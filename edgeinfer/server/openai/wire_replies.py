@@ -1,7 +1,6 @@
 """OpenAI's answers and errors: chat completions, completions, embeddings, models.
 
-Source: OpenAI's published OpenAPI document; `timings` and `reasoning_content` as llama.cpp's server
-spells them.
+Source: OpenAI's published OpenAPI document; `timings`, `reasoning_content` are llama.cpp's.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ heap and the threads' stacks included (docs/decisions/040-bake-the-images.md).
 
 What is left for CRIU to read: runs too short to be worth a mapping, and what may not be mapped (the
 stack, which grows, and the vDSO). Pages of zeros become anonymous memory again: an empty KV cache takes
-no room on the disk.
+no disk.
 """
 
 from __future__ import annotations

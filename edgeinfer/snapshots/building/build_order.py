@@ -56,8 +56,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
     """Build, publish, and remove the snapshot of that name before; its processes go on.
 
-    Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and what loading the model
-    raises.
+    Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and as loading does.
     """
     found = criu.available()
     root = paths.private_dir(paths.snapshots_dir())

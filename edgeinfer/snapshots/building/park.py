@@ -3,8 +3,7 @@
 `python -m edgeinfer.snapshots.building.park`, with the builder's socket as descriptor LINK_FD and a
 pipe of the builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an
 unconnected socket and an empty pipe; a restore puts the launcher's link and a pipe with a byte in it in
-their place. It has never seen a user's environment, terminal, prompt or key: the builder gives it an
-environment of its own.
+their place. It has never seen a user's environment, terminal, prompt or key: the builder gives it one.
 """
 
 from __future__ import annotations

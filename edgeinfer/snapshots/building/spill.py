@@ -37,8 +37,7 @@ class Spilled(NamedTuple):
 def spill(buffers: list[Range], path: str, progress: Callable[[float], None]) -> Spilled:
     """Move these ranges (lowest, highest address of whole pages) into `path`, mapped there.
 
-    Nothing may write to them meanwhile. Progress from 0 to 1. Without buffers there is no file. Raises
-    OSError.
+    Nothing may write to them meanwhile. Progress from 0 to 1. No file without buffers. Raises OSError.
     """
     if not buffers:
         return Spilled(0, 0, "")

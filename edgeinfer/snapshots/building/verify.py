@@ -14,8 +14,7 @@ from edgeinfer.snapshots.shelf import fingerprint, format, records
 def wrong_files(folder: Path) -> list[str]:
     """The files of a snapshot that are not what was built, by name.
 
-    Raises SnapshotStaleError, SnapshotUnsafeError or SnapshotCorruptError when the manifest alone
-    refuses it.
+    Raises SnapshotStaleError, SnapshotUnsafeError, SnapshotCorruptError by the manifest alone.
     """
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))

@@ -152,8 +152,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """The folder and manifest of the snapshot called so, in full or as it was given for this model.
 
-    Raises SnapshotMissingError when there is none or it was made with other options than these, else
-    what refuses it.
+    Raises SnapshotMissingError for none or one with other options, else what refuses it.
     """
     root = places.snapshots()
     all_of = format.generations(root, fingerprint.program_tag())

@@ -1,7 +1,6 @@
 """What a snapshot depends on, compared before CRIU runs, which compares sizes only.
 
-Standard library only: the launcher compares at every launch. Everything costs together about a
-millisecond.
+Standard library only: the launcher compares at every launch. All costs about 1 ms.
 """
 
 from __future__ import annotations

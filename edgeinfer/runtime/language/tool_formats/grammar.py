@@ -56,8 +56,7 @@ def required(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: 
 def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark | None:
     """Any text, in which the family's marker begins a well-formed call.
 
-    None where calls have no marker of their own, or are not written as JSON: a model is left to what it
-    was trained on.
+    None where calls have no marker of their own, or are not written as JSON: a model is left free.
     """
     if form.bare or not form.begin or form.inner != "json":
         return None

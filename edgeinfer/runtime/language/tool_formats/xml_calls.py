@@ -1,7 +1,6 @@
 """Read calls written with tags: `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
 
-A value is text as it stands where the tool's schema wants a string, and JSON where it wants anything
-else.
+A value is text as it stands where the tool's schema wants a string, else JSON.
 """
 
 from __future__ import annotations
