@@ -19,7 +19,7 @@ import httpx2
 import pytest
 from made_models import make_llama
 
-from edgeinfer.host import Copies, Start
+from edgeinfer.host import Copies, HandOver, Start
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.core.exchange import Endpoint
@@ -53,6 +53,7 @@ class Setup:
     tracer: Tracer = field(default_factory=NoTracer)
     host: str = "127.0.0.1"
     copies: Copies | None = None
+    hand_over: HandOver | None = None
     wait_ready: bool = True
 
 
@@ -119,7 +120,7 @@ def served(setup: Setup) -> Iterator[Served]:
         )
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
         started.set()
-        return await run(endpoint, setup.gate, [listener], setup.options, setup.copies)
+        return await run(endpoint, setup.gate, [listener], setup.options, setup.copies, setup.hand_over)
 
     def body() -> None:
         try:

@@ -1,0 +1,69 @@
+"""An endpoint that another process takes over: when it says that it is idle, and how it leaves."""
+
+import os
+import socket
+import threading
+
+import httpx2
+import pytest
+
+from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.snapshots.launching.hand_over import LEAVE, OFFER
+from edgeinfer.snapshots.resumed.hand_over import HandOver
+
+
+class Launcher:
+    """Keeps what an app tells, and speaks on its pipe."""
+
+    def __init__(self):
+        self.told = []
+        self._pipe = -1
+        self.hand_over = HandOver(self._tell, is_successor=False)
+
+    def _tell(self, message, fds):
+        self.told.append(message["op"])
+        for fd in fds:
+            self._pipe = os.dup(fd)
+
+    def say(self, word):
+        os.write(self._pipe, word)
+
+    def close(self):
+        if self._pipe >= 0:
+            os.close(self._pipe)
+
+
+@pytest.fixture
+def launcher():
+    one = Launcher()
+    yield one
+    one.close()
+
+
+def test_idle_is_said_when_the_stream_has_ended(serve, until, launcher):
+    gate = Gate(threading.Event())
+    here = serve(FakeEngine([["one ", gate, "two"], ["three"]]), hand_over=launcher.hand_over)
+    body = {"stream": True, "messages": [{"role": "user", "content": "x"}]}
+    with here.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert gate.reached.wait(20)
+        launcher.say(OFFER)
+        with httpx2.Client(base_url=here.url) as other:
+            assert other.get("/health").status_code == 200
+        assert launcher.told == ["hand-over"]
+        gate.opened.set()
+        assert "two" in "".join(answer.iter_text())
+    until(lambda: launcher.told == ["hand-over", "idle"], "the endpoint to say that it is idle")
+    assert here.chat().status_code == 200
+
+
+def test_it_leaves_its_clients_an_answer_and_nobody_else(serve, until, launcher):
+    here = serve(FakeEngine([["one"]] * 3), hand_over=launcher.hand_over)
+    with httpx2.Client(base_url=here.url, timeout=30) as kept:
+        assert "connection" not in kept.get("/health").headers
+        launcher.say(LEAVE)
+        until(lambda: here.endpoint.is_leaving, "the endpoint to leave")
+        with socket.socket() as late, pytest.raises(ConnectionRefusedError):
+            late.connect(("127.0.0.1", here.port))
+        answer = kept.get("/health")
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+    assert here.wait_ended().reason == "succeeded"
