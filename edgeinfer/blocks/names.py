@@ -85,8 +85,8 @@ class Names:
         return names
 
     def tail(self, parent: bytes, tokens: Sequence[int], kind: str = "tail") -> bytes:
-        """The name of what begins with `tokens` behind `parent`, however long: the next write supersedes
-        it.
+        """The name of what begins with `tokens` behind `parent`, however long: the next write
+        supersedes it.
         """
         return self._hash(kind.encode(), parent, pack_tokens(tokens[:TAIL_KEY_TOKENS]))
 

@@ -41,7 +41,7 @@ class Launch:
 
 
 def started(start: Start) -> str:
-    """`resumed in 84 ms`, `cold start in 7.1 s: no snapshot yet`; without the time until it is known."""
+    """Say `resumed in 84 ms`, `cold start in 7.1 s: no snapshot yet`; no time until it is known."""
     how = "resumed" if start.how == "resumed" else "cold start"
     if how == "resumed" or "ready" in start.stages_ms:
         how += f" in {format_ms(start.ready_ms)}" if start.ready_ms else ""

@@ -46,9 +46,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """Where a prompt stopped agreeing with what was remembered: behind its first `n_tokens`.
 
-    `before`, `here`: its text around that place; `there`: what memory had instead. `cause`: "text" differs,
-    what is remembered comes to its "end" there, "nothing" begins like it, "none" (all was remembered), or
-    "off" (the request asked to share nothing, or never ran).
+    `before`, `here`: its text around that place; `there`: what memory had instead. `cause`: "text"
+    differs, what is remembered comes to its "end" there, "nothing" begins like it, "none" (all was
+    remembered), or "off" (the request asked to share nothing, or never ran).
     """
 
     n_tokens: int = 0

@@ -23,8 +23,9 @@ from edgeinfer.units import format_bytes
 
 #: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
 MAX_DRAFT = 7
-#: Sequence ids beyond the running ones: finished conversations wait in them for their next turn.
-_SPARE_SEQUENCES = 16
+#: Sequence ids beyond the running ones: in 16 finished conversations wait for their next turn, and one
+#: is where the states of computed blocks pass through.
+_SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
 #: Context that a model is judged with when none fits.
 _FALLBACK_CTX = 4096
@@ -39,9 +40,9 @@ _ASSUMED_DISK_BYTES_PER_S = 500e6
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a context is to be, before it is made; each automatic choice with its reason.
 
-    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` what it needs to be of use: all of
-    it for a context that was asked for. `from_disk` says that the weights do not stay in memory. `refusal`
-    says why the model cannot be loaded so, "" when it can.
+    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` what it needs to be of use: all
+    of it for a context that was asked for. `from_disk` says that the weights do not stay in memory.
+    `refusal` says why the model cannot be loaded so, "" when it can.
     """
 
     n_threads: Chosen
@@ -162,6 +163,6 @@ def disk_warning(shape: Shape, machine: Machine, disk_bytes_per_s: float = 0.0) 
     return (
         f"weights of {format_bytes(shape.weights_bytes)} do not fit into the"
         f" {format_bytes(machine.memory.available_bytes)} of memory that are free: they are read from"
-        f" the disk again and again. Expect about {pace}: {format_bytes(shape.weights_bytes_per_token)} a"
-        f" token at {format_bytes(rate)}/s ({how})"
+        f" the disk again and again. Expect about {pace}: {format_bytes(shape.weights_bytes_per_token)}"
+        f" a token at {format_bytes(rate)}/s ({how})"
     )

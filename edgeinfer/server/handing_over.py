@@ -1,4 +1,4 @@
-"""Leaving the endpoint to a process that was resumed: the listening sockets stay, no client is refused."""
+"""Leaving the endpoint to a resumed process: the sockets stay, and no client is refused."""
 
 from __future__ import annotations
 

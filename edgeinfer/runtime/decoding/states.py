@@ -22,7 +22,8 @@ _BYTES = ctypes.POINTER(ctypes.c_uint8)
 class SequenceStates:
     """The states of a context's sequences. One thread.
 
-    `scratch` is a sequence id that nobody else uses; `can_cut` is False for recurrent and hybrid models.
+    `scratch` is a sequence id that nobody else uses; `can_cut` is False for recurrent and hybrid
+    models.
     """
 
     def __init__(self, context: Any, memory: Any, scratch: int, *, can_cut: bool = True) -> None:

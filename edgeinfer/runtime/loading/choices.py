@@ -14,11 +14,11 @@ from edgeinfer.runtime.shape import CELL_STEP, Shape, padded
 from edgeinfer.units import format_bytes
 
 _MIB = 1 << 20
-#: An automatic context is no longer than this. llama.cpp keeps some 50 bytes for each cell, and looks at
-#: all of them when it copies or removes a sequence.
+#: An automatic context is no longer than this. llama.cpp keeps some 50 bytes for each cell, and looks
+#: at all of them when it copies or removes a sequence.
 _AUTO_MAX_TOKENS = 131_072
-#: A quantized cache is slower to attend to: one is chosen only where f16 does not hold so many tokens, or
-#: as many as the model was trained on.
+#: A quantized cache is slower to attend to: one is chosen only where f16 does not hold so many tokens,
+#: or as many as the model was trained on.
 _AMPLE_TOKENS = 32_768
 #: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
 #: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They gain nothing from large micro-batches, and

@@ -1,11 +1,11 @@
 """Large CPU buffers of llama.cpp that are cleared by giving their pages back instead of writing zeros.
 
-llama.cpp clears a KV cache when it makes it: 0.5 s and a gigabyte of memory for each gigabyte, though most
-cells may never be used. Anonymous memory that was given back reads as zeros as well (madvise(2)).
+llama.cpp clears a KV cache when it makes it: 0.5 s and a gigabyte of memory for each gigabyte, though
+most cells may never be used. Anonymous memory that was given back reads as zeros as well (madvise(2)).
 
-ggml has no option for this. Each of its buffers begins with a table of functions, and one of them clears;
-which one is found by trying: an entry counts only when ggml's public function calls what was put there.
-Where none is found, buffers are cleared as ever. Decision 082.
+ggml has no option for this. Each of its buffers begins with a table of functions, and one of them
+clears; which one is found by trying: an entry counts only when ggml's public function calls what was
+put there. Where none is found, buffers are cleared as ever. Decision 082.
 
 Only the first clearing is done so. Later parts of a buffer may be mapped from a snapshot's file, whose
 content would come back.

@@ -307,7 +307,7 @@ class Models:
             self.released(slot, self._keep_alive_s)
 
     async def _until_closed(self, slot: _Slot) -> None:
-        """Wait for the model's last engine, which writes what it has read: the new one finds it then."""
+        """Wait for the model's last engine to write what it has read: the new one finds it then."""
         closing = self._closing.get(slot.name)
         if closing is not None:
             slot.stage = "writing what it has read"

@@ -37,7 +37,7 @@ TokenCount = Annotated[
     Meta(
         ge=0,
         le=MAX_TOKENS,
-        description="Most tokens of the answer; 0 only reads the prompt, for a request that is expected.",
+        description="Most tokens of the answer; 0 only reads the prompt, for a request to come.",
     ),
 ]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32, extra=WORDS)]
@@ -103,8 +103,8 @@ class SamplingFields(Wire, frozen=True, kw_only=True):
 class Slot(Reply, frozen=True, kw_only=True):
     """A generation that has ended, and what of its prompt was remembered.
 
-    `prompt_n` of `n_prompt_tokens` were computed. `n_diverged` tokens agree with what is remembered, and
-    behind them stands `text_here`, not `text_there`; `cause` as in `Divergence`.
+    `prompt_n` of `n_prompt_tokens` were computed. `n_diverged` tokens agree with what is remembered,
+    and behind them stands `text_here`, not `text_there`; `cause` as in `Divergence`.
     """
 
     id_task: str

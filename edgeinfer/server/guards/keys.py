@@ -41,7 +41,7 @@ class Keys:
         return None if found is None else found.hex()[:8]
 
     def cache_salt(self, name: str) -> str:
-        """What keeps that which one key's requests computed from the others'; "" with fewer than two."""
+        """Keep what one key's requests computed from the others'; "" with fewer than two keys."""
         if len(self._digests) < 2:
             return ""
         own = next(known for known in self._digests if known.hex()[:8] == name)

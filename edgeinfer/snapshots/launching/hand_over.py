@@ -1,8 +1,8 @@
-"""The launcher's side of a hand-over: it hears background builds end, and speaks to the app that started cold.
+"""The launcher's side of a hand-over: it hears builds end, and speaks to the app that started cold.
 
-What is said, in this order: the launcher offers a resumed process (`OFFER`), the app says on its link when
-it is idle (`{"op": "idle"}`), a successor is resumed and says that it could go on (`"ready"`), and the
-first one is told to go (`LEAVE`). Whatever fails before that leaves it where it is.
+What is said, in this order: the launcher offers a resumed process (`OFFER`), the app says on its link
+when it is idle (`{"op": "idle"}`), a successor is resumed and says that it could go on (`"ready"`), and
+the first one is told to go (`LEAVE`). Whatever fails before that leaves it where it is.
 
 Standard library only, and of that what is cheap: the launcher imports this.
 """

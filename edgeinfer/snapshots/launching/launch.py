@@ -385,7 +385,7 @@ class Launcher:
             self._stay(str(error))
 
     def _hand_over(self, successor: App) -> None:
-        """The successor is the verb's app from now on; the first one goes when its clients have gone."""
+        """Make the successor the verb's app; the first one goes when its clients have gone."""
         first = self._main
         self._main = successor
         self._successor = None
