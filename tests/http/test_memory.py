@@ -17,6 +17,7 @@ from made_models import make_llama
 
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
+from edgeinfer.paths import config_dir
 from edgeinfer.runtime.decoding import block_cache, restore
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Finished, Timings, Usage
@@ -218,6 +219,9 @@ class Program:
     """`edgeinfer serve` of the model `small`, with `other` beside it, as a user starts it."""
 
     def __init__(self, *paths: Path) -> None:
+        settings = config_dir() / "config.toml"
+        settings.parent.mkdir(parents=True)
+        settings.write_text("[snapshots]\nauto-warm = false\n")  # nothing goes on behind the test
         for name, path in zip(("small", "other"), paths, strict=True):
             self._run("pull", str(path), "--name", name, "--in-place", "--quiet").wait(120)
         with socket.socket() as probe:
