@@ -193,8 +193,9 @@ _FULL_DISK = """
 import json, pathlib, subprocess
 from edgeinfer.catalog.pull import pull, PullOptions
 from edgeinfer.errors import DiskFullError
-mount = lambda *options: subprocess.run(["mount", *options, "{small}"], check=True)
-mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "{small}"], check=True)
+filler = pathlib.Path("{small}/filler")  # a namespace of an ordinary user may not change the size later
+filler.write_bytes(bytes(63 << 20))
 said = {{}}
 try:
     pull("{url}", options=PullOptions(name="tiny"))
@@ -202,7 +203,7 @@ except DiskFullError as error:
     said["error"] = type(error).__name__
 part = pathlib.Path("{small}/data/models/.partial/tiny/tiny.gguf.part")
 said["kept"] = part.stat().st_size
-mount("-o", "remount,size=64m")
+filler.unlink()
 said["sha256"] = pull("{url}", options=PullOptions(name="tiny")).sha256
 print(json.dumps(said))
 """

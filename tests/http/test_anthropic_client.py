@@ -112,7 +112,7 @@ def test_errors_are_the_clients_own(client):
         client.messages.create(model="nobody", max_tokens=1, messages=HELLO)
     assert missing.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError):
-        client.messages.create(model="smollm2", max_tokens=0, messages=HELLO)
+        client.messages.create(model="smollm2", max_tokens=-1, messages=HELLO)
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
     with pytest.raises(anthropic.BadRequestError, match="image"):
         client.messages.create(
