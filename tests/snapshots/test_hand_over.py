@@ -30,11 +30,19 @@ SETTINGS = "[snapshots]\nidle-release-s = 1.0\n"
 
 @pytest.fixture
 def cold(anybody):
-    """Somebody without a snapshot, whatever tests before this one left."""
-    shutil.rmtree(anybody.snapshots, ignore_errors=True)
+    """Somebody without a snapshot; what tests before this one left is put aside and back."""
+    config = anybody.data / "config/config.toml"
+    settings = config.read_text() if config.exists() else ""
+    aside = anybody.snapshots.with_name("snapshots-aside")
+    if anybody.snapshots.exists():
+        anybody.snapshots.rename(aside)
     (anybody.data / "state/auto-warm.log").unlink(missing_ok=True)
     anybody.settings(SETTINGS)
-    return anybody
+    yield anybody
+    anybody.settings(settings)
+    shutil.rmtree(anybody.snapshots, ignore_errors=True)
+    if aside.exists():
+        aside.rename(anybody.snapshots)
 
 
 class Caller:
