@@ -53,22 +53,17 @@ class TerminalDriver(LinuxDriver):
         poller = select.poll()
         for fd in (self.fileno, self._waker[0]):
             poller.register(fd, select.POLLIN)
-        try:
-            while not self.exit_event.is_set():
-                ready = dict(poller.poll(100))
-                if self.fileno in ready:
-                    data = self._read()
-                    if not data:
-                        self._app.call_later(self._app.action_quit)
-                        return
-                    for event in parser.feed(decode(data)):
-                        self.process_message(event)
-                for event in parser.tick():
+        while not self.exit_event.is_set():
+            ready = dict(poller.poll(100))
+            if self.fileno in ready:
+                data = self._read()
+                if not data:
+                    self._app.call_later(self._app.action_quit)
+                    return
+                for event in parser.feed(decode(data)):
                     self.process_message(event)
-        finally:
-            for fd in self._waker:
-                os.close(fd)
-            self._waker = None
+            for event in parser.tick():
+                self.process_message(event)
 
     def _read(self) -> bytes:
         try:
@@ -84,12 +79,18 @@ class TerminalDriver(LinuxDriver):
         if self._key_thread is not None and self._key_thread is not threading.current_thread():
             self._key_thread.join()
             self._key_thread = None
+            self._close_waker()  # not by the thread: it may end between the look and the write above
         self.exit_event.clear()
         with contextlib.suppress(ValueError):  # only the main thread may set handlers
             signal.signal(signal.SIGWINCH, signal.SIG_DFL)
         self._disable_mouse_support()
         with contextlib.suppress(termios.error):
             termios.tcflush(self.fileno, termios.TCIFLUSH)
+
+    def _close_waker(self) -> None:
+        for fd in self._waker or ():
+            os.close(fd)
+        self._waker = None
 
     def _sigtstp_application(self, *_: object) -> None:
         if self._auto_restart:
