@@ -34,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_serve import free_port, wait_healthy
 from bench_serve_models import percentile
-from common import ROOT, model_path, peer_program, write_figure
+from common import ROOT, model_path, peer_program, tree_of, write_figure
 
 EDGEINFER = [sys.executable, "-m", "edgeinfer"]
 WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()
@@ -150,13 +150,7 @@ class Side:
     def private_mb(self) -> float:
         """Memory nobody else has, of all its processes."""
         assert self._process is not None
-        return sum(_private_kb(pid) for pid in _tree(self._process.pid)) / 1024
-
-
-def _tree(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    below = [int(child) for child in children.read_text().split()] if children.exists() else []
-    return [pid, *(one for child in below for one in _tree(child))]
+        return sum(_private_kb(pid) for pid in tree_of(self._process.pid)) / 1024
 
 
 def _private_kb(pid: int) -> int:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import model_path, peer_program, write_figure
+from common import model_path, peer_program, tree_of, write_figure
 
 from edgeinfer.machine import read_memory
 
@@ -233,7 +233,7 @@ class Bench:
         counted once.
         """
         with self._waiting(name) as idle:
-            private = sum(_rollup(pid)["private"] for pid in _tree(idle.pid))
+            private = sum(_rollup(pid)["private"] for pid in tree_of(idle.pid))
         pss = {}
         for copies in (1, 4):
             with contextlib.ExitStack() as stack:
@@ -242,7 +242,7 @@ class Bench:
                 ]
                 for n in range(copies):
                     _complete(18300 + n)
-                pss[copies] = sum(_rollup(pid)["pss"] for e in endpoints for pid in _tree(e.pid))
+                pss[copies] = sum(_rollup(pid)["pss"] for e in endpoints for pid in tree_of(e.pid))
         return {
             "idle_private_bytes": private,
             "one_pss_bytes": pss[1],
@@ -257,7 +257,7 @@ class Bench:
             command, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
         )
         while "edgeinfer" not in [
-            Path(f"/proc/{pid}/comm").read_text().strip() for pid in _tree(process.pid)[2:]
+            Path(f"/proc/{pid}/comm").read_text().strip() for pid in tree_of(process.pid)[2:]
         ]:
             time.sleep(0.02)
         time.sleep(0.5)
@@ -352,14 +352,6 @@ def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:
         }
         for name in names
     }
-
-
-def _tree(pid: int) -> list[int]:
-    found = [pid]
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += _tree(int(child))
-    return found
 
 
 def _rollup(pid: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -36,6 +37,15 @@ def peer_program(name: str) -> str | None:
     folders = [Path(named).parent] if named else [CACHE / "llama-server/bin"]
     fetched = next((str(f / name) for f in folders if (f / name).is_file()), None)
     return fetched or shutil.which(name)
+
+
+def tree_of(pid: int) -> list[int]:
+    """List a process and all below it, in namespaces of their own too."""
+    found = [pid]
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += tree_of(int(child))
+    return found
 
 
 def write_figure(folder: Path, name: str, table: str) -> str:

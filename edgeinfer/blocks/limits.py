@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgeinfer.disk import free_bytes
+
 SUFFIX = ".block"
 #: Without a limit of the user's, so much of what the disk has left, the blocks themselves included.
 _SHARE_OF_FREE = 4
@@ -34,8 +36,7 @@ class Limits:
 
     def allowed(self, root: Path, used_bytes: int) -> int:
         """Bytes that all blocks below `root` may have together now. Raises OSError."""
-        disk = os.statvfs(root)
-        free = disk.f_bavail * disk.f_frsize
+        free = free_bytes(root)
         by_disk = max(0, used_bytes + free - self.margin_bytes)
         wanted = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)
         return min(wanted, by_disk)

@@ -93,14 +93,7 @@ def _piped(*, plain: bool) -> Attachment | None:
     """
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    if (plain or os.environ.get("TERM") == "dumb") or not any(_terminal(fd) for fd in (1, 2)):
+    if (plain or os.environ.get("TERM") == "dumb") or not any(os.isatty(fd) for fd in (1, 2)):
         return None
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
     return from_bytes("stdin", data) if data.strip() else None
-
-
-def _terminal(fd: int) -> bool:
-    try:
-        return os.isatty(fd)
-    except OSError:
-        return False

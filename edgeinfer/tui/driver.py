@@ -108,17 +108,10 @@ def claim_terminal() -> TextIO | None:
     Output goes to the first of stdout, stderr, stdin that is a terminal. Nothing needs a controlling
     terminal.
     """
-    fd = next((n for n in (1, 2, 0) if _is_terminal(n)), None)
+    fd = next((n for n in (1, 2, 0) if os.isatty(n)), None)
     if fd is None:
         return None
-    if not _is_terminal(0):
+    if not os.isatty(0):
         os.dup2(fd, 0)  # a terminal's descriptor reads and writes, whichever it was opened as
         sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     return open(os.dup(fd), "w", encoding="utf-8", errors="replace")
-
-
-def _is_terminal(fd: int) -> bool:
-    try:
-        return os.isatty(fd)
-    except OSError:
-        return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -75,20 +76,49 @@ def _finite(logprob: float) -> float:
 
 
 class _OpenAI:
-    """What both of OpenAI's shapes share."""
+    """What both of OpenAI's shapes share: `n` answers to each prompt, `count` in all."""
 
-    def __init__(self, request_id: str, model: str, *, include_usage: bool, fingerprint: str) -> None:
+    def __init__(
+        self, request_id: str, model: str, *, include_usage: bool, fingerprint: str, n: int, count: int
+    ) -> None:
         self.id = request_id
         self.model = model
         self.created = int(time.time())
         self.fingerprint = fingerprint
         self.include_usage = include_usage
+        self.n = n
+        self.count = count
         self._ends: dict[int, Finished] = {}
+        head = _encode(self._chunk([]))
+        self._head = b"data: " + head[: head.rindex(b'"choices":[') + len(b'"choices":[')]
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def _chunk(self, choices: list[Any]) -> wire.ChatChunk | wire.Completion:
+        raise NotImplementedError
 
     @property
     def ends(self) -> list[Finished]:
         """The ends so far, by index."""
         return [self._ends[index] for index in sorted(self._ends)]
+
+    def _end(
+        self, index: int, end: Finished, choice: wire.ChunkChoice | wire.CompletionChoice
+    ) -> bytes:
+        """Encode the last chunk of an answer; that of the last answer has the timings."""
+        self._ends[index] = end
+        chunk = self._chunk([choice])
+        if self.include_usage:
+            chunk = msgspec.structs.replace(chunk, usage=None)
+        if len(self._ends) == self.count:
+            chunk = msgspec.structs.replace(chunk, timings=wire_timings(*total(self.ends, self.n)))
+        return b"data: " + _encode(chunk) + b"\n\n"
+
+    def closing(self) -> bytes:
+        if not self.include_usage:
+            return DONE
+        usage, _ = total(self.ends, self.n)
+        chunk = msgspec.structs.replace(self._chunk([]), usage=wire_usage(usage))
+        return b"data: " + _encode(chunk) + b"\n\n" + DONE
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_events(problem, request_id)
@@ -110,12 +140,10 @@ class ChatRenderer(_OpenAI):
         n: int = 1,
         logprobs: bool = False,
     ) -> None:
-        super().__init__(request_id, model, include_usage=include_usage, fingerprint=fingerprint)
-        self.n = n
+        super().__init__(
+            request_id, model, include_usage=include_usage, fingerprint=fingerprint, n=n, count=n
+        )
         self.logprobs = logprobs
-        head = _encode(self._chunk([]))
-        self._head = b"data: " + head[: head.rindex(b'"choices":[') + len(b'"choices":[')]
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def _chunk(self, choices: list[wire.ChunkChoice]) -> wire.ChatChunk:
         return wire.ChatChunk(
@@ -157,24 +185,10 @@ class ChatRenderer(_OpenAI):
         )
 
     def _finish(self, index: int, end: Finished) -> bytes:
-        self._ends[index] = end
         choice = wire.ChunkChoice(
             index=index, delta=wire.ChunkDelta(), finish_reason=finish_reason(end)
         )
-        last = len(self.ends) == self.n
-        chunk = self._chunk([choice])
-        if self.include_usage:
-            chunk = msgspec.structs.replace(chunk, usage=None)
-        if last:
-            chunk = msgspec.structs.replace(chunk, timings=wire_timings(*total(self.ends)))
-        return b"data: " + _encode(chunk) + b"\n\n"
-
-    def closing(self) -> bytes:
-        if not self.include_usage:
-            return DONE
-        usage, _ = total(self.ends)
-        chunk = msgspec.structs.replace(self._chunk([]), usage=wire_usage(usage))
-        return b"data: " + _encode(chunk) + b"\n\n" + DONE
+        return self._end(index, end, choice)
 
     def whole(self, answers: list[Collected]) -> bytes:
         usage, timings = total([answer.finished for answer in answers])
@@ -232,19 +246,17 @@ class CompletionRenderer(_OpenAI):
         prompts: int = 1,
         echoes: Sequence[str] = (),
     ) -> None:
-        super().__init__(request_id, model, include_usage=include_usage, fingerprint=fingerprint)
-        self.n = n
-        self.count = n * prompts
+        count = n * prompts
+        super().__init__(
+            request_id, model, include_usage=include_usage, fingerprint=fingerprint, n=n, count=count
+        )
         self.echoes = echoes
-        self._offsets = [len(self._echo(index)) for index in range(self.count)]
-        head = _encode(self._completion([]))
-        self._head = b"data: " + head[: head.rindex(b'"choices":[') + len(b'"choices":[')]
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._offsets = [len(self._echo(index)) for index in range(count)]
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _completion(self, choices: list[wire.CompletionChoice]) -> wire.Completion:
+    def _chunk(self, choices: list[wire.CompletionChoice]) -> wire.Completion:
         return wire.Completion(
             id=self.id,
             created=self.created,
@@ -279,29 +291,12 @@ class CompletionRenderer(_OpenAI):
         )
 
     def _finish(self, index: int, end: Finished) -> bytes:
-        self._ends[index] = end
-        chunk = self._completion(
-            [wire.CompletionChoice(index=index, text="", finish_reason=finish_reason(end))]
-        )
-        if self.include_usage:
-            chunk = msgspec.structs.replace(chunk, usage=None)
-        if len(self.ends) == self.count:
-            chunk = msgspec.structs.replace(chunk, timings=wire_timings(*total(self.ends, self.n)))
-        return b"data: " + _encode(chunk) + b"\n\n"
-
-    def closing(self) -> bytes:
-        if not self.include_usage:
-            return DONE
-        chunk = msgspec.structs.replace(
-            self._completion([]), usage=wire_usage(total(self.ends, self.n)[0])
-        )
-        return b"data: " + _encode(chunk) + b"\n\n" + DONE
+        choice = wire.CompletionChoice(index=index, text="", finish_reason=finish_reason(end))
+        return self._end(index, end, choice)
 
     def whole(self, answers: list[Collected]) -> bytes:
         usage, timings = total([answer.finished for answer in answers], self.n)
-        completion = self._completion(
-            [self._choice(index, answer) for index, answer in enumerate(answers)]
-        )
+        completion = self._chunk([self._choice(index, answer) for index, answer in enumerate(answers)])
         return _encode(
             msgspec.structs.replace(
                 completion, usage=wire_usage(usage), timings=wire_timings(usage, timings)
