@@ -173,7 +173,8 @@ def test_a_successor_that_does_not_begin_leaves_everything_as_it_was(cold):
         with stream(endpoint) as hang_up, Caller(endpoint, kept=True) as kept:
             cold.logged("built in")
             for image in (cold.snapshot() / format.IMAGES).glob("core-*.img"):
-                image.write_bytes(bytes(image.stat().st_size))
+                with image.open("r+b") as file:  # in place: the launcher may look at its size right now
+                    file.write(bytes(image.stat().st_size))
             hang_up()
             until(lambda: "no hand-over" in endpoint.log.read_text(), "it was not tried")
             answers = kept.answers
