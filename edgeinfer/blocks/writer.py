@@ -33,9 +33,12 @@ class Writer:
         return not (self._waiting or self._busy)
 
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
-        """Queue a job that keeps `n_bytes` of memory until it is done; False when too much waits."""
+        """Queue a job that keeps `n_bytes` of memory until it is done; False when too much waits.
+
+        One that keeps none is always taken.
+        """
         with self._changed:
-            if not self.has_room:
+            if n_bytes and not self.has_room:
                 return False
             self._waiting.append((job, n_bytes))
             self._bytes += n_bytes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime.decoding import restore
@@ -133,6 +135,30 @@ def test_memory_first_then_the_store(engine: LlamaEngine, store: BlockStore) -> 
     assert metrics.cached_disk_tokens_total == len(tokens) - 1
     assert metrics.block_bytes_written_total > metrics.block_bytes_read_total > 0
     assert metrics.kv_used_tokens == len(engine._scheduler.kv.residents[0].tokens)
+
+
+def test_whose_blocks_are_is_noted_when_they_are_written(
+    engine: LlamaEngine, store: BlockStore
+) -> None:
+    """However late the disk is: all of a conversation goes with it, and its beginning was used last."""
+    blocks = engine._scheduler.blocks
+    assert blocks is not None
+    heard(engine, ask(tuple(engine.tokenize(text(300, 900)))))
+    assert engine.flush_blocks()  # this model is proven
+    others = {block.path for block in list_blocks(store.root)}
+    late = threading.Event()
+    blocks.blocks.writer.put(lambda: late.wait(60) and None)
+    heard(engine, ask(tuple(engine.tokenize(text(700))), conversation="talk"))
+    engine._loop.stop()  # everything has been handed to the writer
+    assert {block.path for block in list_blocks(store.root)} == others
+    late.set()
+    assert engine.flush_blocks()
+    written = [block.path.stem for block in list_blocks(store.root) if block.path not in others]
+    resident = next(r for r in engine._scheduler.kv.residents if r.conversation == "talk")
+    assert written[-1] == blocks._chain(resident.tokens, (), "")[1].hex()
+    assert len(written) > 1
+    assert forget_conversation(store.root, "talk") > 0
+    assert {block.path for block in list_blocks(store.root)} == others
 
 
 def test_a_prompt_of_no_answer_is_kept_for_the_next(engine: LlamaEngine) -> None:

@@ -330,13 +330,19 @@ class BlockCache:
         return header.name + header.tokens in self._queued
 
     def _note_owner(self, resident: Resident) -> None:
+        """Note whose the blocks are, and that the beginning was used last, once all are written."""
         chain = self._chain(resident.tokens, resident.adapters, resident.salt)
-        size = self.block_tokens
-        tail, n = self._tail(chain[-1], resident.tokens[(len(chain) - 1) * size :])
-        kept = [*chain[1:], *([tail] if n else [])]
-        self.blocks.touch(kept)
-        if resident.conversation:
-            self.blocks.own(resident.conversation, kept)
+        rest = resident.tokens[(len(chain) - 1) * self.block_tokens :]
+        conversation = resident.conversation
+
+        def note() -> None:  # the tail, for one, is there only now
+            tail, n = self._tail(chain[-1], rest)
+            kept = [*chain[1:], *([tail] if n else [])]
+            self.blocks.touch(kept)
+            if conversation:
+                self.blocks.own(conversation, kept)
+
+        self.blocks.writer.put(note)
 
     def close(self, timeout_s: float) -> bool:
         """Write what waits; False when that took longer."""
