@@ -128,12 +128,11 @@ class Person:
             "stderr": subprocess.PIPE,
             "cwd": self.home,
         }
+        if os.getuid() == 0:  # anybody else is this person already, and may not set groups
+            defaults |= {"user": self.uid, "group": self.gid, "extra_groups": []}
         process = subprocess.Popen(
             [str(self.place.python), *start, *arguments],
             env=environment,
-            user=self.uid,
-            group=self.gid,
-            extra_groups=[],
             start_new_session=True,
             text=True,
             **(defaults | settings),
