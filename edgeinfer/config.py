@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -88,6 +88,10 @@ class BlocksConfig(_Section, frozen=True, kw_only=True):
     ] = 0.0
 
 
+#: The rules of `server.core.changing_lines`.
+SettledLine = Literal["billing-header", "environment", "clock"]
+
+
 class ServeConfig(_Section, frozen=True, kw_only=True):
     """The HTTP endpoint."""
 
@@ -103,6 +107,10 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         tuple[str, ...], about("Origins of web pages that may call the endpoint.")
     ] = ()
     allowed_hosts: Annotated[tuple[str, ...], about("Host names accepted besides loopback's own.")] = ()
+    settled_lines: Annotated[
+        tuple[SettledLine, ...],
+        about("Lines that agents change, which are cut or moved behind what their requests share."),
+    ] = get_args(SettledLine)
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):

@@ -156,6 +156,15 @@ def metrics() -> str:
     return "\n".join(["| metric | kind | labels | |", "|---|---|---|---|", *rows]) + "\n"
 
 
+def settled_lines() -> str:
+    """The rules for lines that agents change."""
+    from edgeinfer.server.core.changing_lines import RULES
+
+    goes = {"nowhere": "left out", "first user turn": "before the first user turn's text"}
+    rows = [f"| `{r.name}` | {r.about} | {goes.get(r.to, 'behind the last turn')} |" for r in RULES]
+    return "\n".join(["| rule | what | where it goes |", "|---|---|---|", *rows]) + "\n"
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "chat-commands": chat_commands,
     "chat-keys": chat_keys,
@@ -166,6 +175,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "models": models,
     "model-keys": model_keys,
     "quantizations": quantizations,
+    "settled-lines": settled_lines,
 }
 
 

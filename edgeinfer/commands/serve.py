@@ -98,6 +98,7 @@ async def _serve(
         payloads,
         host.start,
     )
+    endpoint.settled_lines = host.config.serve.settled_lines
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )

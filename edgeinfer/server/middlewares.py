@@ -91,8 +91,10 @@ class RecordMiddleware:
             ms=round(exchange.seconds * 1000, 1),
             ttft_ms=ttft_ms,
             prompt_tokens=exchange.prompt_tokens,
+            cached_tokens=exchange.cached_tokens,
             completion_tokens=exchange.completion_tokens,
             finish=exchange.how,
+            settled=", ".join(exchange.settled),
         )
 
 

@@ -33,10 +33,11 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     body = await decode(request, wire.CountRequest)
-    turns, tools = translate.conversation(body), translate.tools_of(body)
+    exchange = exchange_of(request)
+    turns, tools = exchange.settle(translate.conversation(body)), translate.tools_of(body)
 
     def work(engine: Engine) -> wire.TokenCountReply:
         prompt = engine.apply_template(turns, tools)
         return wire.TokenCountReply(input_tokens=len(engine.tokenize(prompt, parse_special=True)))
 
-    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
+    return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))

@@ -56,7 +56,7 @@ async def _begin_once(exchange: Exchange, job: Job) -> Begun:
     try:
         info = lease.engine.info
         exchange.version = version_of(info.sha256)
-        requests = [_salted(request, exchange.cache_salt) for request in job.requests(info)]
+        requests = [_shared(exchange, request) for request in job.requests(info)]
         generations = await submit_all(exchange, lease, requests)
         return Begun(lease, generations, job.renderer(exchange.model, info))
     except BaseException as error:
@@ -66,11 +66,16 @@ async def _begin_once(exchange: Exchange, job: Job) -> Begun:
         raise
 
 
-def _salted(request: GenerateRequest, salt: str) -> GenerateRequest:
-    """Keep what is computed to one key's requests, and among those to one `cache_salt`."""
-    if not salt:
-        return request
-    return msgspec.structs.replace(request, cache_salt=f"{salt} {request.cache_salt}")
+def _shared(exchange: Exchange, request: GenerateRequest) -> GenerateRequest:
+    """Let a request begin like others that say the same; keep what is computed to one key's requests,
+    and among those to one `cache_salt`.
+    """
+    salt = exchange.cache_salt
+    return msgspec.structs.replace(
+        request,
+        messages=exchange.settle(request.messages),
+        cache_salt=f"{salt} {request.cache_salt}" if salt else request.cache_salt,
+    )
 
 
 async def submit_all(

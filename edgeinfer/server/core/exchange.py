@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from edgeinfer.config import SettledLine
 from edgeinfer.errors import EngineClosedError, QueueFullError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.runtime.requests import Message
+from edgeinfer.server.core import changing_lines
 from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.model_pool import Models
@@ -56,6 +59,8 @@ class Endpoint:
         #: Another process has the listening sockets: connections end with their next answer.
         self.is_leaving = False
         self.ready_said = False
+        #: The rules of `changing_lines` that are applied.
+        self.settled_lines: Collection[SettledLine] = changing_lines.NAMES
         #: Set by whoever runs the endpoint: stop taking requests and end; called on the event loop.
         self.drain: Callable[[str], None] = lambda why: None
         self.running: set[Generation] = set()
@@ -144,6 +149,7 @@ class Exchange:
         self.model = ""
         self.version = ""
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.completion_tokens = 0
         self.ttft_s: float | None = None
         self.how = ""
@@ -153,6 +159,8 @@ class Exchange:
         self.answer: Content = None
         #: Headers that go onto the answer, whoever makes it.
         self.reply_headers: dict[str, str] = {}
+        #: The rules of `changing_lines` that found something.
+        self.settled: tuple[SettledLine, ...] = ()
 
     @property
     def plain_id(self) -> str:
@@ -173,6 +181,13 @@ class Exchange:
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 
+    def settle(self, turns: Sequence[Message]) -> tuple[Message, ...]:
+        """The turns without, or with elsewhere, the lines that change in every request; says so."""
+        turns, self.settled = changing_lines.settle(turns, self.endpoint.settled_lines)
+        if self.settled:
+            self.reply_headers["x-edgeinfer-settled"] = ", ".join(self.settled)
+        return turns
+
     def first_token(self) -> None:
         self.ttft_s = self.seconds
         self.endpoint.metrics.ttft.labels(self.model, self.version).observe(self.ttft_s)
@@ -180,6 +195,7 @@ class Exchange:
     def ended(self, end: Finished) -> None:
         """A generation of this request has ended."""
         self.prompt_tokens += end.usage.prompt_tokens
+        self.cached_tokens += end.usage.cached_tokens
         self.completion_tokens += end.usage.completion_tokens
         self.how = end.reason
         self.endpoint.slots.appendleft((self.key, _slot(self, end)))
