@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -165,7 +166,29 @@ def settled_lines() -> str:
     return "\n".join(["| rule | what | where it goes |", "|---|---|---|", *rows]) + "\n"
 
 
+def agents() -> str:
+    """The agents that can be launched, and what each is told."""
+    from edgeinfer.agents.setups import Target
+    from edgeinfer.agents.table import AGENTS
+
+    target = Target(url="URL", model="MODEL", n_ctx=65536, key="KEY")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for agent in AGENTS.values():
+            setup = agent.setup(target, Path(folder))
+            told = [f"`{name}`" for name in setup.environment]
+            told += [f"`{word}`" for word in dict.fromkeys(setup.arguments) if word.startswith("-")]
+            begins = f"{agent.first_tokens:,}" if agent.first_tokens else "not counted"
+            rows.append(
+                f"| `{agent.name}` | {agent.title} | {begins} | {agent.needs_tokens:,} | {', '.join(told)} |"
+            )
+    return (
+        "\n".join(["| name | | begins with | needs | told by |", "|---|---|---|---|---|", *rows]) + "\n"
+    )
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
+    "agents": agents,
     "chat-commands": chat_commands,
     "chat-keys": chat_keys,
     "command-line": command_line,

@@ -1,4 +1,4 @@
-"""`chat`, `run`, `serve`, `batch`: the verbs that need a model in memory, and what they share."""
+"""`chat`, `run`, `serve`, `launch`, `batch`: the verbs that need a model, and what they share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from edgeinfer import sampling_options
+from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments import times
 from edgeinfer.arguments.verb import Verbs, add_verb
-from edgeinfer.load_options import LOAD_OPTIONS, N_THREADS, LoadOption
+from edgeinfer.load_options import LOAD_OPTIONS, N_CTX, N_THREADS, LoadOption
 from edgeinfer.sampling_options import SamplingOption
 
 
@@ -18,6 +19,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_chat(verbs)
     _add_run(verbs)
     _add_serve(verbs)
+    _add_launch(verbs)
     _add_batch(verbs)
 
 
@@ -205,6 +207,27 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--redact", action="store_true", help="with --payload-log: lengths instead of texts"
+    )
+
+
+def _add_launch(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs,
+        "launch",
+        "launch:launch",
+        "run a coding agent (claude, codex, …) on a model of this machine",
+    )
+    parser.add_argument("--list", action="store_true", help="the agents that can be launched")
+    parser.add_argument("--model", metavar="MODEL", help="the model; left out: the endpoint's default")
+    add_load_option(parser, N_CTX)
+    parser.add_argument(
+        "--anyway", action="store_true", help="even where the context is smaller than the agent needs"
+    )
+    parser.add_argument(
+        "agent", nargs="?", choices=tuple(AGENTS), metavar="AGENT", help=", ".join(AGENTS)
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="what the agent is given, as it is"
     )
 
 

@@ -1,0 +1,10 @@
+"""Agents of others that a local endpoint is useful to: how each is told where its model is.
+
+    commands/launch ── table.AGENTS ── setups.py     what each needs, for one process alone
+    commands/warm   ├─ endpoint.py     finding, starting and asking `serve`
+                    ├─ running.py      running the agent until it ends
+                    └─ capture.py      what an agent sends before anybody has spoken
+
+The room writes into no agent's configuration: environment, arguments, and files of a folder that goes
+with the process.
+"""

@@ -1,0 +1,134 @@
+"""An endpoint of ours as its client sees it: found where it runs, started where none does, asked."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.errors import ServeError
+
+#: An endpoint answers its health at once; one that does not is none of ours.
+_HEALTH_S = 5.0
+#: A model may have to be read from a disk first.
+_LOAD_S = 900.0
+_LOOK_S = 0.05
+_LOG_NAME = "launch-serve.log"
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """An endpoint that answers. `key` is what it wants, "" for none; `model` its default."""
+
+    url: str
+    model: str
+    key: str = ""
+
+    def n_ctx(self, model: str) -> int:
+        """The context of `model`, which is loaded if it is not. Raises ServeError."""
+        self.ask("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
+        loaded = self.ask("GET", "/props")["models"]
+        return next((int(one["info"]["n_ctx"]) for one in loaded if one["id"] == model), 0)
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = _LOAD_S,
+    ) -> Any:
+        """The JSON of an answer. Raises ServeError for none, or one that is an error."""
+        place = urlsplit(self.url)
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout_s)
+        said = {"content-type": "application/json", **(headers or {})}
+        if self.key:
+            said["authorization"] = f"Bearer {self.key}"
+        raw = None if body is None else msgspec.json.encode(body)
+        try:
+            with contextlib.closing(connection):
+                connection.request(method, path, raw, said)
+                answer = connection.getresponse()
+                read = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServeError(f"{self.url} does not answer: {error}") from error
+        try:
+            value = msgspec.json.decode(read)
+        except msgspec.DecodeError as error:
+            raise ServeError(f"{self.url} is no endpoint of edgeinfer") from error
+        if answer.status >= 400 and path != "/health":
+            raise ServeError(f"{self.url} says: {_message(value)}", hint="")
+        return value
+
+
+def _message(value: Any) -> str:
+    error = value.get("error") if isinstance(value, dict) else None
+    return str(error.get("message")) if isinstance(error, dict) else str(value)
+
+
+def look_at(url: str, key: str) -> Found | None:
+    """The endpoint at `url`; None where nothing of ours answers."""
+    here = Found(url=url, model="", key=key)
+    try:
+        health = here.ask("GET", "/health", timeout_s=_HEALTH_S)
+    except ServeError:
+        return None
+    if not isinstance(health, dict) or not {"status", "model"} <= health.keys():
+        return None
+    return None if health["status"] == "draining" else Found(url=url, model=health["model"], key=key)
+
+
+def find(urls: Iterable[str], key: str) -> Found | None:
+    """The first of `urls` where an endpoint answers."""
+    return next((found for url in dict.fromkeys(urls) if (found := look_at(url, key))), None)
+
+
+def start(command: list[str], key: str) -> tuple[Found, int]:
+    """Run `command`, a `serve`, in the background, in a session of its own, and wait until it listens.
+
+    Returns its pid too. Its log is in the state folder. Raises ServeError when it ends instead.
+    """
+    log = paths.state_dir() / _LOG_NAME
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    pid = os.posix_spawnp(
+        command[0],
+        command,
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 2, str(log), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600),
+        ],
+        setsid=True,
+    )
+    found = None
+    while found is None:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            raise ServeError(f"`serve` ended: {_last_words(log)}", hint=f"its log: {log}")
+        time.sleep(_LOOK_S)
+        url = next((line["url"].split()[0] for line in _lines(log) if "url" in line), "")
+        found = look_at(url, key) if url else None
+    return found, pid
+
+
+def _lines(log: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a log in JSON; others are skipped."""
+    for line in log.read_bytes().splitlines(keepends=True):
+        with contextlib.suppress(msgspec.DecodeError):
+            value = msgspec.json.decode(line)
+            if line.endswith(b"\n") and isinstance(value, dict):
+                yield value
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text("utf-8", "replace").strip().splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["it said nothing"])[-1]

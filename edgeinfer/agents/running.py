@@ -1,0 +1,66 @@
+"""Run an agent in this terminal until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from edgeinfer.agents.setups import Target
+from edgeinfer.agents.table import Agent
+from edgeinfer.errors import UsageError
+
+#: Sent on to the agent. Ctrl-C and Ctrl-Z reach it by the terminal.
+_SENT_ON = (signal.SIGTERM, signal.SIGHUP)
+
+
+def find_program(agent: Agent) -> str:
+    """The agent's program on PATH. Raises UsageError that says how to install it."""
+    found = shutil.which(agent.program)
+    if found is None:
+        raise UsageError(
+            f"{agent.title} is not here: no `{agent.program}` on PATH",
+            hint=f"install it: {agent.install}",
+        )
+    return found
+
+
+def run(agent: Agent, target: Target, arguments: Sequence[str]) -> int:
+    """Run the agent with what it needs; its exit code, 128 and the number for a signal."""
+    program = find_program(agent)
+    with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
+        setup = agent.setup(target, Path(folder))
+        command = [program, *setup.arguments, *arguments]
+        with _leaving_signals_to(process := _start(command, setup.environment)):
+            status = process.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Raises UsageError where the program cannot be run."""
+    try:
+        return subprocess.Popen(command, env={**os.environ, **environment})
+    except OSError as error:
+        raise UsageError(f"{command[0]} cannot be run: {error.strerror}", hint="") from error
+
+
+@contextlib.contextmanager
+def _leaving_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Let the agent alone decide what Ctrl-C means; send on what is sent to this process alone."""
+
+    def send_on(number: int, _frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, send_on) for number in _SENT_ON}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

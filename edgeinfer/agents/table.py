@@ -1,0 +1,119 @@
+"""The agents that `edgeinfer launch` knows. A new one is an entry here and a function in setups.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from edgeinfer.agents import setups
+from edgeinfer.agents.setups import Setup, Target
+
+#: What must fit behind an agent's first request: answers, and what its tools find.
+_ROOM_TOKENS = 4096
+#: What is assumed of an agent whose first request nobody has counted.
+_UNCOUNTED_TOKENS = 12_000
+
+
+class Agent(NamedTuple):
+    """`program` is looked for on PATH; `install` is what to type when it is not there.
+
+    `first_tokens`: what its first request was counted to have (SmolLM2's tokens; others differ by a
+    fifth), 0 where nobody counted. `user_agent`: how its requests begin that header. `ask`: arguments
+    for one question without a terminal, before the question. `room_tokens`: what it must have beyond
+    that, or it compacts at once.
+    """
+
+    name: str
+    title: str
+    program: str
+    install: str
+    setup: Callable[[Target, Path], Setup]
+    first_tokens: int
+    user_agent: str
+    ask: tuple[str, ...]
+    room_tokens: int = _ROOM_TOKENS
+
+    @property
+    def needs_tokens(self) -> int:
+        """The smallest context that this agent can work in."""
+        return (self.first_tokens or _UNCOUNTED_TOKENS) + self.room_tokens
+
+
+AGENTS = {
+    agent.name: agent
+    for agent in (
+        Agent(
+            "claude",
+            "Claude Code",
+            "claude",
+            "npm install -g @anthropic-ai/claude-code",
+            setups.claude,
+            12_101,
+            "claude-cli/",
+            ("-p",),
+            room_tokens=20_000,
+        ),
+        Agent(
+            "codex",
+            "Codex",
+            "codex",
+            "npm install -g @openai/codex",
+            setups.codex,
+            6_248,
+            "codex_",
+            ("exec", "--skip-git-repo-check"),
+        ),
+        Agent(
+            "opencode",
+            "opencode",
+            "opencode",
+            "npm install -g opencode-ai",
+            setups.opencode,
+            7_377,
+            "opencode/",
+            ("run",),
+        ),
+        Agent(
+            "aider",
+            "aider",
+            "aider",
+            "python -m pip install aider-install && aider-install",
+            setups.aider,
+            829,
+            "litellm/",
+            ("--yes-always", "--no-git", "--message"),
+        ),
+        Agent(
+            "pi",
+            "pi",
+            "pi",
+            "npm install -g @mariozechner/pi-coding-agent",
+            setups.pi,
+            1_326,
+            "pi/",
+            ("-p",),
+            room_tokens=22_000,
+        ),
+        Agent(
+            "qwen",
+            "qwen-code",
+            "qwen",
+            "npm install -g @qwen-code/qwen-code",
+            setups.qwen,
+            14_500,
+            "QwenCode/",
+            ("-p",),
+        ),
+        Agent(
+            "goose",
+            "goose",
+            "goose",
+            "see https://block.github.io/goose",
+            setups.goose,
+            0,
+            "goose/",
+            ("run", "-t"),
+        ),
+    )
+}

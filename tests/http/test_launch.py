@@ -1,0 +1,128 @@
+"""`edgeinfer launch`: a stand-in for an agent finds, or gets, an endpoint with a large enough context."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from made_models import make_llama
+
+from edgeinfer import cli
+from edgeinfer.agents.setups import Target
+from edgeinfer.agents.table import AGENTS
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+
+#: Writes down what it was given, asks the endpoint that aider would ask, and ends with 7.
+AGENT = """#!{python}
+import json, os, pathlib, sys, urllib.request
+base = os.environ["AIDER_OPENAI_API_BASE"]
+models = json.load(urllib.request.urlopen(base + "/models"))["data"]
+sizes = json.load(open(os.environ["AIDER_MODEL_METADATA_FILE"]))
+said = dict(argv=sys.argv[1:], model=os.environ["AIDER_MODEL"], sizes=sizes, ids=[m["id"] for m in models])
+pathlib.Path({out!r}).write_text(json.dumps(said | dict(file=os.environ["AIDER_MODEL_METADATA_FILE"])))
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def aider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for aider on PATH; the file that it writes."""
+    out = tmp_path / "said.json"
+    program = tmp_path / "bin/aider"
+    program.parent.mkdir()
+    program.write_text(AGENT.format(python=sys.executable, out=str(out)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    return out
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`configured(port)`: the configuration says where `serve` listens."""
+
+    def configure(port: int) -> None:
+        path = tmp_path / "config.toml"
+        path.write_text(f"[serve]\nport = {port}\n[snapshots]\nauto-warm = false\n")
+        monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
+
+    return configure
+
+
+def test_an_agent_is_told_where_its_model_is(serve, aider, configured, capfd):
+    here = serve(FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768)))
+    configured(here.port)
+    assert cli.main(["launch", "aider", "--message", "hi", "--json", "--help"]) == 7
+    said = json.loads(aider.read_text())
+    assert said["argv"] == ["--message", "hi", "--json", "--help"]
+    assert (said["model"], said["ids"]) == ("openai/fake", ["fake"])
+    assert said["sizes"]["openai/fake"]["max_input_tokens"] == 32768
+    assert not Path(said["file"]).exists()
+    assert f"aider asks fake at {here.url}" in capfd.readouterr().err
+
+
+def test_a_context_that_is_too_small_is_said_before_the_agent_runs(serve, aider, configured, capfd):
+    configured(serve(FakeEngine()).port)
+    assert cli.main(["launch", "aider"]) == 1
+    said = capfd.readouterr().err
+    assert "gives fake 4,096 tokens, and aider needs 4,925 at least (it begins with 829)" in said
+    assert "edgeinfer serve fake --ctx 8192" in said
+    assert not aider.exists()
+    assert cli.main(["launch", "--anyway", "aider"]) == 7
+
+
+def test_what_is_not_here_says_how_to_get_it(monkeypatch, capfd):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli.main(["launch", "claude"]) == 2
+    assert "npm install -g @anthropic-ai/claude-code" in capfd.readouterr().err
+    assert cli.main(["launch", "claud"]) == 2
+    assert "invalid choice: 'claud' (choose from 'claude', 'codex'" in capfd.readouterr().err
+    assert cli.main(["launch"]) == 2
+    assert "edgeinfer launch --list" in capfd.readouterr().err
+
+
+def test_the_list_says_which_are_here(aider, capfd):
+    assert cli.main(["launch", "--list", "--json"]) == 0
+    agents = {a["name"]: a for a in json.loads(capfd.readouterr().out)["result"]["agents"]}
+    assert agents.keys() == AGENTS.keys()
+    assert agents["aider"]["path"].endswith("/bin/aider")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="`ps` and `stop` need Linux")
+def test_an_endpoint_is_started_where_none_runs_and_found_the_next_time(
+    aider, configured, tmp_path, capfd
+):
+    configured(0)  # nothing can be found there: the kernel gives a port
+    model = make_llama(tmp_path / "chatterer.gguf", n_ctx=8192)
+    assert cli.main(["launch", "--model", str(model), "aider", "one"]) == 7
+    assert "it leaves after 10 minutes" in capfd.readouterr().err
+    assert json.loads(aider.read_text())["model"] == "openai/chatterer"
+    try:
+        assert cli.main(["launch", "aider", "two"]) == 7
+        assert "started" not in capfd.readouterr().err
+        assert json.loads(aider.read_text())["argv"] == ["two"]
+    finally:
+        assert subprocess.run([sys.executable, "-m", "edgeinfer", "stop", "--all"]).returncode == 0
+
+
+def test_a_serve_that_ends_is_quoted(aider, configured, tmp_path, capfd):
+    configured(0)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(64))
+    assert cli.main(["launch", "--model", str(broken), "aider"]) == 5
+    assert cli.main(["launch", "--model", "nobody", "aider"]) == 3
+    assert not aider.exists()
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_every_agent_is_given_the_endpoint_and_the_model(name, tmp_path):
+    target = Target(url="http://127.0.0.1:8097", model="some-model", n_ctx=40_960, key="secret-key")
+    setup = AGENTS[name].setup(target, tmp_path)
+    files = [path.read_text() for path in tmp_path.iterdir()]
+    told = "\n".join([*setup.arguments, *setup.environment.values(), *files])
+    for what in (target.url, target.model, target.key, str(target.n_ctx)):
+        assert what in told or (name, what) == ("qwen", str(target.n_ctx))
