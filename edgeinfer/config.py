@@ -111,6 +111,10 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         tuple[SettledLine, ...],
         about("Lines that agents change, which are cut or moved behind what their requests share."),
     ] = get_args(SettledLine)
+    unknown_fields: Annotated[
+        Literal["ignore", "refuse"],
+        about("What becomes of a request's fields that nothing here knows; ignored ones are named."),
+    ] = "ignore"
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):

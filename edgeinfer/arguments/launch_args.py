@@ -198,6 +198,11 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--max-per-key", type=count, metavar="N", help="requests at once of one API key")
     where.add_argument("--max-body-mib", type=count, metavar="N", help="largest request body")
     where.add_argument(
+        "--unknown-fields",
+        choices=("ignore", "refuse"),
+        help="fields of requests that nothing here knows; ignored ones are named in a header",
+    )
+    where.add_argument(
         "--log",
         choices=("json", "text", "off"),
         help="log lines on stderr; left out: text on a terminal",

@@ -215,7 +215,10 @@ async def _run(
     sources = Sources(load=Loader(options.model, name, host, load_options), pulled=pulled_models)
     models = Models(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
-    endpoint = Endpoint(models, limits, Log("off"), NoTracer(), None, host.start)
+    refuse_unknown = host.config.serve.unknown_fields == "refuse"
+    endpoint = Endpoint(
+        models, limits, Log("off"), NoTracer(), None, host.start, refuse_unknown=refuse_unknown
+    )
     tally = _Tally(len(todo))
     try:
         width = options.concurrency or await _width(models, name)

@@ -97,6 +97,7 @@ async def _serve(
         tracer_from_environment(log, offline=offline(host.config)),
         payloads,
         host.start,
+        refuse_unknown=_pick(options.unknown_fields, host.config.serve.unknown_fields) == "refuse",
     )
     endpoint.settled_lines = host.config.serve.settled_lines
     run_options = RunOptions(

@@ -95,6 +95,7 @@ class RecordMiddleware:
             completion_tokens=exchange.completion_tokens,
             finish=exchange.how,
             settled=", ".join(exchange.settled),
+            ignored=", ".join(exchange.ignored),
         )
 
 

@@ -9,6 +9,8 @@ import msgspec
 
 from edgeinfer import __version__
 from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.core.reading import NOTHING, facts_of, parts_of
+from edgeinfer.server.core.wire import Wire
 
 _REF = "#/components/schemas/{name}"
 #: Status → what it says; every operation may give these.
@@ -33,6 +35,9 @@ _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not applic
 def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
     """The whole document."""
     _, components = msgspec.json.schema_components(_types(dialects), ref_template=_REF)
+    taken = _wire_types(_types(dialects))
+    for kind in taken.values():
+        components[kind.__name__] = _as_taken(kind, components[kind.__name__], taken)
     paths: dict[str, dict[str, Any]] = {}
     for dialect in dialects:
         for operation in dialect.operations:
@@ -43,7 +48,9 @@ def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
         "info": {
             "title": "edgeinfer",
             "version": __version__,
-            "description": "The local endpoint of edgeinfer. Unknown fields are refused.",
+            "description": "The local endpoint of edgeinfer. Fields that are not described are "
+            "ignored, and named in the header x-edgeinfer-ignored; with `--unknown-fields refuse` "
+            "they are refused.",
         },
         "paths": paths,
         "components": {
@@ -62,6 +69,68 @@ def _types(dialects: Sequence[Dialect]) -> list[type]:
             found = (operation.body, operation.reply, *operation.also.values())
             kinds |= {kind: None for kind in found if kind is not None}
     return list(kinds)
+
+
+def _wire_types(kinds: Sequence[type]) -> dict[str, type[Wire]]:
+    """Every type of a request, those inside of others included, by name."""
+    found: dict[str, type[Wire]] = {}
+    waiting = [kind for kind in kinds if issubclass(kind, Wire)]
+    while waiting:
+        kind = waiting.pop()
+        if found.setdefault(kind.__name__, kind) is kind:
+            waiting += [inner for inner in parts_of(kind) if inner.__name__ not in found]
+    return found
+
+
+def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wire]]) -> dict[str, Any]:
+    """A type's schema with what is taken of it beyond its fields: hints, nulls, other types."""
+    facts = facts_of(kind)
+    fields = dict(schema.get("properties", {}))
+    for name, field in fields.items():
+        loose = [_with_dropped(field, kinds)]
+        if name in facts.known_items:
+            loose.append({"type": "array", "items": {"type": "string"}})
+        if name in facts.hint_values:
+            loose.append({"enum": list(facts.hint_values[name])})
+        if name not in facts.required and name != facts.tag_field:
+            loose.append({"type": "null"})
+        fields[name] = loose[0] if len(loose) == 1 else {"anyOf": loose}
+    fields |= {name: {"description": "A hint: it changes nothing."} for name in sorted(facts.hints)}
+    for name in facts.refused:
+        nothing = [*NOTHING, *facts.hint_values.get(name, ())]
+        fields[name] = {"enum": nothing, "description": f"Not supported: {facts.refused[name]}."}
+    needed = [name for name in schema.get("required", ()) if name not in _left_out(kind)]
+    return {**schema, "properties": fields, "required": needed}
+
+
+def _left_out(kind: type[Wire]) -> tuple[str | None, ...]:
+    """The field of the type's name, where it may be left out."""
+    return (kind.__struct_config__.tag_field,) if kind.is_untagged_form else ()
+
+
+def _with_dropped(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
+    """A field's schema; a list may hold objects of types that are left out of it."""
+    if isinstance(schema, list):
+        return [_with_dropped(inner, kinds) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _with_dropped(inner, kinds) for key, inner in schema.items()}
+    items = schema.get("items")
+    if isinstance(items, dict):
+        refs = [option.get("$ref", "") for option in items.get("anyOf", [items])]
+        inside = [kinds[name] for ref in refs if (name := ref.rpartition("/")[2]) in kinds]
+        dropped = [name for kind in inside for name in kind.dropped_types]
+        if dropped:
+            made["items"] = {"anyOf": [items, _other_object(inside, dropped)]}
+    return made
+
+
+def _other_object(kinds: list[type[Wire]], beginnings: list[str]) -> dict[str, Any]:
+    config = kinds[0].__struct_config__
+    known = [kind.__struct_config__.tag for kind in kinds]
+    named = {"type": "string", "pattern": f"^({'|'.join(beginnings)})", "not": {"enum": known}}
+    tag = str(config.tag_field)
+    return {"type": "object", "required": [tag], "properties": {tag: named}}
 
 
 def _ref(kind: type) -> dict[str, str]:

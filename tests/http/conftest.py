@@ -55,6 +55,7 @@ class Setup:
     copies: Copies | None = None
     hand_over: HandOver | None = None
     wait_ready: bool = True
+    refuse_unknown: bool = False
 
 
 @dataclass
@@ -116,7 +117,13 @@ def served(setup: Setup) -> Iterator[Served]:
         )
         models = Models(sources, default=names[0], keep_alive_s=setup.keep_alive_s, room_s=setup.room_s)
         endpoint = Endpoint(
-            models, setup.limits, Log("json", log), setup.tracer, setup.payloads, Start()
+            models,
+            setup.limits,
+            Log("json", log),
+            setup.tracer,
+            setup.payloads,
+            Start(),
+            refuse_unknown=setup.refuse_unknown,
         )
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
         started.set()

@@ -96,7 +96,11 @@ def test_schemathesis_finds_no_case_where_the_document_is_wrong(
     serve, tmp_path, chatterer, engine, phases, examples, at_least
 ):
     make = chatterer if engine == "real" else lambda: FakeEngine([["a", "b"]])
-    here = serve(load=lambda name, progress: Loaded(engine=make()), limits=Limits(max_requests=1000))
+    here = serve(
+        load=lambda name, progress: Loaded(engine=make()),
+        limits=Limits(max_requests=1000),
+        refuse_unknown=True,
+    )
     command = [
         sys.executable,
         "-m",

@@ -97,7 +97,7 @@ def test_a_request_that_is_refused_is_written_with_its_error(
     serve, tmp_path, until, body, outcome, request_shown
 ):
     path = tmp_path / "p"
-    here = serve(FakeEngine(), payloads=PayloadLog(path))
+    here = serve(FakeEngine(), payloads=PayloadLog(path), refuse_unknown=True)
     here.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     (line,) = _lines(path, until, 1)
     assert (line["status"], line["outcome"], line["request"]) == (400, outcome, request_shown)

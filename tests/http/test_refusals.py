@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 import pytest
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.anthropic.wire import MessagesRequest
-from edgeinfer.server.openai.wire import ChatRequest
-from edgeinfer.server.responses.wire import ResponsesRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -23,7 +19,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def here(serve_module, engine):
-    return serve_module(engine)
+    return serve_module(engine, refuse_unknown=True)
 
 
 def _post(here, path, body):
@@ -32,9 +28,9 @@ def _post(here, path, body):
 
 
 CHAT = [
-    ({"messages": HI, "audio": {"voice": "x"}}, "audio", "unknown_parameter"),
-    ({"messages": HI, "store": True}, "store", "invalid_value"),
-    ({"messages": HI, "functions": []}, "functions", "unknown_parameter"),
+    ({"messages": HI, "audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
+    ({"messages": HI, "functions": [{}]}, "functions", "unsupported_parameter"),
+    ({"messages": HI, "guided_json": {"a": 1}}, "guided_json", "unsupported_parameter"),
     ({"messages": HI, "n_ctx": 512}, "n_ctx", "unknown_parameter"),
     ({"messages": HI, "temperature": 2.1}, "temperature", "decimal_above_max_value"),
     ({"messages": HI, "temperature": -0.1}, "temperature", "decimal_below_min_value"),
@@ -45,12 +41,10 @@ CHAT = [
     ({"messages": HI, "n": 1.5}, "n", "invalid_type"),
     ({"messages": HI, "cache_salt": ""}, "cache_salt", "string_below_min_length"),
     ({"messages": HI, "max_tokens": -1}, "max_tokens", "integer_below_min_value"),
-    ({"messages": HI, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens", "invalid_value"),
     ({"messages": HI, "top_p": 1.01}, "top_p", "decimal_above_max_value"),
     ({"messages": HI, "presence_penalty": 3}, "presence_penalty", "decimal_above_max_value"),
     ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
-    ({"messages": HI, "stream_options": {}}, "stream_options", "invalid_value"),
     ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
     ({"messages": HI, "logit_bias": {"1": 101}}, "logit_bias[...]", "decimal_above_max_value"),
     ({"messages": HI, "stop": [""]}, "stop[0]", "string_below_min_length"),
@@ -65,11 +59,10 @@ CHAT = [
         "messages[0].mood",
         "unknown_parameter",
     ),
-    ({"messages": [{"role": "assistant"}]}, "messages[0].content", "invalid_value"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content[0].type",
-        "invalid_value",
+        "unsupported_value",
     ),
     ({"messages": HI, "tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"messages": HI, "tool_choice": {"function": {"name": "x"}}}, "tool_choice", "invalid_value"),
@@ -108,46 +101,6 @@ def test_a_chat_field_is_refused_by_name(here, engine, body, param, code):
         "invalid_request_error",
     )
     assert len(engine.requests) == before
-
-
-def _fields(of: type[msgspec.Struct]) -> set[str]:
-    return set(of.__struct_encode_fields__)
-
-
-@pytest.mark.parametrize(
-    ("path", "ours", "theirs"),
-    [
-        (
-            "/v1/chat/completions",
-            ChatRequest,
-            "openai.types.chat.completion_create_params:CompletionCreateParamsBase",
-        ),
-        (
-            "/v1/responses",
-            ResponsesRequest,
-            "openai.types.responses.response_create_params:ResponseCreateParamsBase",
-        ),
-        (
-            "/v1/messages",
-            MessagesRequest,
-            "anthropic.types.message_create_params:MessageCreateParamsBase",
-        ),
-    ],
-)
-def test_every_field_of_the_official_clients_is_accepted_or_refused_by_name(here, path, ours, theirs):
-    import importlib
-
-    module, name = theirs.split(":")
-    official = set(getattr(importlib.import_module(module), name).__annotations__)
-    missing = official - _fields(ours)
-    assert missing, "the official API has nothing that we lack?"
-    needed = {"/v1/responses": {"input": "hi"}, "/v1/messages": {"messages": HI, "max_tokens": 1}}.get(
-        path, {"messages": HI}
-    )
-    for field in sorted(missing):
-        answer = _post(here, path, needed | {field: {}})
-        assert answer.status_code == 400, field
-        assert f"'{field}'" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +142,20 @@ def test_a_body_that_is_no_request_is_a_400(here, raw, said):
     assert said in answer.json()["error"]["message"]
 
 
+def test_every_field_that_is_wrong_is_named_at_once(here):
+    body = {
+        "messages": [{"role": "robot"}, {"role": "user", "content": [{"type": "input_audio"}]}],
+        "temperature": "hot",
+        "n": 0,
+        "audio": {"voice": "x"},
+        "mood": 1,
+    }
+    error = _post(here, "/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "messages[0].role"
+    for said in ("'robot'", "sound cannot be heard", "'temperature'", "'n'", "'audio'", "'mood'"):
+        assert said in error["message"]
+
+
 def test_the_content_type_must_be_json(here):
     answer = here.client.post(
         "/v1/chat/completions", content=b"x", headers={"content-type": "text/plain"}
@@ -211,8 +178,6 @@ def test_anthropic_errors_have_anthropics_envelope(here):
         "invalid_request_error",
     )
     assert body["request_id"] == answer.headers["request-id"]
-    budget = {"max_tokens": 1, "messages": HI, "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    assert "enabled" in _post(here, "/v1/messages", budget).json()["error"]["message"]
 
 
 def test_responses_items_are_checked_one_by_one(here):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from edgeinfer.server.anthropic.wire import AnthropicError, AnthropicErrorBody
@@ -25,8 +27,17 @@ _TYPES = {
 
 def error_body(problem: Problem, request_id: str) -> bytes:
     """`{"type": "error", "error": {"type", "message"}, "request_id"}`."""
-    error = AnthropicErrorBody(type=_TYPES.get(problem.status, "api_error"), message=problem.message)
+    error = AnthropicErrorBody(
+        type=_TYPES.get(problem.status, "api_error"), message=problem.message, details=_details(problem)
+    )
     return msgspec.json.encode(AnthropicError(error=error, request_id=request_id))
+
+
+def _details(problem: Problem) -> dict[str, Any] | msgspec.UnsetType:
+    """Tell the official client's tool loop to send whole conversations instead of threads."""
+    if problem.code != "unsupported_parameter" or problem.param != "thread":
+        return msgspec.UNSET
+    return {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:

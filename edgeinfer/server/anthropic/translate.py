@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
 from edgeinfer.server.anthropic import wire
@@ -17,7 +17,18 @@ from edgeinfer.server.core.request_parts import (
     overridden,
     required_tool,
     stop_strings,
+    template_options,
     unique_tools,
+)
+
+#: Names of tools by which clients search for deferred tools.
+_SEARCH = re.compile(r"tool.?search|(search|find).?tool", re.IGNORECASE)
+_Texts = (
+    wire.TextBlock
+    | wire.CompactionBlock
+    | wire.SearchResultBlock
+    | wire.DocumentBlock
+    | wire.ToolReferenceBlock
 )
 
 
@@ -47,30 +58,49 @@ def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
     turns: list[Message] = []
     if body.system:
         turns.append(Message(role="system", content=_joined(body.system, "\n")))
-    for place, turn in enumerate(body.messages):
+    for turn in body.messages:
         match turn:
             case wire.UserTurn():
                 turns += _user(turn)
             case wire.AssistantTurn():
-                turns.append(_assistant(turn, place))
+                turns.append(_assistant(turn))
             case wire.SystemTurn():
                 turns.append(Message(role="system", content=_joined(turn.content, "\n")))
     return tuple(turns)
 
 
 def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
+    """The tools on offer: a deferred one once it was referred to, or where nothing finds it."""
+    referred = _referred(body)
+    # Anthropic's own search is not here: without a client's all of them would stay hidden
+    searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
     tools = tuple(
         Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
         for tool in body.tools or ()
+        if not (tool.defer_loading and searches) or tool.name in referred
     )
     return unique_tools(tools)
+
+
+def _referred(body: wire.CountRequest) -> set[str]:
+    """The tools that are named by tool references, choices and earlier calls."""
+    names = {body.tool_choice.name} if isinstance(body.tool_choice, wire.OneChoice) else set()
+    for turn in body.messages:
+        blocks = () if isinstance(turn.content, str) else turn.content
+        for block in blocks:
+            if isinstance(block, wire.ToolUseBlock):
+                names.add(block.name)
+            elif isinstance(block, wire.ToolResultBlock) and not isinstance(block.content, str):
+                found = (b for b in block.content or () if isinstance(b, wire.ToolReferenceBlock))
+                names |= {reference.tool_name for reference in found}
+    return names
 
 
 def _user(turn: wire.UserTurn) -> list[Message]:
     if isinstance(turn.content, str):
         return [Message(role="user", content=turn.content)]
     results = [block for block in turn.content if isinstance(block, wire.ToolResultBlock)]
-    texts = [block.text for block in turn.content if isinstance(block, wire.TextBlock)]
+    texts = [_text(block) for block in turn.content if not isinstance(block, wire.ToolResultBlock)]
     said = [
         Message(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
         for block in results
@@ -80,16 +110,31 @@ def _user(turn: wire.UserTurn) -> list[Message]:
     return said
 
 
+def _text(block: _Texts) -> str:
+    match block:
+        case wire.TextBlock(text=text):
+            return text
+        case wire.CompactionBlock(content=content):
+            return content or ""
+        case wire.ToolReferenceBlock(tool_name=name):
+            return f"The tool {name} is there now."
+        case wire.SearchResultBlock():
+            return "\n".join([f"{block.title} ({block.source})", _joined(block.content, "\n")])
+        case wire.DocumentBlock(source=source):
+            said = (
+                source.data if isinstance(source, wire.PlainSource) else _joined(source.content, "\n")
+            )
+            return "\n".join(filter(None, [block.title, block.context, said]))
+
+
 def _result(block: wire.ToolResultBlock) -> str:
     text = "" if block.content is None else _joined(block.content, "\n")
     return f"Error: {text}" if block.is_error else text
 
 
-def _assistant(turn: wire.AssistantTurn, place: int) -> Message:
+def _assistant(turn: wire.AssistantTurn) -> Message:
     if isinstance(turn.content, str):
         return Message(role="assistant", content=turn.content)
-    if not turn.content:
-        raise InvalidRequestError("an assistant turn needs content", param=f"messages[{place}].content")
     calls = tuple(
         ToolCall(id=block.id, name=block.name, arguments=msgspec.json.encode(block.input).decode())
         for block in turn.content
@@ -97,7 +142,11 @@ def _assistant(turn: wire.AssistantTurn, place: int) -> Message:
     )
     return Message(
         role="assistant",
-        content="".join(block.text for block in turn.content if isinstance(block, wire.TextBlock)),
+        content="".join(
+            _text(block)
+            for block in turn.content
+            if isinstance(block, wire.TextBlock | wire.CompactionBlock)
+        ),
         reasoning="".join(
             block.thinking for block in turn.content if isinstance(block, wire.ThinkingBlock)
         ),
@@ -105,8 +154,8 @@ def _assistant(turn: wire.AssistantTurn, place: int) -> Message:
     )
 
 
-def _joined(content: str | Sequence[wire.TextOnlyBlock], between: str) -> str:
-    return content if isinstance(content, str) else between.join(block.text for block in content)
+def _joined(content: str | Sequence[_Texts], between: str) -> str:
+    return content if isinstance(content, str) else between.join(map(_text, content))
 
 
 def _tool_choice(body: wire.CountRequest, tools: tuple[Tool, ...]) -> ToolChoice:
@@ -124,6 +173,8 @@ def _tool_choice(body: wire.CountRequest, tools: tuple[Tool, ...]) -> ToolChoice
 
 
 def _thinking(body: wire.CountRequest) -> dict[str, Any]:
-    if body.thinking is None:
-        return {}
-    return {"enable_thinking": isinstance(body.thinking, wire.ThinkingAdaptive)}
+    effort = body.output_config.effort if body.output_config else None
+    options = template_options(None, effort)
+    if body.thinking is not None:
+        options["enable_thinking"] = not isinstance(body.thinking, wire.ThinkingOff)
+    return options

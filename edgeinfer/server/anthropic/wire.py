@@ -1,13 +1,13 @@
 """Anthropic's messages and token counting, as far as a local text model can honour them.
 
-Source: Anthropic's published API reference. `cache_control` is accepted because the engine reuses
-prefixes by itself; images, documents, server tools, containers and thinking budgets cannot be honoured
-and are refused.
+Source: Anthropic's published API reference, its beta fields included. `cache_control` is a hint because
+the engine reuses prefixes by itself.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -35,27 +35,77 @@ from edgeinfer.server.core.wire import (
 # --- requests
 # --------------------------------------------------------------------------------
 
-
-class CacheControl(Wire, frozen=True, kw_only=True):
-    """A hint where a reusable prefix ends; prefixes are reused with or without it."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+_CACHE = frozenset({"cache_control"})
+#: What only Anthropic's own tools leave in a conversation; a model here would not know what it is.
+_SERVER_BLOCKS = (
+    "server_tool_use",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "advisor_tool_result",
+    "mcp_tool_listing",
+    "redacted_thinking",
+    "fallback",
+    "tool_addition",
+    "tool_removal",
+)
+_OTHER_BLOCKS = {
+    "image": "images cannot be read",
+    "container_upload": "there are no containers",
+    "browser_state": "there is no browser",
+    "mcp_tool_use": "MCP servers are not called",
+    "mcp_tool_result": "MCP servers are not called",
+}
 
 
 class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
+    hints: ClassVar = _CACHE | {"citations"}
+    other_types: ClassVar[Mapping[str, str]] = _OTHER_BLOCKS
+    dropped_types: ClassVar = _SERVER_BLOCKS
+
     text: Text
-    cache_control: CacheControl | None = None
-    citations: Annotated[list[JsonObject], Meta(max_length=0)] | None = None
 
 
-class TextOnlyBlock(Wire, frozen=True, kw_only=True):
-    """A text block where nothing but text may stand."""
+class SearchResultBlock(Wire, frozen=True, tag="search_result", tag_field="type"):
+    """What a search found, as text."""
 
-    type: Literal["text"]
-    text: Text
-    cache_control: CacheControl | None = None
-    citations: Annotated[list[JsonObject], Meta(max_length=0)] | None = None
+    hints: ClassVar = _CACHE | {"citations"}
+
+    content: Annotated[list[TextBlock], Meta(max_length=1024)]
+    source: Text
+    title: Text
+
+
+class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
+    """A document as text."""
+
+    hints: ClassVar = frozenset({"media_type"})
+    other_types: ClassVar[Mapping[str, str]] = {
+        "base64": "documents are read as text alone",
+        "url": "nothing is fetched",
+        "file": "no files are stored",
+    }
+
+    data: Text
+
+
+class BlocksSource(Wire, frozen=True, tag="content", tag_field="type"):
+    """A document as blocks of text."""
+
+    content: str | Annotated[list[TextBlock], Meta(max_length=1024)]
+
+
+class DocumentBlock(Wire, frozen=True, tag="document", tag_field="type"):
+    """A document, before which stand its title and what is said of it."""
+
+    hints: ClassVar = _CACHE | {"citations"}
+
+    source: PlainSource | BlocksSource
+    title: Text | None = None
+    context: Text | None = None
 
 
 class ThinkingBlock(Wire, frozen=True, tag="thinking", tag_field="type"):
@@ -63,22 +113,51 @@ class ThinkingBlock(Wire, frozen=True, tag="thinking", tag_field="type"):
     signature: Text = ""
 
 
+class CompactionBlock(Wire, frozen=True, tag="compaction", tag_field="type"):
+    """What an earlier part of the conversation was summed up to."""
+
+    hints: ClassVar = _CACHE | {"encrypted_content", "signature", "tool_changes"}
+
+    content: Text | None = None
+
+
 class ToolUseBlock(Wire, frozen=True, tag="tool_use", tag_field="type"):
+    hints: ClassVar = _CACHE | {"caller", "toolset_name"}
+
     id: ShortText
     name: ToolName
     input: JsonObject
-    cache_control: CacheControl | None = None
+
+
+class ToolReferenceBlock(Wire, frozen=True, tag="tool_reference", tag_field="type"):
+    """A search for tools found this one: from here on it is offered."""
+
+    hints: ClassVar = _CACHE
+
+    tool_name: ToolName
+
+
+ResultBlocks = Annotated[
+    list[TextBlock | SearchResultBlock | DocumentBlock | ToolReferenceBlock], Meta(max_length=1024)
+]
 
 
 class ToolResultBlock(Wire, frozen=True, tag="tool_result", tag_field="type"):
+    hints: ClassVar = _CACHE | {"toolset_name"}
+
     tool_use_id: ShortText
-    content: str | Annotated[list[TextOnlyBlock], Meta(max_length=1024)] | None = None
+    content: str | ResultBlocks | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
 
 
-UserBlocks = Annotated[list[TextBlock | ToolResultBlock], Meta(max_length=1024)]
-AssistantBlocks = Annotated[list[TextBlock | ThinkingBlock | ToolUseBlock], Meta(max_length=1024)]
+UserBlocks = Annotated[
+    list[TextBlock | SearchResultBlock | DocumentBlock | ToolResultBlock | CompactionBlock],
+    Meta(max_length=1024),
+]
+AssistantBlocks = Annotated[
+    list[TextBlock | ThinkingBlock | ToolUseBlock | CompactionBlock], Meta(max_length=1024)
+]
+SystemBlocks = Annotated[list[TextBlock], Meta(max_length=1024)]
 
 
 class UserTurn(Wire, frozen=True, tag="user", tag_field="role"):
@@ -90,18 +169,26 @@ class AssistantTurn(Wire, frozen=True, tag="assistant", tag_field="role"):
 
 
 class SystemTurn(Wire, frozen=True, tag="system", tag_field="role"):
-    content: str | Annotated[list[TextOnlyBlock], Meta(max_length=1024)]
+    hints: ClassVar = frozenset({"clear_at", "output_config"})
+
+    content: str | SystemBlocks
 
 
-class AnthropicTool(Wire, frozen=True, kw_only=True):
-    """A client tool; `input_schema` is a JSON schema."""
+class AnthropicTool(Wire, frozen=True, tag="custom", tag_field="type"):
+    """A client's tool with a JSON schema; those that Anthropic defines are left out of the offer.
+
+    With `defer_loading` it is offered once a `tool_reference` names it.
+    """
+
+    hints: ClassVar = _CACHE | {"eager_input_streaming", "input_examples", "allowed_callers"}
+    dropped_types: ClassVar = ("",)
+    is_untagged_form: ClassVar = True
 
     name: ToolName
     input_schema: JsonObject
     description: Text | None = None
-    type: Literal["custom"] | None = None
-    cache_control: CacheControl | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class AutoChoice(Wire, frozen=True, tag="auto", tag_field="type"):
@@ -128,35 +215,65 @@ class ThinkingOff(Wire, frozen=True, tag="disabled", tag_field="type"):
 class ThinkingAdaptive(Wire, frozen=True, tag="adaptive", tag_field="type"):
     """The model's template is asked for reasoning; the model decides how much."""
 
-    display: Literal["summarized"] | None = None
+    hints: ClassVar = frozenset({"display", "block_binding"})
 
 
-class Metadata(Wire, frozen=True, kw_only=True):
-    user_id: ShortText | None = None
+class ThinkingBetweenTools(Wire, frozen=True, tag="between_tools", tag_field="type"):
+    """As adaptive: a model here decides by itself when it reasons."""
 
 
-class JsonOutput(Wire, frozen=True, kw_only=True):
+class ThinkingOn(Wire, frozen=True, tag="enabled", tag_field="type"):
+    """The model's template is asked for reasoning, which is closed after `budget_tokens`."""
+
+    hints: ClassVar = frozenset({"display", "block_binding"})
+
+    budget_tokens: TokenCount | None = None
+
+
+class JsonOutput(Wire, frozen=True, tag="json_schema", tag_field="type"):
     schema: JsonObject
-    type: Literal["json_schema"]
 
 
 class OutputConfig(Wire, frozen=True, kw_only=True):
+    hints: ClassVar = frozenset({"task_budget"})
+
     format: JsonOutput | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CountRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
+    hints: ClassVar = _CACHE | {
+        "betas",
+        "billing_policy",
+        "context_management",
+        "diagnostics",
+        "fallback_credit_token",
+        "fallbacks",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "speed",
+        "user_profile_id",
+        "workspace_id",
+    }
+    refused: ClassVar[Mapping[str, str]] = {
+        "compaction": "conversations are not summed up",
+        "container": "there are no containers",
+        "mcp_servers": "MCP servers are not called",
+        "thread": "conversations are not stored",
+    }
+
     messages: Annotated[
         list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1, max_length=4096)
     ]
     model: ModelName | None = None
-    system: str | Annotated[list[TextOnlyBlock], Meta(max_length=1024)] | None = None
+    system: str | SystemBlocks | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=256)] | None = None
     tool_choice: AutoChoice | AnyChoice | OneChoice | NoChoice | None = None
-    thinking: ThinkingOff | ThinkingAdaptive | None = None
+    thinking: ThinkingOff | ThinkingAdaptive | ThinkingBetweenTools | ThinkingOn | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
     keep_alive: KeepAlive | None = None
 
 
@@ -169,8 +286,6 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
     deadline_s: Deadline | None = None
@@ -181,8 +296,11 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 
 class AnthropicErrorBody(Reply, frozen=True, kw_only=True):
+    """`details` are for a client that goes on by itself without what it asked for."""
+
     type: str
     message: str
+    details: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnthropicError(Reply, frozen=True, kw_only=True):

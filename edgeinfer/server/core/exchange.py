@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -46,6 +46,8 @@ class Endpoint:
         tracer: Tracer,
         payloads: PayloadLog | None,
         start: Start,
+        *,
+        refuse_unknown: bool = False,
     ) -> None:
         self.models = models
         self.limits = limits
@@ -53,6 +55,8 @@ class Endpoint:
         self.tracer = tracer
         self.payloads = payloads
         self.start = start
+        #: Whether a field that no declaration of ours knows is an error, or ignored and named.
+        self.refuse_unknown = refuse_unknown
         self.metrics = Metrics(models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
         self.draining = False
@@ -161,6 +165,14 @@ class Exchange:
         self.reply_headers: dict[str, str] = {}
         #: The rules of `changing_lines` that found something.
         self.settled: tuple[SettledLine, ...] = ()
+        #: What of the request changed nothing.
+        self.ignored: list[str] = []
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Name parts of the request that are ignored to the client and in the log."""
+        self.ignored += names
+        if self.ignored:
+            self.reply_headers["x-edgeinfer-ignored"] = ", ".join(self.ignored)
 
     @property
     def plain_id(self) -> str:

@@ -8,6 +8,7 @@ never leave the process: the client gets the request id, the log gets the traceb
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,6 +17,8 @@ from edgeinfer.load_options import LOAD_OPTIONS
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
+#: Refusals of one body that are said at once.
+_MAX_SAID = 16
 
 #: How msgspec begins a message → OpenAI's code, in which `*` stands for the type.
 _CODES = (
@@ -95,18 +98,21 @@ def from_error(error: e.EdgeInferError) -> Problem:
     )
 
 
-def from_validation(error: msgspec.ValidationError) -> Problem:
-    """The answer to a body that does not fit its type: `param` is the place in it, `code` OpenAI's."""
+def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem:
+    """The answer to a value that does not fit its type: `param` is the place in it, `code` OpenAI's.
+
+    `within` is where the value itself stands in the body.
+    """
     text = str(error)
     code = next((code for pattern, code in _CODES if pattern.match(text)), "invalid_value")
     path = _PATH.search(text)
-    param = path[1] if path else ""
+    param = within + _below(path[1], within) if path else within
     field = _FIELD.search(text)
     if field:
         param = f"{param}.{field[1]}" if param else field[1]
     said = text[: path.start()] if path else text
     if code == "unknown_parameter":
-        said = f"Unknown or unsupported parameter: '{param}'{_of_load_time(param)}"
+        said = f"Unknown or unsupported parameter: '{param}'{load_time_place(param)}"
     elif code == "missing_required_parameter":
         said = f"Missing required parameter: '{param}'"
     elif param:
@@ -114,7 +120,20 @@ def from_validation(error: msgspec.ValidationError) -> Problem:
     return Problem(400, said + ".", param=param or None, code=code)
 
 
-def _of_load_time(param: str) -> str:
+def _below(path: str, within: str) -> str:
+    return f".{path}" if path and within and not path.startswith("[") else path
+
+
+def merged(problems: Sequence[Problem]) -> Problem:
+    """Join several refusals of one body: all the sentences, and the first one's place and code."""
+    first = problems[0]
+    said = list(dict.fromkeys(problem.message for problem in problems))
+    if len(said) > _MAX_SAID:
+        said = [*said[:_MAX_SAID], f"And {len(said) - _MAX_SAID} more."]
+    return Problem(400, " ".join(said), param=first.param, code=first.code)
+
+
+def load_time_place(param: str) -> str:
     """Say where an option of load time belongs that a request names; "" for any other field."""
     for option in LOAD_OPTIONS:
         if option.flag and param in (option.field, option.key.replace("-", "_")):

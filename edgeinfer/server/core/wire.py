@@ -1,11 +1,12 @@
-"""What wire types share: strictness, and the ranges of numbers that several APIs name alike.
+"""What wire types share: how they declare fields, and ranges of numbers that APIs name alike.
 
-Unknown fields are errors. Every number has a range: CVE-2026-21869 was a negative count.
+Every number has a range: CVE-2026-21869 was a negative count.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +16,26 @@ from edgeinfer.server.observe.redaction import WORDS
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
-    """A request body or a part of one: an unknown field is refused by name."""
+    """A request body or a part of one. Its fields are honoured; it declares what else clients send.
+
+    A hint cannot change what the answer means: it is left out and named in a header. A refused field
+    would change it, and is an error with the reason, unless its value asks for nothing. Any other field
+    is unknown, and follows the configuration (`serve.unknown-fields`).
+    """
+
+    hints: ClassVar[frozenset[str]] = frozenset()
+    #: Name → why it cannot be honoured.
+    refused: ClassVar[Mapping[str, str]] = {}
+    #: Values of an honoured or refused field that are hints.
+    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    #: Lists of words: the ones that are honoured; others in them are hints.
+    known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    #: How names of further types begin that the published API has in this place → why not here.
+    other_types: ClassVar[Mapping[str, str]] = {}
+    #: How names of types begin whose objects are left out of a list here, as hints are.
+    dropped_types: ClassVar[tuple[str, ...]] = ()
+    #: Whether an object that does not say its type is of this one.
+    is_untagged_form: ClassVar[bool] = False
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,13 +64,15 @@ TokenId = Annotated[int, Meta(ge=0, lt=_INT32, extra=WORDS)]
 #: Bounded by the body limit alone.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
-ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
+ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]
 # The ranges of sampling are `sampling_options`'; OpenAI's document says less for two of its numbers.
 OpenAITemperature = Annotated[float, Meta(ge=0, le=2)]
 OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 Temperature = Annotated[float, _range("temperature")]
 Probability = Annotated[float, _range("top_p")]
 TopK = Annotated[int, _range("top_k")]
+#: How much a model thinks; "none" not at all.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopList = Annotated[list[StopString], Meta(max_length=16)]

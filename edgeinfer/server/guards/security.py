@@ -115,7 +115,7 @@ def cors_headers(origin: str, *, preflight: bool = False) -> dict[str, str]:
     headers = {
         "access-control-allow-origin": origin,
         "vary": "Origin",
-        "access-control-expose-headers": "x-request-id, retry-after",
+        "access-control-expose-headers": "x-request-id, retry-after, x-edgeinfer-ignored",
     }
     if preflight:
         headers |= {

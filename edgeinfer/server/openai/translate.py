@@ -27,6 +27,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.sampling_options import BY_FIELD
 from edgeinfer.server.core.request_parts import (
+    allowed,
     caching,
     named_tool,
     required_tool,
@@ -38,20 +39,20 @@ from edgeinfer.server.core.request_parts import (
 from edgeinfer.server.core.wire import LoraChoice, SamplingFields
 from edgeinfer.server.openai import wire
 
-_JSON_OBJECT = JsonSchema({"type": "object"})
-
 
 def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
     """`n` requests that differ in their seed alone. Raises InvalidRequestError."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
     tools = tools_of(body.tools)
+    choice = body.tool_choice
+    if isinstance(choice, wire.AllowedToolsChoice):
+        tools = allowed(tools, [tool.function.name for tool in choice.allowed_tools.tools])
+        choice = choice.allowed_tools.mode
     request = GenerateRequest(
         messages=messages(body.messages),
         tools=tools,
-        tool_choice=tool_choice(body.tool_choice, body.parallel_tool_calls, tools),
+        tool_choice=tool_choice(choice, body.parallel_tool_calls, tools),
         template_options=template_options(body.chat_template_kwargs, body.reasoning_effort),
         continue_final=body.continue_final_message,
         max_tokens=_max_tokens(body),
@@ -71,8 +72,6 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
 
 def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
     """`n` requests a prompt, in order of the prompts. Raises InvalidRequestError."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo cannot be combined with logprobs", param="echo")
     shared = _shared(body, info, constraint(body.response_format, body))
@@ -103,11 +102,11 @@ def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
 
 
 def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
-    """The conversation. Raises InvalidRequestError for an assistant turn that says nothing."""
-    return tuple(_message(turn, place) for place, turn in enumerate(turns))
+    """The conversation."""
+    return tuple(map(_message, turns))
 
 
-def _message(turn: wire.ChatMessage, place: int) -> Message:
+def _message(turn: wire.ChatMessage) -> Message:
     match turn:
         case wire.SystemMessage():
             return Message(role="system", content=text_of(turn.content))
@@ -117,25 +116,23 @@ def _message(turn: wire.ChatMessage, place: int) -> Message:
             return Message(role="user", content=text_of(turn.content), name=turn.name or "")
         case wire.ToolMessage():
             return Message(role="tool", content=text_of(turn.content), tool_call_id=turn.tool_call_id)
-    if turn.content is None and not turn.tool_calls:
-        raise InvalidRequestError(
-            "an assistant message needs content or tool_calls", param=f"messages[{place}].content"
-        )
     calls = tuple(
         ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
         for call in turn.tool_calls or ()
     )
     return Message(
         role="assistant",
-        content="" if turn.content is None else text_of(turn.content),
-        reasoning=turn.reasoning_content or "",
+        content=text_of(turn.refusal or "" if turn.content is None else turn.content),
+        reasoning=turn.reasoning_content or turn.reasoning or "",
         tool_calls=calls,
         name=turn.name or "",
     )
 
 
-def text_of(content: str | Sequence[wire.TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def text_of(content: str | Sequence[wire.TextPart | wire.RefusalPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text if isinstance(part, wire.TextPart) else part.refusal for part in content)
 
 
 def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
@@ -170,7 +167,7 @@ def constraint(
     """The one constraint that was asked for. Raises InvalidRequestError when there are two."""
     asked: list[tuple[str, Constraint]] = []
     if isinstance(response_format, wire.JsonObjectFormat):
-        asked.append(("response_format", _JSON_OBJECT))
+        asked.append(("response_format", JsonSchema(response_format.schema or {"type": "object"})))
     elif isinstance(response_format, wire.JsonSchemaFormat):
         asked.append(("response_format", JsonSchema(response_format.json_schema.schema)))
     if body.grammar is not None:
@@ -238,13 +235,9 @@ def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...] |
 
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:
-    if (
-        body.max_tokens is not None
-        and body.max_completion_tokens is not None
-        and body.max_tokens != body.max_completion_tokens
-    ):
-        raise InvalidRequestError("max_tokens and max_completion_tokens differ", param="max_tokens")
-    return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    """The smaller of the two names' limits: a client that sends both means neither to be exceeded."""
+    given = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
+    return min(given, default=None)
 
 
 def _shared(body: wire.GenerationFields, info: EngineInfo, limit: Constraint | None) -> dict[str, Any]:

@@ -1,18 +1,19 @@
 """OpenAI's chat completions, completions, embeddings and models, for a local text model.
 
-Source: OpenAI's published OpenAPI document. Fields of it that are absent here (`audio`, `store: true`,
-`prediction`, `web_search_options`, …) cannot be honoured and are refused as unknown. Fields beyond it
-(`top_k`, `grammar`, `keep_alive`, …) keep the names that llama.cpp's and vLLM's servers gave them.
+Source: OpenAI's published OpenAPI document. Fields beyond it (`top_k`, `grammar`, `keep_alive`, …) keep
+the names that llama.cpp's and vLLM's servers gave them.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from edgeinfer.server.core.wire import (
+    Effort,
     JsonObject,
     KeepAlive,
     LoraChoice,
@@ -36,11 +37,28 @@ from edgeinfer.server.core.wire import (
 # --------------------------------------------------------------------------------
 
 
-class TextPart(Wire, frozen=True, kw_only=True):
+#: Where a prefix worth keeping ends: prefixes are kept with or without it.
+CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+
+
+class TextPart(Wire, frozen=True, tag="text", tag_field="type"):
     """A text part of a message."""
 
-    type: Literal["text"]
+    hints: ClassVar = CACHE_HINTS
+    other_types: ClassVar[Mapping[str, str]] = {
+        "image_url": "images cannot be read",
+        "input_audio": "sound cannot be heard",
+        "file": "files cannot be read, send their text",
+        "video_url": "videos cannot be seen",
+    }
+
     text: Text
+
+
+class RefusalPart(Wire, frozen=True, tag="refusal", tag_field="type"):
+    """An earlier refusal, which is text as any other."""
+
+    refusal: Text
 
 
 Content = str | Annotated[list[TextPart], Meta(max_length=1024)]
@@ -49,16 +67,21 @@ Content = str | Annotated[list[TextPart], Meta(max_length=1024)]
 class FunctionCall(Wire, frozen=True, kw_only=True):
     """A function's name with its arguments as JSON text."""
 
+    hints: ClassVar = frozenset({"parsed_arguments"})
+
     name: ToolName
     arguments: Text
 
 
-class ToolCallParam(Wire, frozen=True, kw_only=True):
+class ToolCallParam(Wire, frozen=True, tag="function", tag_field="type"):
     """A call the assistant made in an earlier turn."""
+
+    hints: ClassVar = frozenset({"index"})
+    other_types: ClassVar[Mapping[str, str]] = {"custom": "only functions are called"}
+    is_untagged_form: ClassVar = True
 
     id: ShortText
     function: FunctionCall
-    type: Literal["function"] = "function"
 
 
 class SystemMessage(Wire, frozen=True, tag="system", tag_field="role"):
@@ -83,20 +106,29 @@ class UserMessage(Wire, frozen=True, tag="user", tag_field="role"):
 
 
 class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
-    """An earlier answer, as our own responses spell it."""
+    """An earlier answer, as our own responses, the official clients and other servers spell it."""
 
-    content: Content | None = None
+    hints: ClassVar = frozenset(
+        {"id", "parsed", "annotations", "reasoning_details", "reasoning_signature", "provider_metadata"}
+    )
+    refused: ClassVar[Mapping[str, str]] = {
+        "audio": "sound cannot be heard",
+        "function_call": "calls stand in tool_calls",
+    }
+
+    content: str | Annotated[list[TextPart | RefusalPart], Meta(max_length=1024)] | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None
     tool_calls: Annotated[list[ToolCallParam], Meta(max_length=128)] | None = None
     name: ShortText | None = None
-    refusal: None = None
-    annotations: Annotated[list[JsonObject], Meta(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
+    refusal: Text | None = None
 
 
 class ToolMessage(Wire, frozen=True, tag="tool", tag_field="role"):
     """A tool's answer."""
+
+    hints: ClassVar = frozenset({"name"})
+    other_types: ClassVar[Mapping[str, str]] = {"function": "a call's answer has the role 'tool'"}
 
     content: Content
     tool_call_id: ShortText
@@ -106,8 +138,14 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
+#: What Anthropic's clients say of a tool, which comes here through translating proxies too.
+TOOL_HINTS = frozenset({"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"})
+
+
 class FunctionTool(Wire, frozen=True, kw_only=True):
     """A function the model may call; `parameters` is a JSON schema."""
+
+    hints: ClassVar = TOOL_HINTS | {"defer_loading"}
 
     name: ToolName
     description: Text | None = None
@@ -115,11 +153,14 @@ class FunctionTool(Wire, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class ToolParam(Wire, frozen=True, kw_only=True):
-    """A tool; only functions exist here."""
+class ToolParam(Wire, frozen=True, tag="function", tag_field="type"):
+    """A tool; others than functions are left out of the offer."""
+
+    hints: ClassVar = TOOL_HINTS | {"defer_loading"}
+    dropped_types: ClassVar = ("",)
+    is_untagged_form: ClassVar = True
 
     function: FunctionTool
-    type: Literal["function"] = "function"
 
 
 class NamedFunction(Wire, frozen=True, kw_only=True):
@@ -128,13 +169,38 @@ class NamedFunction(Wire, frozen=True, kw_only=True):
     name: ToolName
 
 
-class NamedToolChoice(Wire, frozen=True, kw_only=True):
+class NamedToolChoice(Wire, frozen=True, tag="function", tag_field="type"):
     """Forces a call of one function."""
 
+    other_types: ClassVar[Mapping[str, str]] = {"custom": "only functions are called"}
+    is_untagged_form: ClassVar = True
+
     function: NamedFunction
-    type: Literal["function"] = "function"
 
 
+class AllowedFunction(Wire, frozen=True, tag="function", tag_field="type"):
+    """One of the functions that may be called."""
+
+    dropped_types: ClassVar = ("",)
+    is_untagged_form: ClassVar = True
+
+    function: NamedFunction
+
+
+class AllowedTools(Wire, frozen=True, kw_only=True):
+    """Which of the tools may be called, and whether one must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunction], Meta(max_length=256)]
+
+
+class AllowedToolsChoice(Wire, frozen=True, tag="allowed_tools", tag_field="type"):
+    """Offers some of the tools alone."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoiceParam = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
 Tools = Annotated[list[ToolParam], Meta(max_length=256)]
 
 
@@ -143,13 +209,15 @@ class TextFormat(Wire, frozen=True, tag="text", tag_field="type"):
 
 
 class JsonObjectFormat(Wire, frozen=True, tag="json_object", tag_field="type"):
-    """Any JSON object."""
+    """Any JSON object, or, as in llama.cpp, one that follows `schema`."""
+
+    schema: JsonObject | None = None
 
 
 class JsonSchemaSpec(Wire, frozen=True, kw_only=True):
     """A named JSON schema. Output always follows it: `strict` changes nothing."""
 
-    name: ToolName
+    name: ToolName = "answer"
     schema: JsonObject = msgspec.field(default_factory=dict)
     description: Text | None = None
     strict: bool | None = None
@@ -176,8 +244,9 @@ class StructuredOutputs(Wire, frozen=True, kw_only=True):
 class StreamOptions(Wire, frozen=True, kw_only=True):
     """`include_usage` adds a last chunk with the usage of the whole request."""
 
+    hints: ClassVar = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 LogitBias = Annotated[
@@ -186,8 +255,22 @@ LogitBias = Annotated[
 ]
 
 
+#: What other servers call things that have another name here.
+ELSEWHERE = {
+    "guided_json": "use structured_outputs.json",
+    "guided_regex": "use structured_outputs.regex",
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar",
+    "json_schema": "use response_format",
+    "min_tokens": "an answer has no least length",
+}
+
+
 class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     """What chat and plain completions share."""
+
+    hints: ClassVar = frozenset({"user", "metadata", "id_slot", "return_progress", "timings_per_token"})
+    refused: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     model: ModelName | None = None
     temperature: OpenAITemperature | None = None
@@ -204,25 +287,46 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     grammar: Annotated[str, Meta(min_length=1, max_length=262_144)] | None = None
     structured_outputs: StructuredOutputs | None = None
     lora: Annotated[list[LoraChoice], Meta(max_length=16)] | None = None
-    user: ShortText | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
+    hints: ClassVar = frozenset(
+        {
+            "client_metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "verbosity",
+        }
+    )
+    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"store": (True,)}
+    refused: ClassVar[Mapping[str, str]] = {
+        "audio": "answers are text",
+        "function_call": "use tool_choice",
+        "functions": "use tools",
+        "moderation": "nothing is moderated",
+        "prediction": "answers are not predicted from a text",
+        "web_search_options": "nothing is searched",
+    }
+
     messages: Messages
     max_completion_tokens: TokenCount | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: JsonObject | None = None
     continue_final_message: bool = False
     store: Literal[False, "none"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
 
 
@@ -234,6 +338,12 @@ Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
+    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,), "suffix": ("",)}
+    refused: ClassVar[Mapping[str, str]] = {
+        "best_of": "every answer is given, none is chosen",
+        "suffix": "nothing is filled in before a suffix",
+    }
+
     prompt: Prompt
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -243,9 +353,10 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
 class EmbeddingRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/embeddings."""
 
+    hints: ClassVar = frozenset({"user", "metadata"})
+
     input: Prompt
     model: ModelName | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    user: ShortText | None = None
     keep_alive: KeepAlive | None = None

@@ -17,6 +17,7 @@ from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.renderer import wire_timings
 from edgeinfer.server.openai.render import wire_logprobs
 from edgeinfer.server.responses import wire
+from edgeinfer.server.responses.translate import offered
 
 _encode = msgspec.json.Encoder().encode
 
@@ -29,6 +30,7 @@ class ResponseRenderer:
         self.model = model
         self.created = int(time.time())
         self._request = body
+        self._names = {name: (space, tool.name) for name, (space, tool) in offered(body).items()}
         self._logprobs = bool(body.include) or body.top_logprobs is not None
         self._answer = Collected()
         self._sequence = -1
@@ -191,8 +193,14 @@ class ResponseRenderer:
             return wire.ReasoningOut(id=item_id, content=content_out, status=status)
         call = answer.calls[number]
         arguments = "" if empty else call.arguments
+        namespace, name = self._names.get(call.name, (None, call.name))
         return wire.FunctionCallOut(
-            id=item_id, call_id=call.id, name=call.name, arguments=arguments, status=status
+            id=item_id,
+            call_id=call.id,
+            name=name,
+            arguments=arguments,
+            status=status,
+            namespace=namespace or msgspec.UNSET,
         )
 
     def _reply(

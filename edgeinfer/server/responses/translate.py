@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -18,34 +17,24 @@ from edgeinfer.runtime.requests import (
     ToolCall,
     ToolChoice,
 )
-from edgeinfer.server.core.problems import from_validation
 from edgeinfer.server.core.request_parts import (
+    allowed,
     caching,
     named_tool,
     overridden,
     required_tool,
     template_options,
-    unique_tools,
 )
 from edgeinfer.server.responses import wire
 
-_Item = wire.MessageItem | wire.FunctionCallItem | wire.FunctionOutputItem | wire.ReasoningItem
-_ITEMS: dict[str, type[_Item]] = {
-    "message": wire.MessageItem,
-    "function_call": wire.FunctionCallItem,
-    "function_call_output": wire.FunctionOutputItem,
-    "reasoning": wire.ReasoningItem,
-}
-
 
 def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateRequest:
-    """One request. Raises InvalidRequestError and Problem, each naming the place."""
-    tools = unique_tools(
-        tuple(
-            Tool(name=t.name, description=t.description or "", parameters=t.parameters or {})
-            for t in body.tools or ()
-        )
-    )
+    """One request. Raises InvalidRequestError naming the place."""
+    tools = tuple(_tool(name, tool) for name, (_, tool) in offered(body).items())
+    if len(tools) < sum(len(_functions(tool)[1]) for tool in body.tools or ()):
+        raise InvalidRequestError("two tools have the same name", param="tools")
+    if isinstance(body.tool_choice, wire.AllowedChoice):
+        tools = allowed(tools, [_shown(tool.name, body) for tool in body.tool_choice.tools])
     wants_logprobs = bool(body.include) or body.top_logprobs is not None
     return GenerateRequest(
         messages=conversation(body),
@@ -69,26 +58,44 @@ def conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
         turns.append(Message(role="system", content=body.instructions))
     if isinstance(body.input, str):
         return (*turns, Message(role="user", content=body.input))
-    for place, item in enumerate(body.input):
-        _append(turns, _item(item, place))
+    for item in body.input:
+        _append(turns, item)
     return tuple(turns)
 
 
-def _item(raw: dict[str, Any], place: int) -> _Item:
-    kind = raw.get("type", "message")
-    if not isinstance(kind, str) or kind not in _ITEMS:
-        raise InvalidRequestError(
-            f"input items of type '{kind}' are not supported", param=f"input[{place}].type"
-        )
-    try:
-        return msgspec.convert(raw, _ITEMS[kind])
-    except msgspec.ValidationError as error:
-        problem = from_validation(error)
-        problem.param = f"input[{place}]" + (f".{problem.param}" if problem.param else "")
-        raise problem from error
+def shown_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function."""
+    return f"{namespace}.{name}" if namespace else name
 
 
-def _append(turns: list[Message], item: _Item) -> None:
+def offered(body: wire.ResponsesRequest) -> dict[str, tuple[str | None, wire.ResponseFunctionTool]]:
+    """The functions on offer by the names that the model sees, each with its namespace."""
+    found: dict[str, tuple[str | None, wire.ResponseFunctionTool]] = {}
+    for tool in body.tools or ():
+        namespace, functions = _functions(tool)
+        for function in functions:
+            found[shown_name(namespace, function.name)] = (namespace, function)
+    return found
+
+
+def _functions(
+    tool: wire.ResponseFunctionTool | wire.NamespaceTool,
+) -> tuple[str | None, Sequence[wire.ResponseFunctionTool]]:
+    return (tool.name, tool.tools) if isinstance(tool, wire.NamespaceTool) else (None, (tool,))
+
+
+def _tool(name: str, tool: wire.ResponseFunctionTool) -> Tool:
+    return Tool(name=name, description=tool.description or "", parameters=tool.parameters or {})
+
+
+def _shown(name: str, body: wire.ResponsesRequest) -> str:
+    """What the model calls a function that a choice names without its namespace."""
+    names = offered(body)
+    found = (shown for shown, (_, tool) in names.items() if tool.name == name)
+    return name if name in names else next(found, name)
+
+
+def _append(turns: list[Message], item: wire.Item) -> None:
     match item:
         case wire.MessageItem():
             turns.append(
@@ -101,10 +108,11 @@ def _append(turns: list[Message], item: _Item) -> None:
         case wire.FunctionOutputItem():
             turns.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
         case wire.ReasoningItem():
-            text = "".join(part.text for part in item.content or ())
+            text = "".join(part.text for part in item.content or item.summary)
             turns.append(Message(role="assistant", reasoning=text))
         case wire.FunctionCallItem():
-            call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
+            name = shown_name(item.namespace, item.name)
+            call = ToolCall(id=item.call_id, name=name, arguments=item.arguments)
             last = turns[-1] if turns and turns[-1].role == "assistant" else None
             if last is None:
                 turns.append(Message(role="assistant", tool_calls=(call,)))
@@ -125,17 +133,23 @@ def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
     return ""
 
 
-def _text(content: str | Sequence[wire.InputText | wire.OutputText] | Sequence[wire.InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _text(
+    content: str | Sequence[wire.InputText | wire.OutputText | wire.Refusal] | Sequence[wire.InputText],
+) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, wire.Refusal) else part.text for part in content)
 
 
 def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolChoice:
     parallel = body.parallel_tool_calls is not False
-    if isinstance(body.tool_choice, wire.ChosenFunction):
-        return named_tool(body.tool_choice.name, parallel, tools)
-    if body.tool_choice == "required":
+    choice = body.tool_choice
+    if isinstance(choice, wire.ChosenFunction):
+        return named_tool(_shown(choice.name, body), parallel, tools)
+    mode = choice.mode if isinstance(choice, wire.AllowedChoice) else choice
+    if mode == "required":
         return required_tool("required", parallel, tools)
-    return ToolChoice(mode=body.tool_choice or "auto", parallel=parallel)
+    return ToolChoice(mode=mode or "auto", parallel=parallel)
 
 
 def _constraint(body: wire.ResponsesRequest) -> Constraint | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,6 +12,7 @@ from edgeinfer.server.core.wire import (
     CachePrompt,
     CacheSalt,
     Deadline,
+    Effort,
     JsonObject,
     KeepAlive,
     ModelName,
@@ -28,47 +30,96 @@ from edgeinfer.server.core.wire import (
 # --- requests
 # --------------------------------------------------------------------------------
 
+_OTHER_PARTS = {
+    "input_image": "images cannot be read",
+    "input_file": "files cannot be read, send their text",
+    "input_audio": "sound cannot be heard",
+}
+
 
 class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
+    hints: ClassVar = frozenset({"prompt_cache_breakpoint"})
+    other_types: ClassVar[Mapping[str, str]] = _OTHER_PARTS
+
     text: Text
 
 
 class OutputText(Wire, frozen=True, tag="output_text", tag_field="type"):
-    """An earlier answer's text, as our own responses spell it."""
+    """An earlier answer's text, as our own responses and the official clients spell it."""
+
+    hints: ClassVar = frozenset({"annotations", "logprobs", "parsed"})
 
     text: Text
-    annotations: Annotated[list[JsonObject], Meta(max_length=0)] = msgspec.field(default_factory=list)
-    logprobs: list[JsonObject] | None = None
+
+
+class Refusal(Wire, frozen=True, tag="refusal", tag_field="type"):
+    """An earlier refusal, which is text as any other."""
+
+    refusal: Text
 
 
 class ReasoningText(Wire, frozen=True, tag="reasoning_text", tag_field="type"):
     text: Text
 
 
-MessageContent = str | Annotated[list[InputText | OutputText], Meta(max_length=1024)]
+class SummaryText(Wire, frozen=True, tag="summary_text", tag_field="type"):
+    text: Text
+
+
+MessageContent = str | Annotated[list[InputText | OutputText | Refusal], Meta(max_length=1024)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class MessageItem(Wire, frozen=True, kw_only=True):
+class MessageItem(Wire, frozen=True, tag="message", tag_field="type"):
     """A turn; its `type` may be left out."""
+
+    is_untagged_form: ClassVar = True
+    hints: ClassVar = frozenset({"phase"})
+    other_types: ClassVar[Mapping[str, str]] = {
+        "item_reference": "responses are not stored, send the item itself",
+        "compaction": "only who encrypted it can read it",
+        "configuration_update": "a request has one configuration",
+        "computer_call": "there is no computer",
+        "image_generation_call": "images cannot be read",
+        "custom_tool_call": "only functions are called",
+        "shell_call": "only functions are called",
+        "local_shell_call": "only functions are called",
+        "apply_patch_call": "only functions are called",
+        "mcp_call": "MCP servers are not called",
+        "mcp_approval": "MCP servers are not called",
+    }
+    #: What tools of OpenAI's own leave in a conversation, without a word for the model.
+    dropped_types: ClassVar = (
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "mcp_list_tools",
+        "tool_search_",
+        "additional_tools",
+        "compaction_trigger",
+        "program",
+    )
 
     role: Literal["user", "assistant", "system", "developer"]
     content: MessageContent
-    type: Literal["message"] = "message"
     id: ShortText | None = None
     status: ItemStatus | None = None
-    phase: None = None
 
 
 class FunctionCallItem(Wire, frozen=True, tag="function_call", tag_field="type"):
+    hints: ClassVar = frozenset({"caller", "async", "parsed_arguments"})
+
     call_id: ShortText
     name: ToolName
     arguments: Text
+    namespace: ToolName | None = None
     id: ShortText | None = None
     status: ItemStatus | None = None
 
 
 class FunctionOutputItem(Wire, frozen=True, tag="function_call_output", tag_field="type"):
+    hints: ClassVar = frozenset({"caller", "name", "namespace"})
+
     call_id: ShortText
     output: str | Annotated[list[InputText], Meta(max_length=1024)]
     id: ShortText | None = None
@@ -76,24 +127,57 @@ class FunctionOutputItem(Wire, frozen=True, tag="function_call_output", tag_fiel
 
 
 class ReasoningItem(Wire, frozen=True, tag="reasoning", tag_field="type"):
-    summary: Annotated[list[JsonObject], Meta(max_length=0)] = msgspec.field(default_factory=list)
+    """What was thought; its summary where the thought itself is not there."""
+
+    hints: ClassVar = frozenset({"encrypted_content"})
+
+    summary: Annotated[list[SummaryText], Meta(max_length=64)] = msgspec.field(default_factory=list)
     content: Annotated[list[ReasoningText], Meta(max_length=64)] | None = None
     id: ShortText | None = None
     status: ItemStatus | None = None
-    encrypted_content: None = None
 
 
-class ResponseFunctionTool(Wire, frozen=True, kw_only=True):
+Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+
+class ResponseFunctionTool(Wire, frozen=True, tag="function", tag_field="type"):
+    """A function; tools of other types are left out of the offer."""
+
+    hints: ClassVar = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
+    dropped_types: ClassVar = ("",)
+
     name: ToolName
-    type: Literal["function"]
     parameters: JsonObject | None = None
     description: Text | None = None
     strict: bool | None = None
 
 
-class ChosenFunction(Wire, frozen=True, kw_only=True):
+class NamespaceTool(Wire, frozen=True, tag="namespace", tag_field="type"):
+    """Functions under a common name; the model sees each as `namespace.function`."""
+
+    hints: ClassVar = frozenset({"description"})
+
     name: ToolName
-    type: Literal["function"]
+    tools: Annotated[list[ResponseFunctionTool], Meta(max_length=256)]
+
+
+class ChosenFunction(Wire, frozen=True, tag="function", tag_field="type"):
+    other_types: ClassVar[Mapping[str, str]] = {"": "only functions are called"}
+
+    name: ToolName
+
+
+class AllowedName(Wire, frozen=True, tag="function", tag_field="type"):
+    dropped_types: ClassVar = ("",)
+
+    name: ToolName
+
+
+class AllowedChoice(Wire, frozen=True, tag="allowed_tools", tag_field="type"):
+    """Which of the functions may be called, and whether one must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedName], Meta(max_length=256)]
 
 
 class PlainText(Wire, frozen=True, tag="text", tag_field="type"):
@@ -112,26 +196,53 @@ class SchemaFormat(Wire, frozen=True, tag="json_schema", tag_field="type"):
 
 
 class TextConfig(Wire, frozen=True, kw_only=True):
+    hints: ClassVar = frozenset({"verbosity"})
+
     format: PlainText | AnyJson | SchemaFormat | None = None
 
 
 class ReasoningConfig(Wire, frozen=True, kw_only=True):
     """`effort` reaches the model's chat template."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    hints: ClassVar = frozenset({"context", "generate_summary", "mode", "summary"})
 
-
-class ResponsesStreamOptions(Wire, frozen=True, kw_only=True):
-    include_obfuscation: Literal[False] | None = None
+    effort: Effort | None = None
 
 
 class ResponsesRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/responses.
+    """POST /v1/responses."""
 
-    `input` items are checked one by one after the body, so that each error names its place.
-    """
+    hints: ClassVar = frozenset(
+        {
+            "access_programs",
+            "background_options",
+            "client_metadata",
+            "context_management",
+            "image",
+            "max_tool_calls",
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "stream_options",
+            "user",
+        }
+    )
+    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"store": (True,)}
+    refused: ClassVar[Mapping[str, str]] = {
+        "background": "answers are made while the client waits",
+        "conversation": "conversations are not stored",
+        "moderation": "nothing is moderated",
+        "previous_response_id": "responses are not stored, send the conversation",
+        "prompt": "prompts are not stored",
+    }
+    known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "include": ("message.output_text.logprobs",)
+    }
 
-    input: str | Annotated[list[JsonObject], Meta(min_length=1, max_length=4096)]
+    input: str | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
     model: ModelName | None = None
     instructions: Text | None = None
     max_output_tokens: TokenCount | None = None
@@ -139,20 +250,14 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
-    stream_options: ResponsesStreamOptions | None = None
-    tools: Annotated[list[ResponseFunctionTool], Meta(max_length=256)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: Annotated[list[ResponseFunctionTool | NamespaceTool], Meta(max_length=256)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=1)] | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=8)] | None = None
     store: Literal[False, "none"] | None = None
-    background: Literal[False] | None = None
-    previous_response_id: None = None
-    conversation: None = None
-    service_tier: Literal["auto", "default"] | None = None
-    user: ShortText | None = None
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
     deadline_s: Deadline | None = None
@@ -202,6 +307,7 @@ class FunctionCallOut(Reply, frozen=True, tag="function_call", tag_field="type")
     name: str
     arguments: str
     status: ItemStatus = "completed"
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ReasoningTextOut(Reply, frozen=True, tag="reasoning_text", tag_field="type"):

@@ -1,0 +1,318 @@
+"""Read a JSON value as its wire type: leave out what asks for nothing, name all that is wrong at once.
+
+A body that fits its type as it stands needs none of this (`bodies.decode`). What does not is walked
+with the type beside it: hints are left out and named, a null of a field that takes none is as good as
+absent, and every field that is wrong is found, not only the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from edgeinfer.server.core.problems import Problem, from_validation, load_time_place, merged
+from edgeinfer.server.core.wire import Wire
+
+T = TypeVar("T")
+
+#: Values by which a client says that it does not use a field.
+NOTHING: tuple[Any, ...] = (None, [], {}, False)
+#: Names of what was ignored; a request may have as many fields as its size allows.
+_MAX_IGNORED = 32
+_INDEX = re.compile(r"\[\d+\]")
+_NAME = re.compile(r"[^\w.\[\]=:+-]", re.ASCII)
+
+
+class Reading:
+    """One walk through one value. `ignored` keeps the order in which the names were met."""
+
+    def __init__(self, *, refuse_unknown: bool, strict: bool = True) -> None:
+        self._refuse_unknown = refuse_unknown
+        self._strict = strict
+        self._ignored: dict[str, None] = {}
+        self._problems: list[Problem] = []
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """What was left out, each place once, with `[]` for any index."""
+        return tuple(self._ignored)
+
+    def read(self, raw: Any, kind: type[T]) -> T:
+        """The value as `kind`. Raises Problem, which names every field that is wrong."""
+        of: Any = kind
+        kept = self._value(_plan(of), raw, "")
+        if self._problems:
+            raise merged(self._problems)
+        try:
+            return msgspec.convert(kept, kind, strict=self._strict)
+        except msgspec.ValidationError as error:
+            raise from_validation(error) from None
+
+    def _ignore(self, place: str) -> None:
+        if len(self._ignored) < _MAX_IGNORED:
+            self._ignored.setdefault(_NAME.sub("?", _INDEX.sub("[]", place))[:96])
+
+    def _value(self, plan: _Plan, value: Any, place: str) -> Any:
+        if plan.objects and isinstance(value, dict):
+            return self._tagged(plan, value, place)
+        if plan.item is not None and isinstance(value, list) and len(value) <= plan.most:
+            return self._items(plan.item, value, place)
+        if not (plan.is_text and isinstance(value, str)):
+            try:
+                msgspec.convert(value, plan.kind, strict=self._strict)
+            except msgspec.ValidationError as error:
+                self._problems.append(from_validation(error, place))
+        return value
+
+    def _items(self, plan: _Plan, items: list[Any], place: str) -> list[Any]:
+        kept = []
+        for number, item in enumerate(items):
+            here = f"{place}[{number}]"
+            other = _other_type(plan, item, plan.dropped)
+            if other is None:
+                kept.append(self._value(plan, item, here))
+            else:
+                self._ignore(f"{here}={other}")
+        return kept
+
+    def _tagged(self, plan: _Plan, value: dict[str, Any], place: str) -> Any:
+        """An object of one of several types, told apart by a field."""
+        if not plan.tag_field:
+            return self._object(plan.objects[""], value, place)
+        tag = value.get(plan.tag_field, plan.default_tag)
+        if isinstance(tag, str) and tag in plan.objects:
+            return self._object(plan.objects[tag], value, place) | {plan.tag_field: tag}
+        named = f"{place}.{plan.tag_field}" if place else plan.tag_field
+        other = _other_type(plan, value, tuple(plan.others))
+        if plan.tag_field not in value:
+            said = Problem(
+                400,
+                f"Missing required parameter: '{named}'.",
+                param=named,
+                code="missing_required_parameter",
+            )
+        elif other is not None:
+            why = _reason(plan.others, other)
+            said = Problem(
+                400, f"'{other}' is not supported here: {why}.", param=named, code="unsupported_value"
+            )
+        else:
+            known = ", ".join(f"'{name}'" for name in plan.objects)
+            said = Problem(
+                400,
+                f"Invalid '{named}': Invalid value {_shown(tag)}; supported are {known}.",
+                param=named,
+                code="invalid_value",
+            )
+        self._problems.append(said)
+        return value
+
+    def _object(self, kind: type[Wire], value: dict[str, Any], place: str) -> dict[str, Any]:
+        facts = facts_of(kind)
+        kept: dict[str, Any] = {}
+        for name, inner in value.items():
+            here = f"{place}.{name}" if place else str(name)
+            field = facts.fields.get(name)
+            if field is None:
+                if name != facts.tag_field:
+                    self._not_ours(facts, name, inner, here)
+            elif inner is None and not (field.required or field.nullable):
+                continue
+            elif name in facts.hint_values and _is_one_of(inner, facts.hint_values[name]):
+                self._ignore(here)
+            else:
+                kept[name] = self._value(field.plan, self._known_items(facts, name, inner, here), here)
+        self._problems += [_missing(place, name) for name in facts.required if name not in value]
+        return kept
+
+    def _known_items(self, facts: _Facts, name: str, value: Any, place: str) -> Any:
+        """A list without the words in it that are hints."""
+        words = facts.known_items.get(name)
+        if words is None or not isinstance(value, list):
+            return value
+        for item in value:
+            if isinstance(item, str) and item not in words:
+                self._ignore(f"{place}={item}")
+        return [item for item in value if not isinstance(item, str) or item in words]
+
+    def _not_ours(self, facts: _Facts, name: str, value: Any, place: str) -> None:
+        """A field that is not honoured: nothing, a hint, refused, or unknown."""
+        known = name in facts.hints or name in facts.refused
+        if known and _is_one_of(value, NOTHING):
+            return
+        if name in facts.hints:
+            self._ignore(place)
+        elif name in facts.refused:
+            if _is_one_of(value, facts.hint_values.get(name, ())):
+                self._ignore(place)
+                return
+            said = f"'{place}' is not supported here: {facts.refused[name]}."
+            self._problems.append(Problem(400, said, param=place, code="unsupported_parameter"))
+        elif self._refuse_unknown or load_time_place(place):
+            said = f"Unknown or unsupported parameter: '{place}'{load_time_place(place)}."
+            self._problems.append(Problem(400, said, param=place, code="unknown_parameter"))
+        else:
+            self._ignore(place)
+
+
+class _Plan(NamedTuple):
+    """How to read values of a type.
+
+    `objects` are the Structs among its alternatives by tag ("" without one), `item` the plan of a
+    list's items where those hold Structs, `most` the longest such list.
+    """
+
+    kind: Any
+    objects: Mapping[str, type[Wire]] = {}
+    tag_field: str = ""
+    default_tag: str | None = None
+    others: Mapping[str, str] = {}
+    dropped: tuple[str, ...] = ()
+    item: _Plan | None = None
+    most: int = 0
+    is_text: bool = False
+
+
+class _Field(NamedTuple):
+    plan: _Plan
+    required: bool
+    nullable: bool
+
+
+class _Facts(NamedTuple):
+    """What a Struct and those it is made of declare."""
+
+    fields: Mapping[str, _Field]
+    required: tuple[str, ...]
+    tag_field: str | None
+    hints: frozenset[str]
+    refused: Mapping[str, str]
+    hint_values: Mapping[str, tuple[Any, ...]]
+    known_items: Mapping[str, tuple[str, ...]]
+
+
+@cache
+def _plan(kind: Any) -> _Plan:
+    alternatives = _alternatives(kind)
+    objects: list[type[Wire]] = []
+    item: _Plan | None = None
+    most = 0
+    for alternative in alternatives:
+        bare, longest = _bare(alternative)
+        if isinstance(bare, type) and issubclass(bare, Wire):
+            objects.append(bare)
+        elif get_origin(bare) is list and _holds_objects(get_args(bare)[0]):
+            item = _plan(get_args(bare)[0])
+            most = longest
+    return _Plan(
+        kind=kind,
+        objects={_tag(made): made for made in objects},
+        tag_field=objects[0].__struct_config__.tag_field or "" if objects else "",
+        default_tag=next((_tag(made) for made in objects if made.is_untagged_form), None),
+        others={name: why for made in objects for name, why in made.other_types.items()},
+        dropped=tuple(name for made in objects for name in made.dropped_types),
+        item=item,
+        most=most,
+        is_text=str in alternatives,
+    )
+
+
+@cache
+def facts_of(kind: type[Wire]) -> _Facts:
+    """What `kind` declares, those it inherits from included."""
+    types = get_type_hints(kind, include_extras=True)
+    fields = {}
+    for field in msgspec.structs.fields(kind):
+        of = types[field.name]
+        nullable = type(None) in _alternatives(of)
+        fields[field.encode_name] = _Field(_plan(of), field.required, nullable)
+    line = [base for base in reversed(kind.__mro__) if issubclass(base, Wire)]
+    return _Facts(
+        fields=fields,
+        required=tuple(name for name, field in fields.items() if field.required),
+        tag_field=kind.__struct_config__.tag_field,
+        hints=frozenset().union(*(base.hints for base in line)) - set(fields),
+        refused=_joined([base.refused for base in line]),
+        hint_values=_joined([base.hint_values for base in line]),
+        known_items=_joined([base.known_items for base in line]),
+    )
+
+
+def parts_of(kind: type[Wire]) -> list[type[Wire]]:
+    """The types of objects that stand directly in one."""
+    found: list[type[Wire]] = []
+    waiting = [field.plan for field in facts_of(kind).fields.values()]
+    while waiting:
+        plan = waiting.pop()
+        found += plan.objects.values()
+        if plan.item is not None:
+            waiting.append(plan.item)
+    return found
+
+
+def _joined(tables: list[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for table in tables for name, value in table.items()}
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    bare = kind
+    while get_origin(bare) is Annotated and get_origin(get_args(bare)[0]) in (Union, UnionType):
+        bare = get_args(bare)[0]
+    if get_origin(bare) not in (Union, UnionType):
+        return (kind,)
+    return tuple(inner for part in get_args(bare) for inner in _alternatives(part))
+
+
+def _bare(kind: Any) -> tuple[Any, int]:
+    """A type without what is noted beside it, and how long a list of it may be."""
+    longest = 1 << 62
+    while get_origin(kind) is Annotated:
+        kind, *notes = get_args(kind)
+        for note in notes:
+            if isinstance(note, msgspec.Meta) and note.max_length is not None:
+                longest = note.max_length
+    return kind, longest
+
+
+def _holds_objects(kind: Any) -> bool:
+    return any(
+        isinstance(bare, type) and issubclass(bare, Wire) for bare, _ in map(_bare, _alternatives(kind))
+    )
+
+
+def _tag(kind: type[Wire]) -> str:
+    return str(kind.__struct_config__.tag or "")
+
+
+def _other_type(plan: _Plan, value: Any, names: tuple[str, ...]) -> str | None:
+    """The type of an object, where it is none of ours and begins with one of `names`."""
+    if not isinstance(value, dict) or not plan.tag_field:
+        return None
+    tag = value.get(plan.tag_field)
+    if not isinstance(tag, str) or tag in plan.objects:
+        return None
+    return tag if tag.startswith(names) else None
+
+
+def _reason(others: Mapping[str, str], tag: str) -> str:
+    return others[max((name for name in others if tag.startswith(name)), key=len)]
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether it is equal and of one type: 1 is not true."""
+    return any(type(value) is type(known) and value == known for known in values)
+
+
+def _missing(place: str, name: str) -> Problem:
+    here = f"{place}.{name}" if place else name
+    said = f"Missing required parameter: '{here}'."
+    return Problem(400, said, param=here, code="missing_required_parameter")
+
+
+def _shown(value: Any) -> str:
+    return f"'{value[:64]}'" if isinstance(value, str) else str(value)[:64]

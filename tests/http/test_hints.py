@@ -1,0 +1,250 @@
+"""What cannot change an answer is taken and named; the shapes that real agents send are answered."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edgeinfer.runtime.events import ToolCallDelta
+from edgeinfer.runtime.fake import FakeEngine
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+BASE = {CHAT: {"messages": HI}, RESPONSES: {"input": "hi"}, MESSAGES: {"messages": HI, "max_tokens": 8}}
+SCHEMA = {"type": "object", "properties": {}}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["lenient", "strict"])
+def here(serve_module, engine, request):
+    return serve_module(engine, refuse_unknown=request.param)
+
+
+def _ignored(answer) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return answer.headers.get("x-edgeinfer-ignored", "").split(", ")
+
+
+#: (route, what is sent beside the least, what is named)
+TAKEN = [
+    (CHAT, {"metadata": {"a": "b"}}, "metadata"),
+    (CHAT, {"prompt_cache_key": "k"}, "prompt_cache_key"),
+    (CHAT, {"service_tier": "flex"}, "service_tier"),
+    (CHAT, {"store": True}, "store"),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[]=custom"),
+    (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+                }
+            ]
+        },
+        "messages[].content[].cache_control",
+    ),
+    (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include=reasoning.encrypted_content"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[]=web_search"),
+    (RESPONSES, {"client_metadata": {"x": "y"}}, "client_metadata"),
+    (
+        RESPONSES,
+        {"input": [{"type": "web_search_call", "id": "1"}, {"role": "user", "content": "x"}]},
+        "input[]=web_search_call",
+    ),
+    (MESSAGES, {"context_management": {"edits": []}}, "context_management"),
+    (MESSAGES, {"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+    (
+        MESSAGES,
+        {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+        "system[].cache_control",
+    ),
+    (
+        MESSAGES,
+        {"tools": [{"name": "a", "input_schema": SCHEMA, "eager_input_streaming": True}]},
+        "tools[].eager_input_streaming",
+    ),
+    (
+        MESSAGES,
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tools[]=web_search_20250305",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "sent", "named"), TAKEN, ids=[named for _, _, named in TAKEN])
+def test_a_hint_is_taken_and_named(here, until, path, sent, named):
+    assert _ignored(here.client.post(path, json=BASE[path] | sent)) == [named]
+    until(lambda: f'"ignored":"{named}"' in here.log.getvalue(), "the log to name it")
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        (CHAT, {"metadata": None, "audio": None, "prediction": None, "functions": [], "stream": None}),
+        (CHAT, {"messages": [*HI, {"role": "assistant", "content": None}, *HI], "n": None}),
+        (CHAT, {"tools": [], "stream_options": {"include_usage": True}, "stop": None}),
+        (CHAT, {"tools": [{"function": {"name": "a"}}], "logprobs": False, "top_logprobs": 0}),
+        (RESPONSES, {"max_tool_calls": None, "prompt": None, "background": False, "metadata": {}}),
+        (RESPONSES, {"reasoning": {"summary": None}, "tools": [], "previous_response_id": None}),
+        (MESSAGES, {"container": None, "mcp_servers": [], "stream": None, "context_management": None}),
+    ],
+)
+def test_nulls_and_empty_lists_of_known_fields_are_nothing(here, path, sent):
+    assert _ignored(here.client.post(path, json=BASE[path] | sent)) == [""]
+
+
+def test_an_unknown_field_follows_the_configuration(serve):
+    sent = BASE[CHAT] | {"mood": 1, "zesty\r\nx: y": 2}
+    taken = serve(FakeEngine()).client.post(CHAT, json=sent)
+    assert _ignored(taken) == ["mood", "zesty??x:?y"]
+    refused = serve(FakeEngine(), refuse_unknown=True).client.post(CHAT, json=sent)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mood")
+
+
+def test_a_large_body_is_read_alike(here, engine):
+    turns = [{"role": "user", "content": "word " * 40_000, "name": "x"}]
+    assert _ignored(here.client.post(CHAT, json={"messages": turns, "user": "u"})) == ["user"]
+    assert len(engine.requests[-1].messages[0].content) == 200_000
+
+
+def test_what_the_official_clients_echo_is_taken(here, engine):
+    call = {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}
+    echoed = {
+        "role": "assistant",
+        "content": None,
+        "parsed": None,
+        "refusal": None,
+        "tool_calls": [{"id": "c", "type": "function", "index": 0, "function": call}],
+    }
+    tool = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "done"}
+    answer = here.client.post(CHAT, json={"messages": [*HI, echoed, tool]})
+    assert "messages[].tool_calls[].function.parsed_arguments" in _ignored(answer)
+    assert engine.requests[-1].messages[1].tool_calls[0].name == "f"
+    part = {"type": "output_text", "text": "x", "annotations": [], "parsed": None, "logprobs": []}
+    item = {"type": "message", "role": "assistant", "content": [part], "phase": None}
+    assert _ignored(here.client.post(RESPONSES, json={"input": [item, *HI]})) == [""]
+
+
+def test_tools_of_a_namespace_come_back_under_it(serve):
+    engine = FakeEngine([[ToolCallDelta(index=0, id="c", name="mcp.look", arguments="{}")]])
+    here = serve(engine)
+    tools = [{"type": "namespace", "name": "mcp", "tools": [{"type": "function", "name": "look"}]}]
+    item = {
+        "type": "function_call",
+        "call_id": "b",
+        "namespace": "mcp",
+        "name": "look",
+        "arguments": "{}",
+    }
+    sent = {"input": [*HI, item], "tools": tools, "tool_choice": {"type": "function", "name": "look"}}
+    (call,) = here.client.post(RESPONSES, json=sent).json()["output"]
+    assert (call["namespace"], call["name"]) == ("mcp", "look")
+    (request,) = engine.requests
+    assert [tool.name for tool in request.tools] == ["mcp.look"]
+    assert (request.tool_choice.name, request.messages[1].tool_calls[0].name) == (
+        "mcp.look",
+        "mcp.look",
+    )
+
+
+def test_allowed_tools_are_the_offer(here, engine):
+    functions = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": functions[1:]}}
+    assert here.chat(tools=functions, tool_choice=choice).status_code == 200
+    assert [tool.name for tool in engine.requests[-1].tools] == ["b"]
+    assert engine.requests[-1].tool_choice.mode == "required"
+
+
+def test_a_deferred_tool_is_offered_once_it_is_referred_to(here, engine):
+    tools = [
+        {"name": "ToolSearch", "input_schema": SCHEMA},
+        {"name": "paint", "input_schema": SCHEMA, "defer_loading": True},
+    ]
+
+    def offered(messages):
+        sent = {"messages": messages, "max_tokens": 8, "tools": tools}
+        assert here.client.post(MESSAGES, json=sent).status_code == 200
+        return [tool.name for tool in engine.requests[-1].tools]
+
+    assert offered(HI) == ["ToolSearch"]
+    use = {"type": "tool_use", "id": "t", "name": "ToolSearch", "input": {}}
+    found = [{"type": "tool_reference", "tool_name": "paint"}]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": found}
+    turns = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    assert offered(turns) == ["ToolSearch", "paint"]
+    del tools[0]
+    assert offered(HI) == ["paint"], "nothing could find it"
+
+
+def test_what_coding_agents_send_is_answered(here, engine):
+    """The fields of a recorded first request of Claude Code, and of Codex, without anybody's text."""
+    claude = {
+        "model": "fake",
+        "max_tokens": 32000,
+        "stream": True,
+        "temperature": 1,
+        "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "hi", "cache_control": {"type": "x"}}],
+            },
+            {"role": "system", "content": "today", "output_config": {"effort": "high"}},
+        ],
+        "tools": [{"name": "Bash", "description": "", "input_schema": SCHEMA, "defer_loading": True}],
+        "metadata": {"user_id": "u"},
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+    }
+    answer = here.client.post(
+        f"{MESSAGES}?beta=true", json=claude, headers={"anthropic-beta": "claude-code-20250219"}
+    )
+    assert {"anthropic-beta", "metadata", "context_management"} <= set(_ignored(answer))
+    assert "message_stop" in answer.text
+    assert engine.requests[-1].template_options["reasoning_effort"] == "high"
+    codex = {
+        "model": "fake",
+        "instructions": "be brief",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
+        ],
+        "tools": [
+            {"type": "function", "name": "exec_command", "strict": False, "parameters": SCHEMA},
+            {"type": "namespace", "name": "mcp", "description": "", "tools": []},
+            {"type": "web_search", "external_web_access": False},
+            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "text": {"verbosity": "low"},
+        "client_metadata": {"x": "y"},
+    }
+    answer = here.client.post(RESPONSES, json=codex)
+    assert {"tools[]=web_search", "tools[]=custom", "text.verbosity"} <= set(_ignored(answer))
+    last = json.loads(answer.text.strip().rpartition("data: ")[2])
+    assert last["type"] == "response.completed"
+
+
+def test_a_tool_loop_of_threads_is_told_to_go_on_without(here):
+    refused = here.client.post(MESSAGES, json=BASE[MESSAGES] | {"thread": {"type": "create"}})
+    assert refused.json()["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
