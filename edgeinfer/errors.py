@@ -166,7 +166,23 @@ class InvalidRequestError(EngineError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt and answer, exceed the context."""
+    """The prompt, or prompt and answer, exceed the context: `n_tokens` of at most `n_ctx`."""
+
+    details = ("hint", "param", "n_tokens", "n_ctx")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        hint: str | None = None,
+        n_tokens: int | str | None = None,
+        n_ctx: int | str | None = None,
+    ) -> None:
+        super().__init__(message, param=param, hint=hint)
+        # from another process they come as text
+        self.n_tokens = None if n_tokens is None else int(n_tokens)
+        self.n_ctx = None if n_ctx is None else int(n_ctx)
 
 
 class UnsupportedConstraintError(InvalidRequestError):
@@ -251,7 +267,7 @@ def every_class() -> list[type[EdgeInferError]]:
 def to_fields(error: EdgeInferError) -> dict[str, str]:
     """Take an error apart for another process: code, message, and those of its details that are set."""
     details = {name: getattr(error, name) for name in error.details}
-    set_ones = {name: value for name, value in details.items() if value is not None}
+    set_ones = {name: str(value) for name, value in details.items() if value is not None}
     return {"code": error.code, "message": error.message, **set_ones}
 
 

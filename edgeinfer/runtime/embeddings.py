@@ -91,6 +91,8 @@ class Embedder:
                 f"{param} {index} has {len(tokens)} tokens; this model embeds at most "
                 f"{self.max_tokens} at once",
                 param=param,
+                n_tokens=len(tokens),
+                n_ctx=self.max_tokens,
             )
         return tokens
 

@@ -104,6 +104,8 @@ class Preparer:
                 f"the prompt has {len(tokens)} tokens and the context {self._n_ctx}, which must hold "
                 f"the answer too",
                 param=param,
+                n_tokens=len(tokens),
+                n_ctx=self._n_ctx,
             )
         keep = min(self._keep_tokens(request, tokens), self._n_ctx // 2)
         tail = self._n_ctx - keep - self._n_ctx // 4

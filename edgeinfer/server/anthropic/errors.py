@@ -28,9 +28,19 @@ _TYPES = {
 def error_body(problem: Problem, request_id: str) -> bytes:
     """`{"type": "error", "error": {"type", "message"}, "request_id"}`."""
     error = AnthropicErrorBody(
-        type=_TYPES.get(problem.status, "api_error"), message=problem.message, details=_details(problem)
+        type=_TYPES.get(problem.status, "api_error"),
+        message=_sentence(problem),
+        details=_details(problem),
     )
     return msgspec.json.encode(AnthropicError(error=error, request_id=request_id))
+
+
+def _sentence(problem: Problem) -> str:
+    """The message; a prompt that is too long is told in the words by which agents know to compact."""
+    if problem.lengths is None:
+        return problem.message
+    n_tokens, n_ctx = problem.lengths
+    return f"prompt is too long: {n_tokens} tokens > {n_ctx} maximum; {problem.message}"
 
 
 def _details(problem: Problem) -> dict[str, Any] | msgspec.UnsetType:

@@ -22,7 +22,7 @@ from edgeinfer.runtime.events import (
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.anthropic.errors import error_events
 from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.renderer import wire_timings
+from edgeinfer.server.core.renderer import sse_comment, wire_timings
 
 _encode = msgspec.json.Encoder().encode
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -67,6 +67,7 @@ class MessageRenderer:
         self._stops = stop_strings
         self._started = False
         self._prompt_tokens = 0
+        self._cached_tokens = 0
         self._block = -1
         self._open: tuple[str, int] | None = None
         self._end: Finished | None = None
@@ -74,13 +75,18 @@ class MessageRenderer:
     # --- streamed
 
     def opening(self) -> bytes:
-        """`message_start` waits for the first event: only then is the prompt's length known."""
+        """`message_start` waits for the first progress: only then is the prompt's length known."""
         return b""
 
     def event(self, index: int, event: Event) -> bytes:
         if isinstance(event, Progress):
             self._prompt_tokens = event.total_tokens
-            return b""
+            if event.queued or self._started:
+                return b""
+            # what is there before anything was computed was remembered
+            is_read = event.done_tokens == event.total_tokens
+            self._cached_tokens = 0 if is_read else event.done_tokens
+            return self._start()
         if isinstance(event, Finished):
             self._end = event
             self._prompt_tokens = self._prompt_tokens or event.usage.prompt_tokens
@@ -124,14 +130,18 @@ class MessageRenderer:
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_events(problem, request_id)
 
-    def comment(self, said: str) -> bytes:
-        return f": {said}\n\n".encode() + (_PING if self._started else b"")
+    def waiting(self, said: str) -> bytes:
+        return sse_comment(said) + (self._start() or _PING)
 
     def _start(self) -> bytes:
         if self._started:
             return b""
         self._started = True
-        usage = wire.AnthropicUsage(input_tokens=self._prompt_tokens, output_tokens=0)
+        usage = wire.AnthropicUsage(
+            input_tokens=self._prompt_tokens - self._cached_tokens,
+            output_tokens=0,
+            cache_read_input_tokens=self._cached_tokens,
+        )
         message = wire.MessageReply(
             id=self.id, model=self.model, content=[], stop_reason=None, stop_sequence=None, usage=usage
         )

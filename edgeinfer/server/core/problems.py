@@ -56,7 +56,9 @@ _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str, str | None, int | None]] 
 class Problem(Exception):
     """An answer that is not a success. `kind` and `code` are OpenAI's words for it.
 
-    `retry_after_s` becomes the header Retry-After.
+    `retry_after_s` becomes the header Retry-After. `lengths` are (tokens of the prompt, tokens that the
+    context holds) where the first are too many: each dialect has a sentence for that which its clients
+    look for.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Problem(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
         headers: dict[str, str] | None = None,
+        lengths: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -76,6 +79,7 @@ class Problem(Exception):
         self.kind = kind
         self.param = param
         self.code = code
+        self.lengths = lengths
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["retry-after"] = str(retry_after_s)
@@ -95,7 +99,14 @@ def from_error(error: e.EdgeInferError) -> Problem:
         param=param,
         code=code or error.code.replace("-", "_"),
         retry_after_s=wait_s,
+        lengths=_lengths(error),
     )
+
+
+def _lengths(error: e.EdgeInferError) -> tuple[int, int] | None:
+    if not isinstance(error, e.ContextLengthError) or error.n_tokens is None or error.n_ctx is None:
+        return None
+    return error.n_tokens, error.n_ctx
 
 
 def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem:

@@ -28,11 +28,19 @@ class Renderer(Protocol):
     def failure(self, problem: Problem, request_id: str) -> bytes:
         """The last bytes when something failed after the stream had begun."""
 
-    def comment(self, said: str) -> bytes:
-        """Keeps the connection alive while there is nothing to say."""
+    def waiting(self, said: str) -> bytes:
+        """An event that says nothing, while there is nothing to say; `said` is for people who look.
+
+        Clients give up on a stream without events, and a comment is none.
+        """
 
     def whole(self, answers: list[Collected]) -> bytes:
         """The JSON body of a request that is not streamed."""
+
+
+def sse_comment(said: str) -> bytes:
+    """A comment in a stream of server-sent events: people see it, clients skip it."""
+    return f": {said}\n\n".encode()
 
 
 def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:

@@ -24,6 +24,7 @@ from edgeinfer.server.core.begin import Begun, Job, begin, events_of
 from edgeinfer.server.core.connection import Connection, ShortCut
 from edgeinfer.server.core.exchange import Exchange
 from edgeinfer.server.core.problems import Problem, from_error, internal, shutting_down
+from edgeinfer.server.core.renderer import sse_comment
 from edgeinfer.server.observe.metrics import TokenClock
 
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -274,25 +275,25 @@ class _SseResponse(_Answering, Response):
         self._cancel()
 
     async def _tick(self, send: Send) -> None:
-        """A comment whenever nothing was said for a while."""
+        """Say that the client waits whenever nothing was said for a while."""
         pause_s = self.endpoint.limits.comment_s
         while True:
             await asyncio.sleep(pause_s)
             if time.monotonic() - self._last_write >= pause_s * 0.9:
                 if self._short_cut is not None:
                     self._short_cut.close()
-                comment = self._said()
-                await send({"type": "http.response.body", "body": comment, "more_body": True})
+                said = self._said()
+                await send({"type": "http.response.body", "body": said, "more_body": True})
 
     def _said(self) -> bytes:
         if self.begun is None:
             stage, fraction = self.endpoint.models.stage(self.exchange.model)
             said = f"{stage} {fraction:.0%}" if fraction is not None else stage or "waiting"
-            return f": {said}\n\n".encode()
+            return sse_comment(said)
         seen = self._progress
         if seen is None or seen.queued:
-            return self.begun.renderer.comment("queued")
-        return self.begun.renderer.comment(f"prefill {seen.done_tokens}/{seen.total_tokens}")
+            return self.begun.renderer.waiting("queued")
+        return self.begun.renderer.waiting(f"prefill {seen.done_tokens}/{seen.total_tokens}")
 
     def _keep_answer(self) -> None:
         """What was said, as the same request would have been answered whole; for the payload log."""

@@ -23,7 +23,7 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.renderer import total, wire_timings
+from edgeinfer.server.core.renderer import sse_comment, total, wire_timings
 from edgeinfer.server.openai import wire_replies as wire
 from edgeinfer.server.openai.errors import DONE, error_events
 
@@ -123,8 +123,13 @@ class _OpenAI:
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_events(problem, request_id)
 
-    def comment(self, said: str) -> bytes:
-        return f": {said}\n\n".encode()
+    def waiting(self, said: str) -> bytes:
+        waits = next((index for index in range(self.count) if index not in self._ends), 0)
+        return sse_comment(said) + self._nothing(waits)
+
+    def _nothing(self, index: int) -> bytes:
+        """A chunk of answer `index` that adds nothing."""
+        raise NotImplementedError
 
 
 class ChatRenderer(_OpenAI):
@@ -174,6 +179,9 @@ class ChatRenderer(_OpenAI):
             case Finished():
                 return self._finish(index, event)
         return b""
+
+    def _nothing(self, index: int) -> bytes:
+        return self._delta(index, b"{")
 
     def _delta(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
         return b'%b{"index":%d,"delta":%b},"finish_reason":null,"logprobs":%b}%b' % (
@@ -280,6 +288,9 @@ class CompletionRenderer(_OpenAI):
             case Finished():
                 return self._finish(index, event)
         return b""
+
+    def _nothing(self, index: int) -> bytes:
+        return self._delta(index, "", b"null")
 
     def _delta(self, index: int, text: str, logprobs: bytes) -> bytes:
         return b'%b{"index":%d,"text":%b,"finish_reason":null,"logprobs":%b}%b' % (

@@ -6,7 +6,7 @@ import msgspec
 
 from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.openai.errors import error_body
+from edgeinfer.server.openai.errors import error_body, sentence
 from edgeinfer.server.openai.wire_replies import ErrorReply
 from edgeinfer.server.responses import routes, wire
 
@@ -16,7 +16,7 @@ def error_events(problem: Problem, request_id: str) -> bytes:
     event = {
         "type": "error",
         "code": problem.code,
-        "message": problem.message,
+        "message": sentence(problem),
         "param": problem.param,
         "sequence_number": 0,
     }

@@ -14,7 +14,8 @@ import msgspec
 from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, Usage
 from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.renderer import wire_timings
+from edgeinfer.server.core.renderer import sse_comment, wire_timings
+from edgeinfer.server.openai.errors import sentence
 from edgeinfer.server.openai.render import wire_logprobs
 from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.translate import offered
@@ -79,11 +80,12 @@ class ResponseRenderer:
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         reply = self._reply("failed", [], None)
-        error = wire.ResponseError(code=problem.code or "server_error", message=problem.message)
+        error = wire.ResponseError(code=problem.code or "server_error", message=sentence(problem))
         return self._sse("response.failed", response=msgspec.structs.replace(reply, error=error))
 
-    def comment(self, said: str) -> bytes:
-        return f": {said}\n\n".encode()
+    def waiting(self, said: str) -> bytes:
+        in_progress = self._reply("in_progress", [], None)
+        return sse_comment(said) + self._sse("response.in_progress", response=in_progress)
 
     def _sse(self, event_type: str, /, **data: Any) -> bytes:
         self._sequence += 1

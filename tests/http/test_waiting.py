@@ -1,0 +1,99 @@
+"""While a prompt is read the client gets events, not comments alone; one that is too long is known."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from edgeinfer.errors import ContextLengthError, from_fields, to_fields
+from edgeinfer.runtime.events import Progress
+from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.server.anthropic.render import MessageRenderer
+from edgeinfer.server.core.limits import Limits
+
+HI = [{"role": "user", "content": "hi"}]
+ROUTES = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 9},
+}
+TOO_LONG = ContextLengthError(
+    "the prompt has 9 tokens and the context 8, which must hold the answer too",
+    param="messages",
+    n_tokens=9,
+    n_ctx=8,
+)
+
+
+def _events(lines, n):
+    """The first `n` events of a stream that is held."""
+    found = []
+    for line in lines:
+        if line.startswith("data: "):
+            found.append(json.loads(line.removeprefix("data: ")))
+        if len(found) == n:
+            return found
+    raise AssertionError(found)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
+    gate = Gate(threading.Event())
+    here = serve(FakeEngine([[Progress(2, 9), gate, "x"]]), limits=Limits(comment_s=0.02))
+    with here.client.stream("POST", path, json=ROUTES[path] | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        waiting = _events(lines, 5)[-1]
+        gate.opened.set()
+        rest = list(lines)
+    if path == "/v1/responses":
+        assert (waiting["type"], waiting["response"]["status"]) == (
+            "response.in_progress",
+            "in_progress",
+        )
+    elif path == "/v1/messages":
+        assert waiting == {"type": "ping"}
+    else:
+        choice = waiting["choices"][0]
+        assert choice["finish_reason"] is None
+        assert choice.get("delta", choice.get("text")) in ({}, "")
+    assert any(line.startswith("data: ") for line in rest)
+
+
+def test_a_message_begins_once_its_prompt_is_known():
+    renderer = MessageRenderer("msg_1", "fake")
+    assert renderer.opening() + renderer.event(0, Progress(0, 9, queued=True)) == b""
+    begun = renderer.event(0, Progress(2, 9))
+    usage = json.loads(begun.partition(b"data: ")[2].partition(b"\n")[0])["message"]["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (7, 2)
+    assert renderer.event(0, Progress(9, 9)) == b""
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_is_told_in_the_words_clients_look_for(
+    serve, monkeypatch, path, stream
+):
+    engine = FakeEngine()
+
+    def refuse(request):
+        raise TOO_LONG
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    answer = serve(engine).client.post(path, json=ROUTES[path] | {"stream": stream})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert TOO_LONG.message in error["message"]
+    if path == "/v1/messages":
+        assert error["message"].startswith("prompt is too long: 9 tokens > 8 maximum")
+    else:
+        assert error["message"].startswith("This model's maximum context length is 8 tokens")
+        assert error["code"] == "context_length_exceeded"
+
+
+def test_the_lengths_cross_to_another_process():
+    there = from_fields(to_fields(TOO_LONG))
+    assert isinstance(there, ContextLengthError)
+    assert (there.n_tokens, there.n_ctx, there.param) == (9, 8, "messages")
