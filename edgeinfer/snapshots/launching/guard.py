@@ -37,40 +37,59 @@ _SIGNALS = (
 )
 
 
-def terminal() -> int | None:
-    """The first standard descriptor that is a terminal."""
-    return next((fd for fd in (1, 2, 0) if os.isatty(fd)), None)
+class Terminal:
+    """The terminal of a launch, if it has one, and its modes before the app."""
+
+    def __init__(self) -> None:
+        self._fd = next((fd for fd in (1, 2, 0) if os.isatty(fd)), None)
+        self._modes = None if self._fd is None else _modes_of(self._fd)
+        self._guard: int | None = None
+
+    def watch(self) -> None:
+        """Start the child that is told of our end, unless `dismiss_guard` comes before that."""
+        if self._fd is None or self._modes is None:
+            return
+        read_fd, self._guard = os.pipe()
+        if os.fork() == 0:
+            try:
+                os.close(self._guard)
+                _wait(read_fd, self._fd, self._modes)
+            finally:
+                os._exit(0)
+        os.close(read_fd)
+
+    def dismiss_guard(self) -> None:
+        """All is well: the child ends and leaves the terminal alone."""
+        if self._guard is None:
+            return
+        try:  # noqa: SIM105  contextlib costs 3 ms
+            os.write(self._guard, b".")
+        except OSError:
+            pass
+
+    def put_back(self) -> None:
+        """The modes and the screen as they were, for an app that died without doing so."""
+        if self._fd is not None and self._modes is not None:
+            _put_back(self._fd, self._modes)
 
 
-def put_back(fd: int, modes: list[object]) -> None:
-    """The modes and the screen as they were. Never raises."""
+def _modes_of(fd: int) -> list[object] | None:
     import termios  # 0.1 ms
+
+    try:
+        return termios.tcgetattr(fd)
+    except termios.error:
+        return None
+
+
+def _put_back(fd: int, modes: list[object]) -> None:
+    """Put back the modes and the screen. Never raises."""
+    import termios
 
     try:
         termios.tcsetattr(fd, termios.TCSANOW, modes)  # type: ignore[arg-type]
         os.write(fd, RESTORE)
     except (termios.error, OSError):
-        pass
-
-
-def watch(fd: int, modes: list[object]) -> int:
-    """Start the child and return the descriptor that tells it of our end; `dismiss` it before that."""
-    read_fd, write_fd = os.pipe()
-    if os.fork() == 0:
-        try:
-            os.close(write_fd)
-            _wait(read_fd, fd, modes)
-        finally:
-            os._exit(0)
-    os.close(read_fd)
-    return write_fd
-
-
-def dismiss(write_fd: int) -> None:
-    """All is well: the child ends and leaves the terminal alone."""
-    try:  # noqa: SIM105  contextlib costs 3 ms
-        os.write(write_fd, b".")
-    except OSError:
         pass
 
 
@@ -92,4 +111,4 @@ def _mend(fd: int, modes: list[object]) -> None:
     if now[3] & termios.ISIG:  # the app takes signals for keys; shells do not
         os.write(fd, RESTORE)
     else:
-        put_back(fd, modes)
+        _put_back(fd, modes)
