@@ -4,6 +4,8 @@ PROMPT ?= Name three colours.
 MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# tests and benchmarks start programs as a user's shell does: from compiled files
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: bench-memory bench-resume bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine
 
