@@ -158,7 +158,7 @@ class OutOfMemoryError(EngineError):
 class InvalidRequestError(EngineError):
     """A request's field `param` is out of range or unsupported."""
 
-    details = ("hint", "param")
+    details: tuple[str, ...] = ("hint", "param")
 
     def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
