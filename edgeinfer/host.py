@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from edgeinfer.blocks.store import BlockStore
 
 _log = logging.getLogger("edgeinfer.blocks")
+#: A stage that takes longer is told to whoever waits for a verb that shows no progress.
+_MOMENT_S = 0.5
 
 #: (stage, fraction 0..1 or None when unknown); called from any thread.
 LoadProgress = Callable[[str, float | None], None]
@@ -90,6 +93,19 @@ class KeepsBlocks(Protocol):
     def leave_blocks(self) -> None: ...
 
 
+def _said_once() -> LoadProgress:
+    """A progress that writes each stage to stderr when it takes longer than a moment."""
+    said: set[str] = set()
+    began = time.monotonic()
+
+    def progress(stage: str, _fraction: float | None) -> None:
+        if stage not in said and time.monotonic() - began > _MOMENT_S:
+            said.add(stage)
+            sys.stderr.write(f"edgeinfer: {stage}\n")
+
+    return progress
+
+
 class Host:
     """A cold process with no launcher, which loads models itself. `AppHost` knows more."""
 
@@ -118,15 +134,16 @@ class Host:
         """Listening sockets the launcher bound for `serve`; empty when the verb has to bind its own."""
         return ()
 
-    def files(self, model: str, draft: str = "") -> ModelFiles:
-        """Find the files of a model and of `draft`, each a catalogue name or a GGUF's path.
+    def files(self, model: str, draft: str = "", progress: LoadProgress | None = None) -> ModelFiles:
+        """Find the files of a model and of `draft`, each a name or a GGUF's path.
 
-        Raises UnknownModelError, ModelNotPulledError, InvalidGgufError.
+        Reading a file of another program for the first time takes a while: `progress` hears of it,
+        or stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
         # the catalogue is not needed when a snapshot was resumed
         from edgeinfer.catalog.store import model_files
 
-        return model_files(model, draft)
+        return model_files(model, draft, progress or _said_once())
 
     def is_model(self, name: str) -> bool:
         """Whether `name` is a model's name or an existing GGUF file, as opposed to, say, a prompt."""
@@ -139,7 +156,7 @@ class Host:
         self._reached("load")
         from edgeinfer.runtime.engine import load_engine  # 160–290 ms: llama_cpp
 
-        engine = load_engine(self.files(model, options.draft), options, progress)
+        engine = load_engine(self.files(model, options.draft, progress), options, progress)
         self.keep_blocks(engine)
         self._reached("ready")
         return engine

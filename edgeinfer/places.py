@@ -12,6 +12,8 @@ import sys
 
 #: The model of whoever names none, and the variable in which a shipped file names the one it carries.
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2-135m-instruct", "EDGEINFER_BUNDLED_MODEL"
+#: What the names of models in other programs' stores begin with: Ollama's, Hugging Face's, LM Studio's.
+FOUND = ("ollama/", "hf:", "lmstudio/")
 _XDG = {
     "config": ("XDG_CONFIG_HOME", ".config"),
     "data": ("XDG_DATA_HOME", ".local/share"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.catalog import names, sources, store
+from edgeinfer.catalog import names, sources
 from edgeinfer.catalog.plan import Plan
 from edgeinfer.catalog.progress import Job
 from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks, size_or_zero
@@ -75,7 +75,7 @@ def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fet
     from edgeinfer.catalog import download  # 75–120 ms: httpx2
 
     name = todo.file_name or names.tamed_file_name(unquote(urlsplit(source.url).path))
-    siblings = store.split_names(name) or [name]
+    siblings = names.split_names(name) or [name]
     found = []
     for index, sibling in enumerate(siblings):
         url = source.url if len(siblings) == 1 else source.url.replace(name, sibling)
@@ -131,7 +131,7 @@ def _from_hub(
 
 
 def _from_here(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
-    parts = store.split_parts(path)
+    parts = names.split_parts(path)
     for part in parts:
         if not part.is_file():
             raise SourceNotFoundError(f"there is no file {part}", hint="check the path")

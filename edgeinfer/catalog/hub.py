@@ -14,9 +14,7 @@ from typing import Any
 
 from edgeinfer.catalog import names
 from edgeinfer.catalog.download import Remote
-from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.sources import HubFile, HubQuant
-from edgeinfer.catalog.store import split_names
 from edgeinfer.errors import (
     AuthenticationError,
     ChecksumError,
@@ -57,9 +55,9 @@ def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
                 f"{source.repo} has no file {source.path}", hint=_near_files(paths)
             )
         return _whole_split(source.path, paths, source.repo)
-    candidates = [path for path in paths if quantization_of(path) == source.quant]
+    candidates = [path for path in paths if names.quantization_of(path) == source.quant]
     if not candidates:
-        known = sorted({q for path in paths if (q := quantization_of(path))})
+        known = sorted({q for path in paths if (q := names.quantization_of(path))})
         raise SourceNotFoundError(
             f"{source.repo} has no GGUF in {source.quant}",
             hint=f"it has {', '.join(known)}" if known else "it has no GGUF at all",
@@ -68,21 +66,9 @@ def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
     return _whole_split(best, paths, source.repo)
 
 
-def quantization_of(path: str) -> str:
-    """The quantization in a GGUF's file name; "" for none and for `mmproj-` files."""
-    name = path.rsplit("/", 1)[-1]
-    if not name.lower().endswith(".gguf") or name.lower().startswith("mmproj"):
-        return ""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", name[:-5])
-    tail = re.split(r"[.-]", stem)[-1].upper()
-    if tail == "MXFP4":
-        return "MXFP4_MOE"
-    return tail if file_type(tail) is not None else ""
-
-
 def _whole_split(path: str, paths: list[str], repo: str) -> list[str]:
     folder, slash, name = path.rpartition("/")
-    parts = [f"{folder}{slash}{part}" for part in split_names(name)] or [path]
+    parts = [f"{folder}{slash}{part}" for part in names.split_names(name)] or [path]
     missing = [part for part in parts if part not in paths]
     if missing:
         raise SourceNotFoundError(

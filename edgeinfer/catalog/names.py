@@ -8,6 +8,7 @@ names of files that a person already has are made harmless instead, because they
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -87,3 +88,42 @@ def is_path(text: str) -> bool:
     return text.startswith(("/", "./", "../", "~")) or (
         text.lower().endswith(".gguf") and ":" not in text
     )
+
+
+def quantization_of(path: str) -> str:
+    """The quantization in a GGUF's file name; "" for none and for `mmproj-` files."""
+    name = path.rsplit("/", 1)[-1]
+    if not name.lower().endswith(".gguf") or name.lower().startswith("mmproj"):
+        return ""
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", name[:-5])
+    tail = re.split(r"[.-]", stem)[-1].upper()
+    if tail == "MXFP4":
+        return "MXFP4_MOE"
+    return tail if file_type(tail) is not None else ""
+
+
+def split_parts(path: Path) -> list[Path]:
+    """List a split GGUF's parts from any of them, there or not; `[path]` for a whole file."""
+    siblings = split_names(path.name)
+    return [path.with_name(name) for name in siblings] if siblings else [path]
+
+
+def split_names(file_name: str) -> list[str]:
+    """List the names of all parts from one of them, 999 at most; [] for another name."""
+    stem = file_name.removesuffix(".gguf")
+    head, of, count = stem.rpartition("-of-")
+    prefix, dash, index = head.rpartition("-")
+    if not (of and dash and len(count) == len(index) == 5 and count.isdecimal() and index.isdecimal()):
+        return []
+    if not 1 <= int(index) <= int(count) <= 999:
+        return []
+    return [f"{prefix}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
+
+
+def whole_digest(digests: Sequence[str]) -> str:
+    """The SHA-256 of a model: its file's, or that of its files' digests in order."""
+    if len(digests) == 1:
+        return digests[0]
+    import hashlib  # 3 ms, only for split models
+
+    return hashlib.sha256("".join(digests).encode()).hexdigest()

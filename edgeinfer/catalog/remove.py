@@ -9,10 +9,11 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import names, pins, sources, store
+from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.names import Reference
-from edgeinfer.errors import CatalogError
+from edgeinfer.errors import CatalogError, UsageError
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class Removed(msgspec.Struct, frozen=True, kw_only=True):
 def remove(text: str, *, forget: bool = False) -> Removed:
     """Remove the model `text`, and whatever an unfinished pull of it left.
 
-    Raises UnknownModelError, ModelNotPulledError, ModelBusyError.
+    Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for another program's.
     """
     ref = _reference(text)
     with model_lock(ref):
@@ -47,6 +48,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
 
 def _reference(text: str) -> Reference:
     """Resolve a reference; a name with the plain model's own quantization is the plain one."""
+    _refuse_others(text)
     if sources.looks_like_source(text):
         found = store.find_pulled(text)
         if found is None:
@@ -57,6 +59,17 @@ def _reference(text: str) -> Reference:
     except CatalogError:  # an unreadable record is removed like any other
         found = None
     return found.reference if found else names.reference(text)
+
+
+def _refuse_others(text: str) -> None:
+    """Raise UsageError for a model of another program, which removes its own files."""
+    if stores.is_name(text) or (sources.looks_like_source(text) and not store.find_pulled(text)):
+        found = stores.find(text)
+        if found is not None:
+            raise UsageError(
+                f"{found.name} belongs to {found.store}, and nothing there is ever written",
+                hint=f"remove it with {found.store}",
+            )
 
 
 def _files_in_place(folder: Path) -> tuple[str, ...]:

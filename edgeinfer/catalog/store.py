@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import gguf, names, sources
+from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import Catalog, Model, load_catalog, nearest
 from edgeinfer.catalog.names import Reference
 from edgeinfer.disk import write_whole
@@ -87,11 +88,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sha256(self) -> str:
         """The file's SHA-256; of a split model, the SHA-256 of its files' digests in order."""
-        if len(self.files) == 1:
-            return self.files[0].sha256
-        import hashlib  # 3 ms, only for split models
-
-        return hashlib.sha256("".join(file.sha256 for file in self.files).encode()).hexdigest()
+        return names.whole_digest([file.sha256 for file in self.files])
 
 
 def folder_of(ref: Reference) -> Path:
@@ -139,6 +136,8 @@ def list_pulled() -> list[PulledModel]:
 
 def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None:
     """Find a pulled model by reference, by source, or by name and its own quantization."""
+    if stores.is_name(text):
+        return None
     if sources.looks_like_source(text):
         wanted = str(sources.parse(text))
         return next((model for model in list_pulled() if model.source == wanted), None)
@@ -150,30 +149,38 @@ def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None
     return plain if plain is not None and plain.quantization == ref.quant else None
 
 
-def model_files(name_or_path: str, draft: str = "") -> ModelFiles:
+def model_files(name_or_path: str, draft: str = "", heard: stores.Heard | None = None) -> ModelFiles:
     """Find the files of a model and of its draft: the catalogue's unless `draft` is given.
 
-    Raises what `_model_files` raises, for either. "none" is no draft model.
+    `heard` is told how far a file of another program is checked, which is done once. Raises what
+    `_model_files` raises, for either. "none" is no draft model.
     """
-    files = _model_files(name_or_path)
+    files = _model_files(name_or_path, heard)
     draft = draft or files.draft
     if draft in ("", "none"):
         return msgspec.structs.replace(files, draft="")
-    return msgspec.structs.replace(files, draft=draft, draft_paths=_model_files(draft).paths)
+    return msgspec.structs.replace(files, draft=draft, draft_paths=_model_files(draft, heard).paths)
 
 
-def _model_files(name_or_path: str) -> ModelFiles:
+def _model_files(name_or_path: str, heard: stores.Heard | None = None) -> ModelFiles:
     """The files of a pulled model (`NAME`, `NAME:QUANT`, or its source), or of the GGUF at a path.
 
-    Raises UnknownModelError with near names, ModelNotPulledError with the command that pulls it,
-    InvalidGgufError when a path is no GGUF or a pulled file was changed since.
+    Also of a model that another program keeps here. Raises UnknownModelError with near names,
+    ModelNotPulledError with the command that pulls it, InvalidGgufError when a path is no GGUF or a
+    pulled file was changed since, ChecksumError when another program's is not what its name says.
     """
     if names.is_path(name_or_path):
         return _files_of_path(Path(name_or_path).expanduser())
     catalog = load_catalog()
-    pulled = find_pulled(name_or_path, catalog)
+    try:
+        pulled = find_pulled(name_or_path, catalog)
+    except UsageError as error:
+        raise _with_found(error, name_or_path) from error
     if pulled is None:
-        raise missing(name_or_path, catalog)
+        found = stores.model_files(name_or_path, heard)
+        if found is None:
+            raise missing(name_or_path, catalog)
+        return found
     for path, file in zip(pulled.paths, pulled.files, strict=True):
         _vouch(path, file, pulled.name)
     return _files(pulled, catalog.get(pulled.base))
@@ -193,6 +200,8 @@ def is_model(text: str) -> bool:
     """Whether `text` is an existing GGUF file or a known or pulled model; never raises."""
     if names.is_path(text):
         return text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
+    if "/" in text:
+        return not any(c.isspace() for c in text) and stores.find(text) is not None
     try:
         ref = names.reference(text)
     except UsageError:
@@ -205,10 +214,33 @@ def missing(text: str, catalog: Catalog) -> CatalogError:
     base = text.partition(":")[0].lower()
     if sources.looks_like_source(text) or catalog.get(base) is not None:
         return ModelNotPulledError(
-            f"{text} is not on this machine yet", hint=f"pull it first: `edgeinfer pull {text}`"
+            f"{text} is not on this machine yet",
+            hint=f"pull it first: `edgeinfer pull {text}`{_offer()}",
         )
     known = [*catalog.models, *(model.name for model in list_pulled())]
-    return UnknownModelError(f"no model is called {text!r}", hint=nearest(base, known))
+    error = UnknownModelError(f"no model is called {text!r}", hint=nearest(base, known))
+    return _with_found(error, text)
+
+
+def _offer() -> str:
+    """What is here of other programs, to whoever has no model of ours yet."""
+    found = stores.usable() if not list_pulled() else []
+    if not found:
+        return ""
+    more = f" ({len(found) - 1} more: `edgeinfer list`)" if len(found) > 1 else ""
+    first = found[0]
+    return f", or use one that is here, from {first.store}: `edgeinfer chat {first.name}`{more}"
+
+
+E = TypeVar("E", CatalogError, UsageError)
+
+
+def _with_found(error: E, text: str) -> E:
+    """An error about a name, with what another program has under that name."""
+    found = stores.alike(text)
+    return (
+        type(error)(error.message, hint=f"did you mean {' or '.join(found[:3])}?") if found else error
+    )
 
 
 def _files(pulled: PulledModel, entry: Model | None) -> ModelFiles:
@@ -242,28 +274,10 @@ def _vouch(path: Path, file: PulledFile, name: str) -> None:
 
 def _files_of_path(path: Path) -> ModelFiles:
     """A GGUF outside the store, with its other parts when it is split; no digest is known of it."""
-    parts = split_parts(path.absolute())
+    parts = names.split_parts(path.absolute())
     for part in parts:
         gguf.check(part)
     return ModelFiles(name=path.stem, paths=tuple(map(str, parts)))
-
-
-def split_parts(path: Path) -> list[Path]:
-    """List a split GGUF's parts from any of them, there or not; `[path]` for a whole file."""
-    siblings = split_names(path.name)
-    return [path.with_name(name) for name in siblings] if siblings else [path]
-
-
-def split_names(file_name: str) -> list[str]:
-    """List the names of all parts from one of them, 999 at most; [] for another name."""
-    stem = file_name.removesuffix(".gguf")
-    head, of, count = stem.rpartition("-of-")
-    prefix, dash, index = head.rpartition("-")
-    if not (of and dash and len(count) == len(index) == 5 and count.isdecimal() and index.isdecimal()):
-        return []
-    if not 1 <= int(index) <= int(count) <= 999:
-        return []
-    return [f"{prefix}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
 
 
 def total_params(files: list[Path]) -> int:

@@ -227,6 +227,9 @@ class Repl:
         try:
             engine = self._engines.get(name, n_ctx, progress)
         except ModelNotPulledError as error:
+            for row in shelf(self.launch.host.warm_models()):
+                if row.store:
+                    self.show_text(f"Here from {row.store}, used where it is: /model {row.name}")
             if not self._yes(f"{error.message}. Fetch it now?"):
                 raise
             self._pull(name)
@@ -248,6 +251,7 @@ class Repl:
     def pick_model(self) -> None:
         for row in shelf(self.launch.host.warm_models()):
             state = f", {row.state}" if row.state else ""
+            state += f" from {row.store}" if row.store else ""
             size = f", {size_words(row.size_bytes)}" if row.size_bytes else ""
             fits = ", too big for the free memory" if row.fits is False else ""
             self.show_text(f"{row.name}: {row.parameters}{size}, {row.licence}{fits}{state}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from edgeinfer.catalog import gguf
+from edgeinfer.catalog.found import stores
+from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.memory import header_plan
 from edgeinfer.catalog.models import Model, load_catalog
 from edgeinfer.catalog.store import PulledModel, list_pulled
@@ -50,6 +53,7 @@ class Shelved(msgspec.Struct, frozen=True, kw_only=True):
     guessed: bool = False
     pulled: bool = False
     warm: bool = False
+    store: str = ""
 
     @property
     def state(self) -> Literal["warm", "here", ""]:
@@ -69,7 +73,7 @@ class Shelved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shelf(warm: Collection[str] = ()) -> list[Shelved]:
-    """Every model: pulled ones first, then the catalogue in its order.
+    """Every model: pulled ones first, other programs' next, then the catalogue in its order.
 
     Reads headers: not for the first paint.
     """
@@ -78,6 +82,8 @@ def shelf(warm: Collection[str] = ()) -> list[Shelved]:
     catalog = load_catalog()
     here = {p.name: p for p in list_pulled()}
     rows = [_pulled(p, catalog.get(p.base), machine, p.name in warm) for p in here.values()]
+    sources = {p.source for p in here.values()}
+    rows += [_found(m, machine, m.name in warm) for m in stores.usable() if m.name not in sources]
     rows += [_catalogued(m, available) for m in catalog.models.values() if m.name not in here]
     return rows
 
@@ -87,13 +93,6 @@ def _available(machine: Machine) -> int:
 
 
 def _pulled(pulled: PulledModel, model: Model | None, machine: Machine, warm: bool) -> Shelved:
-    needs = 0
-    try:
-        headers = [gguf.read_header(path) for path in pulled.paths]
-        options = LoadOptions(n_ctx=min(_N_CTX, pulled.n_ctx_train or _N_CTX), n_parallel=4)
-        needs = header_plan(headers, options, machine).buffers.total_bytes
-    except (EdgeInferError, OSError):
-        pass  # `edgeinfer show` says what is wrong with it
     return Shelved(
         name=pulled.name,
         title=model.title if model else pulled.name,
@@ -102,10 +101,34 @@ def _pulled(pulled: PulledModel, model: Model | None, machine: Machine, warm: bo
         purpose=model.purpose if model else "chat",
         context_length=pulled.n_ctx_train,
         size_bytes=pulled.size_bytes,
-        needs_bytes=needs,
+        needs_bytes=_needs(pulled.paths, machine),
         available_bytes=_available(machine),
         pulled=True,
         warm=warm,
+    )
+
+
+def _needs(paths: Sequence[str | Path], machine: Machine) -> int:
+    """Bytes of memory by the files' headers; 0 for files that `edgeinfer show` finds fault with."""
+    try:
+        headers = [gguf.read_header(path) for path in paths]
+        options = LoadOptions(n_ctx=min(_N_CTX, headers[0].n_ctx_train or _N_CTX), n_parallel=4)
+        return header_plan(headers, options, machine).buffers.total_bytes
+    except (EdgeInferError, OSError):
+        return 0
+
+
+def _found(found: Found, machine: Machine, warm: bool) -> Shelved:
+    """A model of another program. What is wrong with its file is said when it is taken."""
+    return Shelved(
+        name=found.name,
+        title=f"from {found.store}, used where it is",
+        size_bytes=found.size_bytes,
+        needs_bytes=_needs(found.paths, machine),
+        available_bytes=_available(machine),
+        pulled=True,
+        warm=warm,
+        store=found.store,
     )
 
 

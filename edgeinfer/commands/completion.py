@@ -67,10 +67,12 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _model_names() -> list[str]:
+    from edgeinfer.catalog.found import stores
     from edgeinfer.catalog.models import load_catalog
     from edgeinfer.catalog.store import list_pulled
 
-    return sorted({*load_catalog().models, *(model.name for model in list_pulled())})
+    here = {model.name for model in (*list_pulled(), *stores.usable())}
+    return sorted({*load_catalog().models, *here})
 
 
 def verbs(parser: argparse.ArgumentParser) -> Iterator[Verb]:

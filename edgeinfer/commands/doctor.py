@@ -198,12 +198,14 @@ def _configuration() -> Check:
 
 def _catalogue() -> Check:
     """Catalogue: models.toml reads, the default model is here."""
+    from edgeinfer.catalog.found import stores
     from edgeinfer.catalog.models import load_catalog
     from edgeinfer.catalog.store import list_pulled, model_files
 
     config: Config = load_config()
-    known, pulled = len(load_catalog().models), len(list_pulled())
-    text = f"{known} models known, {pulled} pulled; default {config.default_model}"
+    known, pulled, found = len(load_catalog().models), len(list_pulled()), len(stores.usable())
+    others = f", {found} of other programs here" if found else ""
+    text = f"{known} models known, {pulled} pulled{others}; default {config.default_model}"
     try:
         model_files(config.default_model)
     except EdgeInferError as error:

@@ -8,9 +8,13 @@ from typing import ClassVar
 
 import msgspec
 
+from edgeinfer.catalog.found import stores
+from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.models import Catalog, Model, load_catalog
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.commands.table import table
+from edgeinfer.error_text import hint
+from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
@@ -18,7 +22,10 @@ from edgeinfer.units import format_bytes
 
 
 class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. `size_bytes` 0: not here, size unknown. `snapshots` counts warmed ones."""
+    """One line. `size_bytes` 0: not here, size unknown. `snapshots` counts warmed ones.
+
+    `store` is the program whose file it is, "" for a model of ours.
+    """
 
     name: str
     title: str
@@ -29,18 +36,33 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     pulled: bool
     in_place: bool = False
+    store: str = ""
     size_bytes: int = 0
     snapshots: int = 0
 
 
+class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of another program that can't be used: why, and what to do about it."""
+
+    name: str
+    store: str
+    problem: str
+    fix: str
+
+
 class ListResult(Result, frozen=True, kw_only=True):
-    """Pulled models first, then the rest of the catalogue, each by name."""
+    """Pulled models first, then other programs', then the rest of the catalogue, each by name."""
 
     kind: ClassVar[str] = "list"
 
     models: tuple[ListedModel, ...]
+    unusable: tuple[UnusableModel, ...] = ()
 
     def human(self) -> str:
+        lines = [f"{one.name} can't be used: {one.problem} ({one.fix})" for one in self.unusable]
+        return "\n".join([self._table(), *lines])
+
+    def _table(self) -> str:
         if not self.models:
             return "no model matches"
         head = ("NAME", "HERE", "SIZE", "PARAMETERS", "QUANT", "CONTEXT", "SNAPSHOTS", "LICENCE", "FOR")
@@ -48,10 +70,9 @@ class ListResult(Result, frozen=True, kw_only=True):
 
 
 def _row(model: ListedModel) -> tuple[str, ...]:
-    here = "yes" if model.pulled else "-"
     return (
         model.name,
-        "in place" if model.in_place else here,
+        _here(model),
         format_bytes(model.size_bytes) if model.size_bytes else "?",
         model.parameters or "?",
         model.quantization or "?",
@@ -62,24 +83,68 @@ def _row(model: ListedModel) -> tuple[str, ...]:
     )
 
 
+def _here(model: ListedModel) -> str:
+    """Where its files are."""
+    if model.store:
+        return f"from {model.store}"
+    if model.in_place:
+        return "in place"
+    return "yes" if model.pulled else "-"
+
+
 def list_models(options: argparse.Namespace, _host: Host) -> ListResult:
     """Raises ConfigError when models.toml is wrong."""
     catalog = load_catalog()
     counts = _snapshot_counts()
-    here = [_pulled(model, catalog, counts) for model in list_pulled()]
+    pulled = list_pulled()
+    here = [_pulled(model, catalog, counts) for model in pulled]
     names = {model.name for model in here}
+    others = [_found(m, counts) for m in stores.search() if m.name not in {p.source for p in pulled}]
+    here += [model for model in others if isinstance(model, ListedModel)]
+    broken = [model for model in others if isinstance(model, UnusableModel)]
     rest = (
         []
         if options.pulled
         else [_available(m) for m in catalog.models.values() if m.name not in names]
     )
     wanted = [word.lower() for word in options.words]
-    return ListResult(models=tuple(m for m in (*here, *rest) if _matches(m, wanted)))
+    return ListResult(
+        models=tuple(m for m in (*here, *rest) if _matches(m, wanted)),
+        unusable=tuple(m for m in broken if all(word in m.name.lower() for word in wanted)),
+    )
 
 
 def _matches(model: ListedModel, wanted: list[str]) -> bool:
-    text = f"{model.name} {model.title} {model.purpose} {model.quantization}".lower()
+    text = f"{model.name} {model.title} {model.purpose} {model.quantization} {model.store}".lower()
     return all(word in text for word in wanted)
+
+
+def _found(model: Found, counts: dict[str, int]) -> ListedModel | UnusableModel:
+    """A model of another program, by its headers."""
+    try:
+        parts = stores.headers(model)
+    except CatalogError as error:
+        return UnusableModel(
+            name=model.name,
+            store=model.store,
+            problem=model.problem or error.message,
+            fix=model.fix or hint(error),
+        )
+    first = parts[0]
+    return ListedModel(
+        name=model.name,
+        title=first.text("general.name") or model.name,
+        purpose="chat",
+        parameters=format_parameters(sum(part.n_params for part in parts)),
+        quantization=first.quantization,
+        licence=first.text("general.license"),
+        context_length=first.n_ctx_train,
+        pulled=True,
+        in_place=True,
+        store=model.store,
+        size_bytes=model.size_bytes,
+        snapshots=counts.get(safe_name(model.name), 0),
+    )
 
 
 def _pulled(model: PulledModel, catalog: Catalog, counts: dict[str, int]) -> ListedModel:

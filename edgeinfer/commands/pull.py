@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from typing import ClassVar
 
+from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog import pull as catalog_pull
+from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress import FETCHED_IS_KEPT, PullProgress
 from edgeinfer.catalog.progress_bar import progress_on
@@ -46,17 +49,27 @@ class PullResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         state = "was already here" if self.was_here else "is here"
+        digest = f", sha256 {self.sha256[:12]}…" if self.sha256 else ""
         licence = f"; licence {self.licence}" if self.licence else ""
+        facts = f"{format_bytes(self.size_bytes)}, {self.quantization}{digest}{licence}"
         return (
-            f"{self.name} {state}: {format_bytes(self.size_bytes)}, {self.quantization}, sha256 "
-            f"{self.sha256[:12]}…{licence}\n"
+            f"{self.name} {state}: {facts}\n"
             f"try it: {_TRIES.get(self.purpose, _TRIES['chat']).format(self.name)}"
         )
 
 
 def pull(options: argparse.Namespace, host: Host) -> PullResult:
-    """Raises what `catalog.pull.pull` raises; Ctrl-C keeps what was fetched."""
+    """Raises what `catalog.pull.pull` raises; Ctrl-C keeps what was fetched.
+
+    A model that another program has here is checked instead of fetched; --again or --name fetches one
+    from Hugging Face nevertheless.
+    """
     began = time.monotonic()
+    wanted: str = options.model or host.config.default_model
+    if stores.is_name(wanted) or not (options.again or options.name or names.is_path(wanted)):
+        found = _found(wanted, began)
+        if found is not None:
+            return found
     wish = PullOptions(
         name=options.name, in_place=options.in_place, again=options.again, offline=offline(host.config)
     )
@@ -69,7 +82,7 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
 
     with progress_on(quiet=options.quiet) as report:
         try:
-            record = catalog_pull.pull(options.model or host.config.default_model, heard, options=wish)
+            record = catalog_pull.pull(wanted, heard, options=wish)
         except KeyboardInterrupt as error:
             raise InterruptedByUser(
                 f"stopped; {FETCHED_IS_KEPT}",
@@ -87,5 +100,31 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
         licence=entry.licence if entry else "",
         source=record.source,
         was_here=not fetched,
+        wall_s=round(time.monotonic() - began, 3),
+    )
+
+
+def _found(wanted: str, began: float) -> PullResult | None:
+    """Check a model that another program has here; None when none has it, or it is ours.
+
+    Raises as using it does.
+    """
+    here = stores.find(wanted)
+    theirs = stores.is_name(wanted)
+    if not theirs and (here is None or here.problem or store.find_pulled(wanted)):
+        return None
+    files = store.model_files(wanted)
+    header = gguf.check(files.paths[0])
+    return PullResult(
+        name=files.name,
+        title=header.text("general.name") or files.name,
+        files=files.paths,
+        size_bytes=sum(os.path.getsize(path) for path in files.paths),
+        sha256=files.sha256,
+        quantization=header.quantization,
+        purpose="chat",
+        licence=header.text("general.license"),
+        source=here.store if here else "",
+        was_here=True,
         wall_s=round(time.monotonic() - began, 3),
     )

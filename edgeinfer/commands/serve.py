@@ -139,13 +139,18 @@ class Loader:
 
 
 def pulled_models() -> Sequence[Pulled]:
-    """Every pulled model, as the endpoint lists them."""
+    """Every model that is here, other programs' after our own, as the endpoint lists them."""
     # the catalogue is not needed until a second model is named
+    from edgeinfer.catalog.found import stores
     from edgeinfer.catalog.store import list_pulled
 
-    return [
+    own = [
         Pulled(name=m.name, size_bytes=m.size_bytes, sha256=m.sha256, created=_unix(m.pulled_at))
         for m in list_pulled()
+    ]
+    return own + [
+        Pulled(name=m.name, size_bytes=m.size_bytes, sha256=stores.digest(m), created=int(m.modified_s))
+        for m in stores.usable()
     ]
 
 

@@ -10,8 +10,10 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.catalog import gguf, names, store
+from edgeinfer.catalog.found import stores
+from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.memory import header_plan, header_shape
-from edgeinfer.catalog.models import Model, load_catalog
+from edgeinfer.catalog.models import Model, SamplingDefaults, load_catalog
 from edgeinfer.catalog.store import PulledModel
 from edgeinfer.commands.list import format_parameters
 from edgeinfer.errors import EdgeInferError
@@ -125,7 +127,8 @@ def _about(shown: ShowResult) -> Rows:
     ]
     rows += [("source", _short(source)) for source in shown.sources]
     if shown.pulled_from:
-        rows.append(("pulled", f"{shown.pulled_at} from {_short(shown.pulled_from)}"))
+        pulled = f"{shown.pulled_at} from {_short(shown.pulled_from)}"
+        rows.append(("pulled", pulled) if shown.pulled_at else ("here", f"from {shown.pulled_from}"))
     if shown.requantized_from:
         rows.append(("made from", shown.requantized_from))
     if shown.system_prompt:
@@ -204,16 +207,49 @@ def show(options: argparse.Namespace, host: Host) -> ShowResult:
     text = options.model or host.config.default_model
     if names.is_path(text):
         path = Path(text).expanduser().absolute()
-        parts = store.split_parts(path)
+        parts = names.split_parts(path)
         return _shown(path.stem, None, None, parts, options, host)
     catalog = load_catalog()
     pulled = store.find_pulled(text)
     if pulled is not None:
         return _shown(pulled.name, pulled, catalog.get(pulled.base), list(pulled.paths), options, host)
+    found = stores.find(text)
+    if found is not None:
+        return _shown_found(found, options, host)
+    if stores.is_name(text):
+        raise stores.not_found(text)
     entry = catalog.get(names.reference(text).name) if "/" not in text else None
     if entry is None:
         raise store.missing(text, catalog)
     return _shown(str(names.reference(text)), None, entry, [], options, host)
+
+
+def _shown_found(found: Found, options: argparse.Namespace, host: Host) -> ShowResult:
+    """A model of another program: what its owner says of it, and what of that is used."""
+    said = stores.words(found, stores.headers(found)[0])
+    entry = Model(
+        title="",
+        sources=(),
+        chat_template=said.chat_template or "",
+        stop=said.stop,
+        system_prompt=said.system_prompt,
+        sampling=SamplingDefaults(**said.sampling),
+    )
+    shown = _shown(found.name, None, entry, [Path(path) for path in found.paths], options, host)
+    digests = [file.sha256 for file in found.files]
+    notes = [f"used where it is, from {found.store}; nothing there is ever written"]
+    notes += [f"from {found.store}: {', '.join(said.used)}"] * bool(said.used)
+    notes += [f"not used: {what}" for what in said.unused]
+    return msgspec.structs.replace(
+        shown,
+        title=shown.header.name if shown.header and shown.header.name else found.name,
+        pulled_from=found.store,
+        files=tuple(
+            msgspec.structs.replace(file, sha256=digest)
+            for file, digest in zip(shown.files, digests, strict=True)
+        ),
+        notes=(*shown.notes, *notes),
+    )
 
 
 def _shown(

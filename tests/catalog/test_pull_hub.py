@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from edgeinfer.catalog import hub, store
+from edgeinfer.catalog import names, store
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
 
@@ -198,4 +198,4 @@ def test_another_quantization_of_a_catalogue_model(server, repo, options, user_m
     ],
 )
 def test_quantizations_in_file_names(path: str, quant: str) -> None:
-    assert hub.quantization_of(path) == quant
+    assert names.quantization_of(path) == quant

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer import paths
-from edgeinfer.catalog import store
+from edgeinfer.catalog import names, store
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.names import reference
 from edgeinfer.catalog.pull import PullOptions, pull
@@ -143,7 +143,7 @@ def test_a_part_under_another_parts_name(tmp_path: Path, make_gguf) -> None:
     ],
 )
 def test_names_that_are_no_parts(name: str) -> None:
-    assert store.split_names(name) == []
+    assert names.split_names(name) == []
 
 
 def test_a_path_is_checked_and_needs_no_store(local: Path, tmp_path: Path) -> None:

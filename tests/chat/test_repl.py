@@ -3,9 +3,12 @@
 import io
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from fixed_chat import FixedHost, make_launch, words
+from found_stores import OllamaStore
+from made_gguf import gguf_bytes
 
 from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.chat.repl import Repl
@@ -98,6 +101,13 @@ def test_a_missing_model_is_offered_and_no_is_an_answer(tmp_path):
     out, _ = talk(tmp_path, "n", host=host)
     assert "m is not here. Fetch it now? (y/n)" in out
     assert "Error: m is not here" in out
+
+
+def test_without_a_model_of_ours_another_programs_is_offered(tmp_path):
+    OllamaStore(Path.home(), gguf_bytes())
+    host = FixedHost(errors=[ModelNotPulledError("m is not here")])
+    out, _ = talk(tmp_path, "n", host=host)
+    assert "Here from Ollama, used where it is: /model ollama/tiny:1b" in out
 
 
 def test_continue_brings_the_conversation_back(tmp_path):

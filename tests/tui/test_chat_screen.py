@@ -1,10 +1,14 @@
 """The chat screen with a scripted engine: asking, stopping, branches, commands, files, trouble."""
 
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
 from fixed_chat import MODEL, FixedHost, make_app, wait_until, words
+from found_stores import OllamaStore
+from made_gguf import gguf_bytes
+from textual.widgets import Static
 
 from edgeinfer import paths
 from edgeinfer.blocks.format import Block, Header, pack_tokens
@@ -343,6 +347,17 @@ async def test_no_model_yet_opens_the_first_screen(drive):
         await d.until(lambda: screen.chosen and screen.chosen.name == MODEL)
         await d.press("escape")
         assert d.app.screen is d.chat
+
+
+async def test_the_first_screen_offers_what_another_program_has(drive):
+    made = OllamaStore(Path.home(), gguf_bytes())
+    host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
+    async with drive(host=host) as d:
+        screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
+        await d.until(lambda: screen.chosen and screen.chosen.name == made.name)
+        assert "is here from Ollama" in str(screen.query_one(".first", Static).render())
+        await d.press("enter")
+        await d.until(lambda: d.app.screen is d.chat and d.session.conversation.model == made.name)
 
 
 class Small(FakeEngine):

@@ -236,7 +236,9 @@ def read_manifest(folder: str) -> Manifest:
 
 def safe_name(model: str) -> str:
     """Turn a model's name or path into a snapshot name's first part, without separators."""
-    if "/" in model or model.endswith(".gguf"):
+    if model.startswith(places.FOUND):
+        model = f"{model}+{short_hash(model)}"
+    elif "/" in model or model.endswith(".gguf"):
         path = os.path.abspath(os.path.expanduser(model))
         model = f"{os.path.basename(path)}+{short_hash(path)}"
     return (

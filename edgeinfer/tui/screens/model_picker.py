@@ -54,7 +54,7 @@ class ModelScreen(ModalScreen[str | None]):
             if self.first:
                 yield Static(
                     f"Enter fetches {self.wanted} and starts the chat. Or pick another.",
-                    classes="text",
+                    classes="text first",
                     markup=False,
                 )
             yield OptionList(id="models")
@@ -76,6 +76,8 @@ class ModelScreen(ModalScreen[str | None]):
 
     def _show(self, rows: list[Shelved]) -> None:
         chosen = self.chosen.name if self.chosen else self.wanted
+        if self.first and not self.rows:
+            chosen = self._offered(rows) or chosen
         self.rows = rows
         listed = self.query_one(OptionList)
         listed.clear_options()
@@ -86,6 +88,18 @@ class ModelScreen(ModalScreen[str | None]):
         listed.highlighted = (
             next((i for i, r in enumerate(rows) if r.name == chosen), 0) if rows else None
         )
+
+    def _offered(self, rows: list[Shelved]) -> str:
+        """Offer what another program has here, which needs no fetching; "" when none has any."""
+        found = [row for row in rows if row.store]
+        if not found:
+            return ""
+        best = next((row for row in found if row.fits is not False), found[0])
+        self.query_one(".first", Static).update(
+            f"Enter uses {best.name}, which is here from {best.store}, where it is. Or pick another: "
+            f"{self.wanted} would be fetched."
+        )
+        return best.name
 
     @property
     def chosen(self) -> Shelved | None:

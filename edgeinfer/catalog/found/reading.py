@@ -1,0 +1,104 @@
+"""Look into a folder that belongs to somebody else: bounded, inside it, and without a trace.
+
+Nothing here opens a file for writing, takes a lock or makes a folder. A name from inside a store is
+believed only when what it leads to lies in the store and is an ordinary file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from edgeinfer.errors import CatalogError
+
+#: Folders and files that one store is searched for at most; models are tens.
+MAX_ENTRIES = 20_000
+#: The longest manifest, template or settings file that is read.
+MAX_TEXT_BYTES = 1 << 20
+
+
+class UnusableError(CatalogError):
+    """Something in another program's store can't be used."""
+
+
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """List a folder by name; empty when it isn't there. Raises UnusableError when it is closed."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(_some(found), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UnusableError(f"{folder} can't be looked into: {_reason(error)}") from error
+
+
+def _some(found: Iterator[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
+    return [entry for entry, _ in zip(found, range(MAX_ENTRIES), strict=False)]
+
+
+def folders(folder: Path) -> list[Path]:
+    """List the folders in a folder, hidden ones left out. Raises as `entries`."""
+    return [Path(e.path) for e in entries(folder) if not e.name.startswith(".") and _is_folder(e)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def ggufs(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield what is called `….gguf` in a folder and `depth` folders deep; links to folders are left."""
+    for entry in entries(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.name.lower().endswith(".gguf"):
+            yield Path(entry.path)
+        elif depth and entry.is_dir(follow_symlinks=False):
+            yield from ggufs(Path(entry.path), depth - 1)
+
+
+def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
+    """Find the ordinary file that `path` is or links to, and its status. `store` has no link in it.
+
+    Raises UnusableError when it is gone, no file, closed to this user, or outside `store`.
+    """
+    real = os.path.realpath(path)
+    try:
+        info = os.stat(real)
+    except (OSError, ValueError) as error:
+        gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+        why = "is gone" if gone else f"can't be read: {_reason(error)}"
+        raise UnusableError(f"its file {real} {why}") from error
+    if not real.startswith(f"{store}{os.sep}"):
+        raise UnusableError(
+            f"{path} is a link to {real}, which is outside {store}",
+            hint=f"if you trust that file, use it by its path: {real}",
+        )
+    if not stat.S_ISREG(info.st_mode):
+        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "no ordinary file"
+        raise UnusableError(f"{real} is {kind}, not a file")
+    if not os.access(real, os.R_OK):
+        raise UnusableError(
+            f"{real} may not be read by this user", hint="let its owner or an administrator allow it"
+        )
+    return real, info
+
+
+def small_file(path: Path, store: Path) -> bytes:
+    """Read a manifest or another short file whole. Raises UnusableError, also for a long one."""
+    real, info = file_in(path, store)
+    if info.st_size > MAX_TEXT_BYTES:
+        raise UnusableError(f"{real} has {info.st_size} bytes, and {MAX_TEXT_BYTES} are read at most")
+    try:
+        with open(real, "rb") as file:
+            return file.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise UnusableError(f"{real} can't be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else "") or str(error)

@@ -1,0 +1,134 @@
+"""Stores of other programs, made by hand in their own layouts, and pictures of what is in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+
+def sha(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+class OllamaStore:
+    """`~/.ollama/models`, with the model `tiny:1b`."""
+
+    name = "ollama/tiny:1b"
+    program = "Ollama"
+
+    def __init__(self, home: Path, content: bytes, **layers: str | dict[str, object]) -> None:
+        self.root = home / ".ollama/models"
+        self.file = self.blob(content)
+        self.link = self.file
+        self.layers = [("model", content)]
+        for kind, layer in layers.items():
+            text = layer if isinstance(layer, str) else json.dumps(layer)
+            self.layers.append((kind, text.encode()))
+        for _, layer_bytes in self.layers:
+            self.blob(layer_bytes)
+        self.manifest = self.root / "manifests/registry.ollama.ai/library/tiny/1b"
+        self.write_manifest()
+
+    def blob(self, content: bytes, digest: str = "") -> Path:
+        path = self.root / f"blobs/sha256-{digest or sha(content)}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return path
+
+    def write_manifest(self, at: Path | None = None, **of_model: object) -> Path:
+        layers = [
+            {
+                "mediaType": f"application/vnd.ollama.image.{kind}",
+                "digest": f"sha256:{sha(content)}",
+                "size": len(content),
+            }
+            for kind, content in self.layers
+        ]
+        layers[0] |= of_model
+        path = at or self.manifest
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
+        return path
+
+    def replace(self, content: bytes) -> None:
+        """Other bytes under their own digest, as if they had been fetched."""
+        self.layers[0] = ("model", content)
+        self.file = self.link = self.blob(content)
+        self.write_manifest()
+
+
+class HubCache:
+    """`~/.cache/huggingface/hub`, with one quantization of `someone/Tiny-GGUF`."""
+
+    name = "hf:someone/Tiny-GGUF:F32"
+    program = "Hugging Face"
+    revision = "a" * 40
+
+    def __init__(self, home: Path, content: bytes, *more: bytes) -> None:
+        self.root = home / ".cache/huggingface/hub"
+        self.repo = self.root / "models--someone--Tiny-GGUF"
+        self.snapshot = self.repo / "snapshots" / self.revision
+        (self.repo / "refs").mkdir(parents=True)
+        (self.repo / "refs/main").write_text(self.revision)
+        contents = [content, *more]
+        for at, one in enumerate(contents, 1):
+            part = f"-{at:05}-of-{len(contents):05}" if more else ""
+            self.add(f"tiny-F32{part}.gguf", one)
+        self.link = next(iter(sorted(self.snapshot.iterdir())))
+        self.file = self.link.resolve()
+
+    def add(self, name: str, content: bytes, revision: str = "") -> Path:
+        blob = self.repo / "blobs" / sha(content)
+        blob.parent.mkdir(exist_ok=True)
+        blob.write_bytes(content)
+        link = self.repo / "snapshots" / (revision or self.revision) / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+        return link
+
+    def replace(self, content: bytes) -> None:
+        self.file.unlink()
+        self.link.unlink()
+        self.link = self.add(self.link.name, content)
+        self.file = self.link.resolve()
+
+
+class StudioFolder:
+    """`~/.lmstudio/models`, with one quantization of `someone/Tiny-GGUF`."""
+
+    name = "lmstudio/someone/Tiny-GGUF:F32"
+    program = "LM Studio"
+
+    def __init__(self, home: Path, content: bytes, *more: bytes) -> None:
+        self.root = home / ".lmstudio/models"
+        self.repo = self.root / "someone/Tiny-GGUF"
+        self.repo.mkdir(parents=True)
+        contents = [content, *more]
+        for at, one in enumerate(contents, 1):
+            part = f"-{at:05}-of-{len(contents):05}" if more else ""
+            (self.repo / f"tiny-F32{part}.gguf").write_bytes(one)
+        self.file = self.link = next(iter(sorted(self.repo.iterdir())))
+
+    def replace(self, content: bytes) -> None:
+        self.file.write_bytes(content)
+
+
+AnyStore = OllamaStore | HubCache | StudioFolder
+STORES = (OllamaStore, HubCache, StudioFolder)
+
+
+def picture(root: Path) -> dict[str, tuple[object, ...]]:
+    """Everything of a tree that writing to it would change, access times left out."""
+    seen: dict[str, tuple[object, ...]] = {}
+    for path in (root, *sorted(root.rglob("*"))):
+        info = path.lstat()
+        content = ""
+        if path.is_symlink():
+            content = os.readlink(path)
+        elif path.is_file() and os.access(path, os.R_OK):
+            content = sha(path.read_bytes())
+        times = info.st_mtime_ns, info.st_ctime_ns
+        seen[str(path)] = (info.st_ino, info.st_mode, info.st_nlink, info.st_size, times, content)
+    return seen
