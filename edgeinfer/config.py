@@ -107,6 +107,10 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         tuple[str, ...], about("Origins of web pages that may call the endpoint.")
     ] = ()
     allowed_hosts: Annotated[tuple[str, ...], about("Host names accepted besides loopback's own.")] = ()
+    aliases: Annotated[
+        dict[str, str],
+        about('Other names for models, e.g. `"gpt-4o" = "qwen3-4b"`, `"claude-*" = "default"`.'),
+    ] = {}
     settled_lines: Annotated[
         tuple[SettledLine, ...],
         about("Lines that agents change, which are cut or moved behind what their requests share."),

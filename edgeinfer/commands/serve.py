@@ -84,7 +84,10 @@ async def _serve(
         load=Loader(options.model, name, host, load_options), pulled=pulled_models, loaded_hook=loaded
     )
     models = Models(
-        sources, default=name, keep_alive_s=_pick(options.keep_alive, host.config.serve.keep_alive_s)
+        sources,
+        default=name,
+        keep_alive_s=_pick(options.keep_alive, host.config.serve.keep_alive_s),
+        aliases=host.config.serve.aliases,
     )
     payloads = (
         PayloadLog(Path(options.payload_log), redact=options.redact) if options.payload_log else None

@@ -51,9 +51,10 @@ def _places() -> dict[str, Place]:
 
 
 _EXACT = _places()
+#: A model's name may hold slashes (`ollama/someone/model:tag`): a path with more behind it goes first.
 _PATTERNS = [
-    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)), place)
-    for path, place in _EXACT.items()
+    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>.+)", path)), place)
+    for path, place in sorted(_EXACT.items(), key=lambda item: -len(item[0]))
     if "{" in path
 ]
 

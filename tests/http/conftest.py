@@ -56,6 +56,7 @@ class Setup:
     hand_over: HandOver | None = None
     wait_ready: bool = True
     refuse_unknown: bool = False
+    aliases: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -115,7 +116,13 @@ def served(setup: Setup) -> Iterator[Served]:
             pulled=lambda: [Pulled(name=n, size_bytes=1) for n in names],
             available_bytes=setup.available_bytes,
         )
-        models = Models(sources, default=names[0], keep_alive_s=setup.keep_alive_s, room_s=setup.room_s)
+        models = Models(
+            sources,
+            default=names[0],
+            keep_alive_s=setup.keep_alive_s,
+            room_s=setup.room_s,
+            aliases=setup.aliases,
+        )
         endpoint = Endpoint(
             models,
             setup.limits,

@@ -200,6 +200,15 @@ class Exchange:
             self.reply_headers["x-edgeinfer-settled"] = ", ".join(self.settled)
         return turns
 
+    def name_model(self, name: str | None) -> None:
+        """Note the model that is meant; a header tells it where it was named otherwise.
+
+        Raises UnknownModelError.
+        """
+        self.model = self.endpoint.models.resolve(name)
+        if name is not None and name != self.model:
+            self.reply_headers["x-edgeinfer-model"] = self.model
+
     def first_token(self) -> None:
         self.ttft_s = self.seconds
         self.endpoint.metrics.ttft.labels(self.model, self.version).observe(self.ttft_s)
@@ -244,7 +253,7 @@ async def with_engine(
 ) -> R:
     """Hold the request's model while `work(engine)` runs in a thread; raises as both do."""
     models = exchange.endpoint.models
-    exchange.model = models.resolve(model)
+    exchange.name_model(model)
     lease = await models.acquire(exchange.model, keep_alive_s)
     try:
         exchange.version = version_of(lease.engine.info.sha256)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import msgspec
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
 from edgeinfer.machine import read_memory
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.server.core.aliases import DEFAULT, Aliases
 from edgeinfer.server.core.wire import Reply
 
 Progress = Callable[[str, float | None], None]
@@ -30,12 +31,13 @@ _CLOSE_S = 5.0
 
 
 class Pulled(msgspec.Struct, frozen=True, kw_only=True):
-    """A model whose files are here. `created` is Unix time."""
+    """A model whose files are here, or another name for one. `created` is Unix time."""
 
     name: str
     size_bytes: int = 0
     sha256: str = ""
     created: int = 0
+    alias_of: str = ""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,9 +140,16 @@ class Models:
     """The loaded models, and the one way to get at them."""
 
     def __init__(
-        self, sources: Sources, *, default: str, keep_alive_s: float, room_s: float = 60.0
+        self,
+        sources: Sources,
+        *,
+        default: str,
+        keep_alive_s: float,
+        room_s: float = 60.0,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.default = default
+        self._aliases = Aliases(aliases or {})
         self._sources = sources
         self._keep_alive_s = keep_alive_s
         self._room_s = room_s
@@ -155,14 +164,32 @@ class Models:
     # --- asking
 
     def resolve(self, name: str | None) -> str:
-        """Name the model or the default, never a path. Raises UnknownModelError."""
+        """Name the model that `name` means, or the default, never a path. Raises UnknownModelError.
+
+        An exact alias goes before a model's own name, which goes before a pattern.
+        """
         if name is None or name == self.default:
             return self.default
-        if name not in self._slots and all(name != pulled.name for pulled in self._sources.pulled()):
-            raise UnknownModelError(
-                f"The model '{name}' is not here", hint=f"`edgeinfer pull {name}`, or GET /v1/models"
-            )
-        return name
+        meant = self._aliases.exact.get(name, name)
+        if self._is_here(meant):
+            return self._named(meant)
+        by_pattern = self._aliases.by_pattern(name) if meant == name else None
+        if by_pattern is not None and self._is_here(by_pattern):
+            return self._named(by_pattern)
+        meant = by_pattern or meant
+        said = "" if meant == name else f" ('{name}' is an alias of it)"
+        raise UnknownModelError(
+            f"The model '{meant}' is not here{said}",
+            hint=f"`edgeinfer pull {meant}`, or GET /v1/models",
+        )
+
+    def _named(self, meant: str) -> str:
+        return self.default if meant == DEFAULT else meant
+
+    def _is_here(self, meant: str) -> bool:
+        if meant in (DEFAULT, self.default) or meant in self._slots:
+            return True
+        return any(meant == pulled.name for pulled in self._sources.pulled())
 
     def is_loaded(self, name: str) -> bool:
         slot = self._slots.get(name)
@@ -191,10 +218,15 @@ class Models:
         return [(s.name, s.loaded.engine) for s in self._slots.values() if s.loaded is not None]
 
     def pulled(self) -> list[Pulled]:
-        """Every model a request may name, the default first."""
+        """Every model a request may name, the default first, and every alias of one."""
         listed = list(self._sources.pulled())
         if all(pulled.name != self.default for pulled in listed):
             listed.append(Pulled(name=self.default))
+        own = {pulled.name: pulled for pulled in listed}
+        for alias, target in self._aliases.exact.items():
+            model = own.get(self._named(target))
+            if model is not None and alias not in own:
+                listed.append(msgspec.structs.replace(model, name=alias, alias_of=model.name))
         return sorted(listed, key=lambda pulled: (pulled.name != self.default, pulled.name))
 
     def report(self) -> list[LoadedModel]:

@@ -36,7 +36,7 @@ async def answer(exchange: Exchange, job: Job) -> Response:
     Raises Problem and EdgeInferError before the status is sent, then fails in the stream.
     """
     endpoint = exchange.endpoint
-    exchange.model = endpoint.models.resolve(job.model)
+    exchange.name_model(job.model)
     if not job.stream:
         return _WholeResponse(exchange, job)
     opening: asyncio.Future[Begun]

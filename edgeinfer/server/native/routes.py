@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer import __version__
-from edgeinfer.errors import InvalidRequestError
+from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
@@ -150,9 +150,11 @@ async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) ->
 async def unload(request: Request) -> Response:
     models = exchange_of(request).endpoint.models
     name = request.path_params["id"]
-    if all(name != model.name for model in models.pulled()):
-        raise no_such_model(name)
-    return json_reply(wire.UnloadReply(id=name, state=await models.unload(name)))
+    try:
+        meant = models.resolve(name)
+    except UnknownModelError:
+        raise no_such_model(name) from None
+    return json_reply(wire.UnloadReply(id=meant, state=await models.unload(meant)))
 
 
 async def health(request: Request) -> Response:

@@ -6,11 +6,12 @@ import base64
 import struct
 from collections.abc import Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer import __version__
-from edgeinfer.errors import InvalidRequestError
+from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Job
@@ -144,21 +145,27 @@ async def list_models(request: Request) -> Response:
 async def one_model(request: Request) -> Response:
     exchange = exchange_of(request)
     name = request.path_params["id"]
-    pulled = await exchange.endpoint.in_thread(exchange.endpoint.models.pulled)
-    found = next((model for model in pulled if model.name == name), None)
-    if found is None:
-        raise no_such_model(name)
-    return json_reply(_card(exchange, found))
+    models = exchange.endpoint.models
+    pulled = {model.name: model for model in await exchange.endpoint.in_thread(models.pulled)}
+    if name not in pulled:
+        try:
+            meant = models.resolve(name)
+        except UnknownModelError:
+            raise no_such_model(name) from None
+        pulled[name] = msgspec.structs.replace(pulled[meant], name=name, alias_of=meant)
+    return json_reply(_card(exchange, pulled[name]))
 
 
 def _card(exchange: Exchange, pulled: Pulled) -> replies.ModelCard:
     models = exchange.endpoint.models
-    info = next((engine.info for name, engine in models.engines() if name == pulled.name), None)
+    meant = pulled.alias_of or pulled.name
+    info = next((engine.info for name, engine in models.engines() if name == meant), None)
     return replies.ModelCard(
         id=pulled.name,
         created=pulled.created,
-        state=models.state(pulled.name),
+        state=models.state(meant),
         size_bytes=pulled.size_bytes or (info.weights_bytes if info else 0),
         n_ctx=info.n_ctx if info else 0,
         sha256=pulled.sha256 or (info.sha256 if info else ""),
+        alias_of=pulled.alias_of,
     )

@@ -202,7 +202,10 @@ class EmbeddingReply(Reply, frozen=True, kw_only=True):
 
 
 class ModelCard(Reply, frozen=True, kw_only=True):
-    """A pulled model. `state` is one of cold, loading, loaded; `size_bytes` is its files' size."""
+    """A model that is here. `state` is one of cold, loading, loaded; `size_bytes` is its files' size.
+
+    `alias_of` is the model that an alias of the configuration means, "" for a model's own name.
+    """
 
     id: str
     created: int
@@ -212,6 +215,7 @@ class ModelCard(Reply, frozen=True, kw_only=True):
     size_bytes: int = 0
     n_ctx: int = 0
     sha256: str = ""
+    alias_of: str = ""
 
 
 class ModelList(Reply, frozen=True, kw_only=True):

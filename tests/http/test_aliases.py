@@ -1,0 +1,90 @@
+"""Other names for models, on every dialect; names with slashes in paths."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import pytest
+
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.server.core.model_pool import Loaded
+
+SLASHED = "ollama/someone/tiny:1b"
+ALIASES = {
+    "gpt-4o": SLASHED,
+    "small": "default",
+    "claude-*": "default",
+    "claude-opus-*": SLASHED,
+    "gone": "not-here",
+    "gpt-*": "not-here",
+}
+
+
+@pytest.fixture(scope="module")
+def here(serve_module):
+    return serve_module(
+        load=lambda name, _progress: Loaded(engine=FakeEngine()),
+        names=("main", SLASHED),
+        aliases=ALIASES,
+    )
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+ROUTES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": CHAT | {"max_tokens": 8},
+    "/infer": {"prompt": "hi"},
+    "/tokenize": {"content": "hi"},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("gpt-4o", SLASHED), ("small", "main"), ("claude-haiku-9", "main"), ("claude-opus-5", SLASHED)],
+)
+def test_an_alias_is_honoured_on_every_dialect(here, route: str, name: str, meant: str) -> None:
+    reply = here.client.post(route, json=ROUTES[route] | {"model": name})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-edgeinfer-model"] == meant
+    assert reply.json().get("model", meant) == meant
+
+
+def test_a_models_own_name_needs_no_header(here) -> None:
+    assert "x-edgeinfer-model" not in here.chat(model="main").headers
+    assert "x-edgeinfer-model" not in here.chat().headers
+
+
+@pytest.mark.parametrize(("name", "meant"), [("gone", "not-here"), ("gpt-5", "not-here")])
+def test_an_alias_of_nothing_says_what_it_means(here, name: str, meant: str) -> None:
+    reply = here.chat(model=name)
+    assert reply.status_code == 404
+    assert f"'{meant}' is not here ('{name}' is an alias of it)" in reply.json()["error"]["message"]
+
+
+def test_aliases_are_listed_as_such(here) -> None:
+    cards = {card["id"]: card for card in here.client.get("/v1/models").json()["data"]}
+    assert {name: card["alias_of"] for name, card in cards.items()} == {
+        "main": "",
+        SLASHED: "",
+        "gpt-4o": SLASHED,
+        "small": "main",
+    }
+
+
+@pytest.mark.parametrize("name", [SLASHED, quote(SLASHED, safe=""), "gpt-4o", "claude-opus-5"])
+def test_one_model_by_its_name_with_slashes_or_an_alias(here, name: str) -> None:
+    here.chat(model=SLASHED)
+    card = here.client.get(f"/v1/models/{name}").json()
+    assert card["state"] == "loaded"
+    assert SLASHED in (card["id"], card["alias_of"])
+
+
+def test_a_model_with_slashes_is_unloaded(here, until) -> None:
+    here.chat(model=SLASHED)
+    reply = here.client.post(f"/v1/models/{SLASHED}/unload").json()
+    assert (reply["id"], reply["state"]) == (SLASHED, "unloaded")
+    assert here.client.get("/v1/models/no/such/model").status_code == 404
+    assert here.client.post("/v1/models/no/such/unload").status_code == 404
