@@ -71,8 +71,8 @@ def _model_names() -> list[str]:
     from edgeinfer.catalog.models import load_catalog
     from edgeinfer.catalog.store import list_pulled
 
-    here = {model.name for model in (*list_pulled(), *stores.usable())}
-    return sorted({*load_catalog().models, *here})
+    found = (model.name for model in stores.usable())
+    return sorted({*load_catalog().models, *(model.name for model in list_pulled()), *found})
 
 
 def verbs(parser: argparse.ArgumentParser) -> Iterator[Verb]:

@@ -203,7 +203,8 @@ def _catalogue() -> Check:
     from edgeinfer.catalog.store import list_pulled, model_files
 
     config: Config = load_config()
-    known, pulled, found = len(load_catalog().models), len(list_pulled()), len(stores.usable())
+    known, pulled = len(load_catalog().models), len(list_pulled())
+    found = len(stores.usable())
     others = f", {found} of other programs here" if found else ""
     text = f"{known} models known, {pulled} pulled{others}; default {config.default_model}"
     try:

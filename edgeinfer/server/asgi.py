@@ -12,6 +12,7 @@ from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.guards.crash_replies import CrashReplyMiddleware
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.operations import DIALECTS, find
+from edgeinfer.server.repeating import RepeatMiddleware
 
 
 def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
@@ -25,8 +26,9 @@ def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
         Middleware(m.HostMiddleware, gate),
         Middleware(m.OriginMiddleware, gate),
         Middleware(m.KeyMiddleware, gate),
-        Middleware(m.LimitMiddleware, endpoint),
         Middleware(CrashReplyMiddleware, DIALECTS),
+        Middleware(RepeatMiddleware, endpoint),
+        Middleware(m.LimitMiddleware, endpoint),
     ]
     app: ASGIApp = _route
     for kind, args, options in reversed(middlewares):

@@ -17,6 +17,7 @@ import pytest
 from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, picture
 from made_gguf import entry, gguf_bytes, model_entries, text
 
+from edgeinfer import disk
 from edgeinfer.catalog import store as own
 from edgeinfer.catalog.found import stores, verified
 from edgeinfer.cli import main
@@ -94,10 +95,12 @@ def test_removing_is_its_owners(made, capsys) -> None:
 def test_a_digest_is_checked_once_and_again_when_the_file_changed(home: Path, monkeypatch) -> None:
     made = OllamaStore(home, TINY)
     read = []
-    real = verified.sha256_of
-    monkeypatch.setattr(
-        verified, "sha256_of", lambda path, heard: read.append(path) or real(path, heard)
-    )
+
+    def counted(path: Path, progress: Callable[[int], None]) -> str:
+        read.append(path)
+        return disk.sha256_of(path, progress)
+
+    monkeypatch.setattr(verified, "sha256_of", counted)
     heard = []
     own.model_files(made.name, heard=lambda stage, fraction: heard.append((stage, fraction)))
     own.model_files(made.name)

@@ -182,7 +182,7 @@ def test_a_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypa
     for more in (["--timings"], ["--json"]):
         clock[0] = 500_000_000
         host = Host(Start(how="cold", reason="no snapshot yet"), exec_ns=1)
-        monkeypatch.setattr(host, "files", lambda model, _draft="": ModelFiles(name=model, paths=()))
+        monkeypatch.setattr(host, "files", lambda model, *_: ModelFiles(name=model, paths=()))
         monkeypatch.setattr(host, "is_model", lambda name: name == "tiny")
         assert cli.main(["run", "tiny", "x", *more], host) == 0
         out = capsys.readouterr()

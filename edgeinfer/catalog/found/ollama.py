@@ -22,7 +22,8 @@ from edgeinfer.catalog.found.reading import UnusableError, entries, file_in, fol
 STORE = "Ollama"
 PREFIX = places.FOUND[0]
 _SERVICE = "/usr/share/ollama/.ollama/models"
-_REGISTRY, _LIBRARY, _TAG = "registry.ollama.ai", "library", ":latest"
+_REGISTRY, _LIBRARY = "registry.ollama.ai", "library"
+_TAG = ":latest"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _KIND = "application/vnd.ollama.image."
 

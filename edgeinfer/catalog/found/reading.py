@@ -11,16 +11,19 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgeinfer.errors import CatalogError
-
 #: Folders and files that one store is searched for at most; models are tens.
 MAX_ENTRIES = 20_000
 #: The longest manifest, template or settings file that is read.
 MAX_TEXT_BYTES = 1 << 20
 
 
-class UnusableError(CatalogError):
-    """Something in another program's store can't be used."""
+class UnusableError(Exception):
+    """Something in another program's store can't be used; a search turns it into a model's problem."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -20,6 +20,7 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import Message
 from edgeinfer.server.core import changing_lines
 from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.core.kept import Kept, KeptAnswers
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.model_pool import Models
 from edgeinfer.server.core.problems import Problem, shutting_down, unavailable
@@ -57,6 +58,8 @@ class Endpoint:
         self.start = start
         #: Whether a field that no declaration of ours knows is an error, or ignored and named.
         self.refuse_unknown = refuse_unknown
+        #: Answers to requests with an Idempotency-Key.
+        self.repeatable = KeptAnswers(limits)
         self.metrics = Metrics(models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
         self.draining = False
@@ -161,6 +164,8 @@ class Exchange:
         self.body: Content = None
         #: The JSON of the answer, or its wire value.
         self.answer: Content = None
+        #: What makes the answer, where it may be read again.
+        self.kept: Kept | None = None
         #: Headers that go onto the answer, whoever makes it.
         self.reply_headers: dict[str, str] = {}
         #: The rules of `changing_lines` that found something.

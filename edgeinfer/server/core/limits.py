@@ -14,6 +14,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     not reset them. `write_s` is how long a reader may leave its socket full. `comment_s` is the pause
     between keep-alive comments. `patience_s` is how long a streaming client waits for an HTTP status
     while its model loads, before the stream is begun.
+
+    `kept_answers` of one key, `kept_bytes` of all and `kept_s` bound the answers that may be read
+    again; one that nobody reads is given up after `unread_s`.
     """
 
     max_body_bytes: int = 32 << 20
@@ -31,3 +34,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     comment_s: float = 5.0
     patience_s: float = 2.0
     drain_s: float = 30.0
+    kept_answers: int = 64
+    kept_bytes: int = 64 << 20
+    kept_s: float = 3600.0
+    unread_s: float = 60.0
