@@ -148,7 +148,13 @@ def pulled_models() -> Sequence[Pulled]:
     from edgeinfer.catalog.store import list_pulled
 
     own = [
-        Pulled(name=m.name, size_bytes=m.size_bytes, sha256=m.sha256, created=_unix(m.pulled_at))
+        Pulled(
+            name=m.name,
+            size_bytes=m.size_bytes,
+            sha256=m.sha256,
+            created=_unix(m.pulled_at),
+            n_ctx_train=m.n_ctx_train,
+        )
         for m in list_pulled()
     ]
     return own + [

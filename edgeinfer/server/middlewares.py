@@ -193,9 +193,10 @@ class OriginMiddleware:
         origin = self._gate.check_origin(exchange.headers, scope["scheme"])
         app = self._app
         if origin is not None:
-            preflight = scope["method"] == "OPTIONS"
-            exchange.reply_headers |= cors_headers(origin, preflight=preflight)
-            if preflight:
+            is_preflight = scope["method"] == "OPTIONS"
+            asked = exchange.headers.get("access-control-request-headers", "") if is_preflight else None
+            exchange.reply_headers |= cors_headers(origin, asked)
+            if is_preflight:
                 app = Response(status_code=204)
         await app(scope, receive, send)
 
@@ -209,7 +210,7 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["edgeinfer"]
-        exchange.key = self._gate.check_key(exchange.headers, scope["path"])
+        exchange.key = self._gate.check_key(exchange.headers, exchange.route)
         if exchange.key:
             exchange.cache_salt = self._gate.keys.cache_salt(exchange.key)
         await self._app(scope, receive, send)

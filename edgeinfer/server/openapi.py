@@ -160,6 +160,9 @@ def _responses(operation: Operation, error: type) -> dict[str, Any]:
     content: dict[str, Any] = {operation.reply_type: {"schema": {"type": "string"}}}
     if operation.reply is not None:
         content = _json(operation.reply)
+    if operation.reply is not None and operation.is_list:
+        items = {"type": "array", "items": _ref(operation.reply)}
+        content = {"application/json": {"schema": items}}
     if operation.streams:
         content["text/event-stream"] = {"schema": _EVENT}
     said = dict(_REFUSALS)

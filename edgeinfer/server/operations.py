@@ -53,14 +53,13 @@ def _places() -> dict[str, Place]:
 _EXACT = _places()
 #: A model's name may hold slashes (`ollama/someone/model:tag`): a path with more behind it goes first.
 _PATTERNS = [
-    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>.+)", path)), place)
+    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), place)
     for path, place in sorted(_EXACT.items(), key=lambda item: -len(item[0]))
     if "{" in path
 ]
 
 
-def find(path: str) -> Place:
-    """The operations at `path`. Without any, the dialect is that of the nearest path above it."""
+def _known(path: str) -> Place | None:
     exact = _EXACT.get(path)
     if exact is not None:
         return exact
@@ -68,5 +67,26 @@ def find(path: str) -> Place:
         found = pattern.fullmatch(path)
         if found is not None:
             return place._replace(params=found.groupdict())
+    return None
+
+
+def _spellings(path: str) -> tuple[str, ...]:
+    """What a path may stand for: with slashes once, and with one `/v1` more or fewer."""
+    plain = re.sub(r"/{2,}", "/", path).rstrip("/") or "/"
+    return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
+
+
+def find(path: str) -> Place:
+    """The operations at `path`. Without any, the dialect is that of the nearest path above it.
+
+    A base URL is written with `/v1` or without, and with a slash at its end or without: all are found.
+    """
+    found = _known(path)
+    if found is not None:
+        return found
+    for spelled in _spellings(path):
+        found = _known(spelled)
+        if found is not None:
+            return found
     above = (place for known, place in _EXACT.items() if path.startswith(f"{known}/"))
     return Place({}, next((place.dialect for place in above), DIALECTS[0]))

@@ -112,6 +112,7 @@ def test_a_chat_field_is_refused_by_name(here, engine, body, param, code):
         (b"[]", "object"),
         (b'{"messages":[{"role":"user","content":"\xff\xfe"}]}', "UTF-8"),
         (b'{"messages":[{"role":"user","content":"\\ud800"}]}', "not valid JSON"),
+        (b'{"n":0,"messages":[{"role":"user","content":"\xff\xfe"}]}', "UTF-8"),
         (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
         (
             b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":"a","parameters":'
@@ -129,6 +130,7 @@ def test_a_chat_field_is_refused_by_name(here, engine, body, param, code):
         "array",
         "bad-utf8",
         "surrogate",
+        "bad-utf8-behind-a-bad-field",
         "deep",
         "deep-schema",
         "huge-float",

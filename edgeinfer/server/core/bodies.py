@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -52,7 +54,10 @@ async def decode(request: Request, kind: type[T]) -> T:
     declared = request.headers.get("content-type", "application/json")
     content_type = declared.partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
-        raise Problem(415, "The body must be application/json.", code="unsupported_media_type")
+        said = "The body must be application/json: send the header `content-type: application/json`."
+        raise Problem(415, said, code="unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise Problem(415, "The body must not be compressed.", code="unsupported_media_type")
     raw = await read_body(request)
     exchange = exchange_of(request)
     exchange.body = raw
@@ -72,15 +77,10 @@ def _as_it_stands(raw: bytes, kind: type[T]) -> T | None:
     if decoder is None:  # 0.1 ms each, at first use
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
-        value: T = decoder.decode(raw)
+        with _json_only():
+            value: T = decoder.decode(raw)
     except msgspec.ValidationError:
         return None
-    except msgspec.DecodeError as error:
-        raise Problem(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
-    except UnicodeDecodeError:
-        raise Problem(400, "The body is not valid UTF-8.", code="invalid_json") from None
-    except RecursionError:
-        raise Problem(400, "The body is nested too deeply.", code="invalid_json") from None
     return value
 
 
@@ -88,15 +88,27 @@ def _read(exchange: Exchange, raw: bytes, kind: type[T]) -> T:
     """The body as `kind` without what is ignored, which is noted. Raises Problem."""
     reading = Reading(refuse_unknown=exchange.endpoint.refuse_unknown)
     try:
-        value = reading.read(msgspec.json.decode(raw), kind)
+        with _json_only():
+            value = reading.read(msgspec.json.decode(raw), kind)
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
-    except msgspec.DecodeError as error:
-        raise Problem(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
-    except RecursionError:
-        raise Problem(400, "The body is nested too deeply.", code="invalid_json") from None
     exchange.ignore(reading.ignored)
     return value
+
+
+@contextlib.contextmanager
+def _json_only() -> Iterator[None]:
+    """Raise Problem for what is no JSON; what is JSON of another type is left to the caller."""
+    try:
+        yield
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        raise Problem(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise Problem(400, "The body is not valid UTF-8.", code="invalid_json") from None
+    except RecursionError:
+        raise Problem(400, "The body is nested too deeply.", code="invalid_json") from None
 
 
 def decode_query(request: Request, kind: type[T]) -> T:

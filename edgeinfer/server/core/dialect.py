@@ -24,7 +24,8 @@ Envelope = Callable[[Problem, str], bytes]
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
-    `also` are further JSON answers by status, for the OpenAPI document.
+    `is_list`: the answer is a list of `reply`. `also` are further JSON answers by status, for the
+    OpenAPI document.
     """
 
     path: str
@@ -32,6 +33,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     method: Literal["GET", "POST"] = "POST"
     reply: type[msgspec.Struct] | None = None
+    is_list: bool = False
     body: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = None
     streams: bool = False

@@ -18,6 +18,7 @@ import msgspec
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
 from edgeinfer.machine import read_memory
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.aliases import DEFAULT, Aliases
 from edgeinfer.server.core.wire import Reply
 
@@ -38,6 +39,7 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
     created: int = 0
     alias_of: str = ""
+    n_ctx_train: int = 0
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +218,11 @@ class Models:
 
     def engines(self) -> list[tuple[str, Engine]]:
         return [(s.name, s.loaded.engine) for s in self._slots.values() if s.loaded is not None]
+
+    def info(self, name: str) -> EngineInfo | None:
+        """What is known of a model while it is loaded."""
+        slot = self._slots.get(name)
+        return None if slot is None or slot.loaded is None else slot.loaded.engine.info
 
     def pulled(self) -> list[Pulled]:
         """Every model a request may name, the default first, and every alias of one."""

@@ -8,6 +8,7 @@ headers are sent to named origins only.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -19,10 +20,8 @@ LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 #: Routes that a probe may ask without a key; they name no model's content. /metrics wants the key.
 OPEN_ROUTES = frozenset({"/health"})
 _METHODS = "GET, POST, OPTIONS"
-_REQUEST_HEADERS = (
-    "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta, "
-    "anthropic-dangerous-direct-browser-access, openai-organization, openai-project, idempotency-key"
-)
+#: What a page asks to send is allowed to a named origin, where it looks like a list of headers.
+_ASKED = re.compile(r"[\w, -]{1,2048}", re.ASCII)
 
 Headers = Mapping[str, str]
 
@@ -76,7 +75,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             code="origin_not_allowed",
         )
 
-    def check_key(self, headers: Headers, path: str) -> str:
+    def check_key(self, headers: Headers, route: str) -> str:
         """The name of the key in use, "" when none is needed. Raises Problem 401."""
         if not self.keys:
             return ""
@@ -84,7 +83,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         offered = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         name = self.keys.name(offered) if offered else None
         if name is None:
-            if path in OPEN_ROUTES:
+            if route in OPEN_ROUTES:
                 return ""
             said = (
                 "Incorrect API key provided."
@@ -110,17 +109,20 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def cors_headers(origin: str, *, preflight: bool = False) -> dict[str, str]:
-    """Let a named origin's browser read the answer; credentials are never allowed."""
+def cors_headers(origin: str, asked: str | None = None) -> dict[str, str]:
+    """Let a named origin's browser read the answer; credentials are never allowed.
+
+    A preflight `asked` for request headers ("" for none): the official clients send some of their own.
+    """
     headers = {
         "access-control-allow-origin": origin,
         "vary": "Origin",
         "access-control-expose-headers": "x-request-id, retry-after, x-edgeinfer-ignored",
     }
-    if preflight:
+    if asked is not None:
         headers |= {
             "access-control-allow-methods": _METHODS,
-            "access-control-allow-headers": _REQUEST_HEADERS,
+            "access-control-allow-headers": asked if _ASKED.fullmatch(asked) else "content-type",
             "access-control-max-age": "600",
         }
     return headers

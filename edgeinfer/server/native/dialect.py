@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgeinfer.server.core.dialect import Dialect, Operation
-from edgeinfer.server.native import routes, wire
+from edgeinfer.server.native import llama_routes, llama_wire, routes, wire
 from edgeinfer.server.openai.errors import error_body, error_events
 from edgeinfer.server.openai.wire_replies import ErrorReply
 
@@ -26,6 +26,46 @@ NATIVE = Dialect(
             summary="Order documents by relevance.",
             body=wire.RerankRequest,
             reply=wire.RerankReply,
+        ),
+        Operation(
+            path="/reranking",
+            handler=routes.rerank,
+            summary="Order documents by relevance, under llama.cpp's other name.",
+            body=wire.RerankRequest,
+            reply=wire.RerankReply,
+        ),
+        Operation(
+            path="/completion",
+            handler=llama_routes.completion,
+            summary="Continue a text, in llama.cpp's shape.",
+            body=llama_wire.LlamaCompletion,
+            reply=llama_wire.LlamaAnswer,
+            streams=True,
+        ),
+        Operation(
+            path="/embedding",
+            handler=llama_routes.embedding,
+            summary="Embed texts, in llama.cpp's shape.",
+            body=llama_wire.LlamaEmbedding,
+            reply=llama_wire.LlamaVector,
+            is_list=True,
+        ),
+        Operation(
+            method="GET",
+            path="/lora-adapters",
+            handler=llama_routes.adapters,
+            summary="The default model's adapters, in llama.cpp's shape.",
+            reply=llama_wire.Adapter,
+            is_list=True,
+            uses_model=False,
+        ),
+        Operation(
+            method="GET",
+            path="/version",
+            handler=llama_routes.version,
+            summary="This program's version.",
+            reply=llama_wire.Version,
+            uses_model=False,
         ),
         Operation(
             path="/tokenize",

@@ -21,6 +21,7 @@ from edgeinfer.server.core.renderer import wire_timings
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.native import translate, wire
+from edgeinfer.server.native.llama_wire import LlamaDefaults
 from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, finish_reason
 
@@ -191,6 +192,10 @@ async def slots(request: Request) -> Response:
 
 async def props(request: Request) -> Response:
     endpoint = exchange_of(request).endpoint
+    info = endpoint.models.info(endpoint.models.default)
+    defaults = LlamaDefaults(
+        n_ctx=info.n_ctx if info else 0, params=msgspec.to_builtins(info.sampling) if info else {}
+    )
     return json_reply(
         wire.Props(
             version=__version__,
@@ -200,5 +205,10 @@ async def props(request: Request) -> Response:
             start_reason=endpoint.start.reason,
             start_stages_ms=endpoint.start.stages_ms,
             limits=msgspec.to_builtins(endpoint.limits),
+            default_generation_settings=defaults,
+            total_slots=info.n_parallel if info else 0,
+            model_alias=endpoint.models.default,
+            model_path=endpoint.models.default,
+            build_info=f"edgeinfer-{__version__}",
         )
     )

@@ -24,6 +24,7 @@ from edgeinfer.server.core.wire import (
     Wire,
     WireTimings,
 )
+from edgeinfer.server.native.llama_wire import LlamaDefaults
 from edgeinfer.server.openai.wire import Messages, Tools
 
 
@@ -166,8 +167,15 @@ class Slots(Reply, frozen=True, kw_only=True):
     slots: list[Slot]
 
 
+class Modalities(Reply, frozen=True, kw_only=True):
+    """What can be read besides text: nothing."""
+
+    vision: bool = False
+    audio: bool = False
+
+
 class Props(Reply, frozen=True, kw_only=True):
-    """What this endpoint is and holds."""
+    """What this endpoint is and holds, and the default model as llama.cpp's server tells it."""
 
     version: str
     default_model: str
@@ -176,3 +184,9 @@ class Props(Reply, frozen=True, kw_only=True):
     start_reason: str
     start_stages_ms: dict[str, float]
     limits: dict[str, Any]
+    default_generation_settings: LlamaDefaults
+    total_slots: int
+    model_alias: str
+    model_path: str
+    build_info: str
+    modalities: Modalities = Modalities()

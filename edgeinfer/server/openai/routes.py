@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import msgspec
 from starlette.requests import Request
@@ -25,6 +26,9 @@ from edgeinfer.server.observe.metrics import version_of
 from edgeinfer.server.openai import translate, wire
 from edgeinfer.server.openai import wire_replies as replies
 from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer
+
+#: Texts of one request, as many as OpenAI takes; the engine embeds some at a time.
+_MAX_EMBEDDED = 2048
 
 
 def fingerprint(info: EngineInfo) -> str:
@@ -89,16 +93,32 @@ async def completions(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     exchange = exchange_of(request)
     body = await decode(request, wire.EmbeddingRequest)
-    texts = translate.prompts(body.input, "input")
+    texts = translate.prompts(body.input, "input", _MAX_EMBEDDED)
+
+    reply = await embed(
+        exchange, body.model, body.keep_alive, texts, body.encoding_format, body.dimensions
+    )
+    return json_reply(reply)
+
+
+async def embed(
+    exchange: Exchange,
+    model: str | None,
+    keep_alive_s: float | None,
+    texts: Sequence[str | tuple[int, ...]],
+    encoding: str | None = None,
+    dimensions: int | None = None,
+) -> replies.EmbeddingReply:
+    """One vector a text. Raises InvalidRequestError and as holding a model does."""
 
     def work(engine: Engine) -> replies.EmbeddingReply:
-        _check_embeds(engine.info, body.dimensions)
+        _check_embeds(engine.info, dimensions)
         vectors = engine.embed(texts)
-        return _embedded(vectors, _count(engine, texts), exchange.model, body.encoding_format)
+        return _embedded(vectors, _count(engine, texts), exchange.model, encoding)
 
-    reply = await with_engine(exchange, body.model, body.keep_alive, work)
+    reply = await with_engine(exchange, model, keep_alive_s, work)
     exchange.prompt_tokens = reply.usage.prompt_tokens
-    return json_reply(reply)
+    return reply
 
 
 def _check_embeds(info: EngineInfo, dimensions: int | None) -> None:
@@ -139,7 +159,9 @@ async def list_models(request: Request) -> Response:
     exchange = exchange_of(request)
     models = exchange.endpoint.models
     pulled = await exchange.endpoint.in_thread(models.pulled)
-    return json_reply(replies.ModelList(data=[_card(exchange, model) for model in pulled]))
+    cards = [_card(exchange, model) for model in pulled]
+    first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
+    return json_reply(replies.ModelList(data=cards, first_id=first, last_id=last))
 
 
 async def one_model(request: Request) -> Response:
@@ -159,13 +181,24 @@ async def one_model(request: Request) -> Response:
 def _card(exchange: Exchange, pulled: Pulled) -> replies.ModelCard:
     models = exchange.endpoint.models
     meant = pulled.alias_of or pulled.name
-    info = next((engine.info for name, engine in models.engines() if name == meant), None)
+    info = models.info(meant)
+    n_ctx = info.n_ctx if info else pulled.n_ctx_train
     return replies.ModelCard(
         id=pulled.name,
         created=pulled.created,
         state=models.state(meant),
         size_bytes=pulled.size_bytes or (info.weights_bytes if info else 0),
+        created_at=_stamp(pulled.created),
+        display_name=pulled.name,
         n_ctx=info.n_ctx if info else 0,
+        max_model_len=n_ctx,
+        context_length=n_ctx,
+        max_input_tokens=n_ctx,
+        meta=replies.ModelMeta(n_ctx_train=pulled.n_ctx_train or (info.n_ctx_train if info else 0)),
         sha256=pulled.sha256 or (info.sha256 if info else ""),
         alias_of=pulled.alias_of,
     )
+
+
+def _stamp(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -199,9 +199,12 @@ def _structured(given: wire.StructuredOutputs) -> list[tuple[str, Constraint]]:
 
 
 def prompts(
-    given: str | Sequence[str | int | Sequence[int]], param: str
+    given: str | Sequence[str | int | Sequence[int]], param: str, most: int = 64
 ) -> list[str | tuple[int, ...]]:
-    """List the prompts, each text or token ids. Raises InvalidRequestError for mixed kinds."""
+    """List the prompts, each text or token ids. Raises InvalidRequestError for mixed kinds.
+
+    `most` bounds their number.
+    """
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -211,8 +214,8 @@ def prompts(
         raise InvalidRequestError(
             "a list holds texts, token ids, or lists of token ids, not a mixture", param=param
         )
-    if len(given) > 64:
-        raise InvalidRequestError("at most 64 prompts a request", param=param)
+    if len(given) > most:
+        raise InvalidRequestError(f"at most {most} prompts a request", param=param)
     return [item if isinstance(item, str) else tuple(item) for item in given]  # type: ignore[arg-type]  # no int is left
 
 

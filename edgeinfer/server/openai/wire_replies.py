@@ -201,25 +201,46 @@ class EmbeddingReply(Reply, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
 
 
+class ModelMeta(Reply, frozen=True, kw_only=True):
+    """llama.cpp's place for what a model was trained on."""
+
+    n_ctx_train: int = 0
+
+
 class ModelCard(Reply, frozen=True, kw_only=True):
     """A model that is here. `state` is one of cold, loading, loaded; `size_bytes` is its files' size.
 
     `alias_of` is the model that an alias of the configuration means, "" for a model's own name.
+
+    The context that a loaded model has, or what another was trained on, is told in the names that
+    clients look for: vLLM's `max_model_len`, `context_length` of routers, Anthropic's
+    `max_input_tokens`. `n_ctx` is 0 until it is loaded. `type`, `display_name` and `created_at` are
+    Anthropic's.
     """
 
     id: str
     created: int
     owned_by: str = "local"
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str = ""
+    created_at: str = ""
     state: str = "cold"
     size_bytes: int = 0
     n_ctx: int = 0
+    max_model_len: int = 0
+    context_length: int = 0
+    max_input_tokens: int = 0
+    meta: ModelMeta = ModelMeta()
     sha256: str = ""
     alias_of: str = ""
 
 
 class ModelList(Reply, frozen=True, kw_only=True):
-    """The answer of /v1/models."""
+    """The answer of /v1/models, with what Anthropic's clients read of a page: there is only one."""
 
     data: list[ModelCard]
     object: Literal["list"] = "list"
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None

@@ -37,5 +37,12 @@ RESPONSES = Dialect(
             reply=wire.ResponseReply,
             streams=True,
         ),
+        Operation(
+            path="/v1/responses/input_tokens",
+            handler=routes.input_tokens,
+            summary="Count a conversation's tokens.",
+            body=wire.ResponsesRequest,
+            reply=wire.InputTokensReply,
+        ),
     ),
 )

@@ -30,9 +30,7 @@ from edgeinfer.server.responses import wire
 
 def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateRequest:
     """One request. Raises InvalidRequestError naming the place."""
-    tools = tuple(_tool(name, tool) for name, (_, tool) in offered(body).items())
-    if len(tools) < sum(len(_functions(tool)[1]) for tool in body.tools or ()):
-        raise InvalidRequestError("two tools have the same name", param="tools")
+    tools = tools_of(body)
     if isinstance(body.tool_choice, wire.AllowedChoice):
         tools = allowed(tools, [_shown(tool.name, body) for tool in body.tool_choice.tools])
     wants_logprobs = bool(body.include) or body.top_logprobs is not None
@@ -76,6 +74,14 @@ def offered(body: wire.ResponsesRequest) -> dict[str, tuple[str | None, wire.Res
         for function in functions:
             found[shown_name(namespace, function.name)] = (namespace, function)
     return found
+
+
+def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
+    """The functions on offer. Raises InvalidRequestError when two have one name."""
+    tools = tuple(_tool(name, tool) for name, (_, tool) in offered(body).items())
+    if len(tools) < sum(len(_functions(tool)[1]) for tool in body.tools or ()):
+        raise InvalidRequestError("two tools have the same name", param="tools")
+    return tools
 
 
 def _functions(

@@ -324,6 +324,13 @@ class ReasoningOut(Reply, frozen=True, tag="reasoning", tag_field="type"):
 OutputItem = MessageOut | FunctionCallOut | ReasoningOut
 
 
+class InputTokensReply(Reply, frozen=True, kw_only=True):
+    """The answer of /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 class IncompleteDetails(Reply, frozen=True, kw_only=True):
     reason: Literal["max_output_tokens", "content_filter"]
 

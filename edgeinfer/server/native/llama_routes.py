@@ -1,0 +1,84 @@
+"""Routes by which people script llama.cpp's server, in its shapes."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgeinfer import __version__
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.requests import Constraint, GenerateRequest, Grammar, JsonSchema
+from edgeinfer.server.core.begin import Job
+from edgeinfer.server.core.bodies import decode
+from edgeinfer.server.core.exchange import exchange_of
+from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.request_parts import caching, stop_strings
+from edgeinfer.server.core.stream import answer
+from edgeinfer.server.native import llama_wire as wire
+from edgeinfer.server.native.llama_render import LlamaRenderer
+from edgeinfer.server.openai.routes import embed
+from edgeinfer.server.openai.translate import sampling_of
+
+
+async def completion(request: Request) -> Response:
+    body = await decode(request, wire.LlamaCompletion)
+    prompt = body.prompt if isinstance(body.prompt, str) else ""
+    job = Job(
+        model=body.model,
+        keep_alive_s=body.keep_alive,
+        stream=body.stream,
+        requests=lambda info: [_request(body, info)],
+        renderer=lambda model, info: LlamaRenderer(model, prompt),
+    )
+    return await answer(exchange_of(request), job)
+
+
+def _request(body: wire.LlamaCompletion, info: EngineInfo) -> GenerateRequest:
+    return GenerateRequest(
+        prompt=body.prompt if isinstance(body.prompt, str) else tuple(body.prompt),
+        max_tokens=None if body.n_predict == -1 else body.n_predict,
+        sampling=sampling_of(body, info.sampling),
+        stop=stop_strings(body.stop),
+        ignore_eos=body.ignore_eos,
+        constraint=_constraint(body),
+        overflow=body.overflow,
+        deadline_s=body.deadline_s,
+        speculative=body.speculative,
+        **caching(body),
+    )
+
+
+def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
+    if body.grammar and body.json_schema is not None:
+        raise InvalidRequestError("grammar cannot be combined with json_schema", param="grammar")
+    if body.json_schema is not None:
+        return JsonSchema(body.json_schema)
+    return Grammar(body.grammar) if body.grammar else None
+
+
+async def embedding(request: Request) -> Response:
+    body = await decode(request, wire.LlamaEmbedding)
+    given = body.content if body.content is not None else body.input
+    if given is None:
+        raise InvalidRequestError("content is missing: a text or several", param="content")
+    texts = [given] if isinstance(given, str) else list(given)
+    reply = await embed(exchange_of(request), body.model, body.keep_alive, texts)
+    return json_reply(
+        [
+            wire.LlamaVector(index=vector.index, embedding=[vector.embedding])
+            for vector in reply.data
+            if isinstance(vector.embedding, list)
+        ]
+    )
+
+
+async def adapters(request: Request) -> Response:
+    endpoint = exchange_of(request).endpoint
+    info = endpoint.models.info(endpoint.models.default)
+    names = info.lora if info else ()
+    return json_reply([wire.Adapter(id=i, path=name) for i, name in enumerate(names)])
+
+
+async def version(request: Request) -> Response:
+    return json_reply(wire.Version(version=__version__))

@@ -1,0 +1,138 @@
+"""What llama.cpp's server takes and answers on routes of its own shape: /completion, /embedding.
+
+Source: the server's README in llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from edgeinfer.server.core.wire import (
+    JsonObject,
+    KeepAlive,
+    ModelName,
+    OpenAIPenalty,
+    Probability,
+    Reply,
+    SamplingFields,
+    Seed,
+    StopList,
+    StopString,
+    Temperature,
+    Text,
+    TokenId,
+    Wire,
+    WireTimings,
+)
+from edgeinfer.server.openai.wire import LogitBias
+
+#: -1 has no limit, as in llama.cpp.
+NPredict = Annotated[int, Meta(ge=-1, le=1 << 24)]
+
+
+class LlamaCompletion(SamplingFields, frozen=True, kw_only=True):
+    """POST /completion."""
+
+    hints: ClassVar = frozenset(
+        {
+            "id_slot",
+            "n_cache_reuse",
+            "n_indent",
+            "n_keep",
+            "post_sampling_probs",
+            "response_fields",
+            "return_progress",
+            "return_tokens",
+            "samplers",
+            "t_max_predict_ms",
+            "timings_per_token",
+        }
+    )
+    refused: ClassVar[Mapping[str, str]] = {
+        "dynatemp_range": "the temperature does not move",
+        "image_data": "images cannot be read",
+        "n_probs": "use /v1/completions with logprobs",
+        "xtc_probability": "this sampler is not here",
+    }
+    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "dynatemp_range": (0, 0.0),
+        "n_probs": (0,),
+        "xtc_probability": (0, 0.0),
+    }
+
+    prompt: Text | Annotated[list[TokenId], Meta(min_length=1)]
+    model: ModelName | None = None
+    n_predict: NPredict = -1
+    stream: bool = False
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    presence_penalty: OpenAIPenalty | None = None
+    frequency_penalty: OpenAIPenalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
+    stop: StopString | StopList | None = None
+    grammar: Annotated[str, Meta(max_length=262_144)] | None = None
+    json_schema: JsonObject | None = None
+
+
+class LlamaAnswer(Reply, frozen=True, kw_only=True):
+    """The answer of /completion, and each event of its stream; the last one has `stop`."""
+
+    content: str
+    stop: bool
+    index: int = 0
+    id_slot: int = -1
+    model: str = ""
+    tokens: list[int] = msgspec.field(default_factory=list)
+    tokens_predicted: int = 0
+    tokens_evaluated: int = 0
+    tokens_cached: int = 0
+    prompt: str | msgspec.UnsetType = msgspec.UNSET
+    generation_settings: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    truncated: bool | msgspec.UnsetType = msgspec.UNSET
+    stop_type: Literal["none", "eos", "limit", "word"] | msgspec.UnsetType = msgspec.UNSET
+    stopping_word: str | msgspec.UnsetType = msgspec.UNSET
+    timings: WireTimings | msgspec.UnsetType = msgspec.UNSET
+
+
+class LlamaEmbedding(Wire, frozen=True, kw_only=True):
+    """POST /embedding: one text or several, in `content` or in `input`."""
+
+    hints: ClassVar = frozenset({"embd_normalize", "encoding_format"})
+
+    content: Text | Annotated[list[Text], Meta(min_length=1, max_length=2048)] | None = None
+    input: Text | Annotated[list[Text], Meta(min_length=1, max_length=2048)] | None = None
+    model: ModelName | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class LlamaVector(Reply, frozen=True, kw_only=True):
+    """One text's embedding, in a list of its own as llama.cpp has it."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+class LlamaDefaults(Reply, frozen=True, kw_only=True):
+    """What a request that says nothing gets. `n_ctx` is 0 while the model is cold."""
+
+    n_ctx: int = 0
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Adapter(Reply, frozen=True, kw_only=True):
+    """An adapter of the default model; `path` is its name, and a request names it in `lora`."""
+
+    id: int
+    path: str
+    scale: float = 1.0
+
+
+class Version(Reply, frozen=True, kw_only=True):
+    """As vLLM's server tells it."""
+
+    version: str

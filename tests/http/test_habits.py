@@ -1,0 +1,142 @@
+"""What scripts and clients are used to: paths however they are written, llama.cpp's routes, cards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.server.core.model_pool import Loaded
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate
+from edgeinfer.server.operations import find
+
+HI = [{"role": "user", "content": "hi"}]
+PAGE = "http://page.test"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def here(serve_module, engine):
+    return serve_module(engine, gate=Gate(keys=Keys([]), origins=frozenset({PAGE})))
+
+
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("//v1//chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/models", "/v1/models"),
+        ("/models/fake/", "/v1/models/{id}"),
+        ("/rerank", "/v1/rerank"),
+        ("/embeddings", "/v1/embeddings"),
+        ("/v1/health", "/health"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+def test_a_path_is_found_however_its_base_url_was_written(path, known):
+    (operation, *_) = find(path).methods.values()
+    assert operation.path == known
+
+
+def test_other_paths_are_nobodys(here):
+    for path in ("/v1", "/v1/v1/v1/models", "/v2/models", "/v1chat/completions"):
+        assert not find(path).methods, path
+    assert here.client.post("/chat/completions/", json={"messages": HI}).status_code == 200
+
+
+def test_a_spelling_opens_no_route_that_wants_a_key(serve):
+    here = serve(FakeEngine(), gate=Gate(keys=Keys(["k" * 20])))
+    assert here.client.get("/v1/health").status_code == 200
+    for path in ("//v1/models", "/models/", "/v1/metrics", "/health/../metrics"):
+        assert here.client.get(path).status_code in (401, 404), path
+    assert here.client.post("/completions/", json={"prompt": "x"}).status_code == 401
+
+
+def test_a_preflight_allows_a_named_origin_what_its_page_asks_for(here):
+    def asked(headers):
+        ask = {"origin": PAGE, "access-control-request-method": "POST"}
+        answer = here.client.options(
+            "/v1/chat/completions", headers=ask | {"access-control-request-headers": headers}
+        )
+        return answer.headers["access-control-allow-headers"]
+
+    assert asked("x-stainless-os, x-stainless-lang") == "x-stainless-os, x-stainless-lang"
+    assert asked("x<y") == "content-type"
+
+
+def test_as_many_texts_are_embedded_as_openai_takes(here):
+    texts = [f"text {i}" for i in range(2048)]
+    answer = here.client.post("/v1/embeddings", json={"input": texts})
+    assert len(answer.json()["data"]) == 2048
+    answer = here.client.post("/v1/embeddings", json={"input": [*texts, "one more"]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
+def test_a_card_tells_the_context_in_every_name(here):
+    listed = here.client.get("/v1/models").json()
+    (card,) = listed["data"]
+    assert (listed["has_more"], listed["first_id"]) == (False, "fake")
+    names = ("n_ctx", "max_model_len", "context_length", "max_input_tokens")
+    assert [card[name] for name in names] == [4096] * 4
+    assert (card["type"], card["display_name"], card["meta"]["n_ctx_train"]) == ("model", "fake", 4096)
+    assert card["created_at"] == "1970-01-01T00:00:00Z"
+
+
+def test_completion_in_llama_cpps_shape(serve):
+    engine = FakeEngine([["Hel", "lo"]])
+    here = serve(engine)
+    ask = {"prompt": "p", "n_predict": 7, "stop": ["x"], "temperature": 0, "id_slot": 0, "n_probs": 0}
+    whole = here.client.post("/completion", json=ask).json()
+    assert (whole["content"], whole["stop"], whole["stop_type"]) == ("Hello", True, "eos")
+    assert (whole["prompt"], whole["tokens_predicted"]) == ("p", 2)
+    assert (engine.requests[0].max_tokens, engine.requests[0].prompt) == (7, "p")
+    streamed = here.client.post("/completion", json=ask | {"stream": True, "n_predict": -1}).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+    assert [e["content"] for e in events] == ["Hel", "lo", ""]
+    assert [e["stop"] for e in events] == [False, False, True]
+    assert events[-1]["timings"]["predicted_n"] == 2
+    assert engine.requests[1].max_tokens is None
+
+
+def test_llama_cpps_other_routes(here):
+    (vector,) = here.client.post("/embedding", json={"content": "x"}).json()
+    assert len(vector["embedding"][0]) == 8
+    assert here.client.post("/embedding", json={}).json()["error"]["param"] == "content"
+    ranked = here.client.post("/reranking", json={"query": "a", "documents": ["a", "b"]}).json()
+    assert ranked["results"][0]["index"] == 0
+    assert here.client.get("/lora-adapters").json() == []
+    assert here.client.get("/version").json()["version"]
+    props = here.client.get("/props").json()
+    assert (props["total_slots"], props["default_generation_settings"]["n_ctx"]) == (4, 4096)
+    assert props["default_generation_settings"]["params"]["top_k"] == 40
+
+
+def test_a_cold_model_tells_nothing_of_a_context_it_has_not(serve):
+    here = serve(load=lambda name, progress: Loaded(engine=FakeEngine()), names=("a", "b"))
+    cold = here.client.get("/v1/models/b").json()
+    assert (cold["state"], cold["n_ctx"], cold["max_model_len"]) == ("cold", 0, 0)
+
+
+def test_the_input_of_a_response_is_counted(here):
+    counted = here.client.post("/v1/responses/input_tokens", json={"input": "hi"}).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": len("user: hi\nassistant:")}
+
+
+def test_bodies_that_are_not_plain_json_are_told_what_to_send(here):
+    form = here.client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert (form.status_code, "content-type: application/json" in form.text) == (415, True)
+    packed = here.client.post(
+        "/v1/completions",
+        content=b"x",
+        headers={"content-type": "application/json", "content-encoding": "gzip"},
+    )
+    assert (packed.status_code, "compressed" in packed.text) == (415, True)
