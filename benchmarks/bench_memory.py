@@ -2,7 +2,7 @@
 
 turns      N conversations of some 1,000 tokens asked in turn over HTTP: total time, first token, memory
 restart    `kill -9` of the server, then the same conversation: exec to first token, tokens computed again
-edits      edit in the middle, regenerate, another model in between: tokens computed beyond the new ones
+edits      edit in the middle, regenerate, another model in between, unloaded: tokens computed beyond the new ones
 newcomer   short chats while a long prompt of somebody else is read
 cost       decode rate with writing on and off; a neighbour's longest gap while a long prefix is restored
 
@@ -14,195 +14,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import itertools
 import json
-import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve import free_port, wait_healthy
 from bench_serve_models import percentile
-from common import ROOT, model_path, peer_program, tree_of, write_figure
+from common import ROOT, drop, model_path, write_figure
+from memory_sides import Answer, Messages, Side, conversation, name_of, ours, theirs, wait_written
 
-EDGEINFER = [sys.executable, "-m", "edgeinfer"]
-WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()
-Messages = list[dict[str, str]]
-
-
-@dataclass
-class Answer:
-    """One streamed answer: seconds from the request's first byte, and the usage block."""
-
-    text: str = ""
-    first_s: float = 0.0
-    total_s: float = 0.0
-    stamps: list[float] = field(default_factory=list)
-    usage: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def cached(self) -> int:
-        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-
-    @property
-    def computed(self) -> int:
-        return int(self.usage["prompt_tokens"]) - self.cached
-
-
-def ask(port: int, messages: Messages, *, n: int = 16, model: str = "", **more: Any) -> Answer:
-    """Stream one greedy chat completion."""
-    body = {"model": model, "messages": messages, "max_tokens": n, "temperature": 0, "stream": True}
-    body |= {"stream_options": {"include_usage": True}, **more}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=900)
-    answer, begun = Answer(), time.perf_counter()
-    connection.request(
-        "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
-    )
-    response = connection.getresponse()
-    if response.status != 200:
-        raise SystemExit(f"{response.status}: {response.read()[:400]!r}")
-    for line in response:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line[6:])
-        answer.usage = event.get("usage") or answer.usage
-        for choice in event.get("choices") or ():
-            if text := choice["delta"].get("content"):
-                answer.stamps.append(time.perf_counter() - begun)
-                answer.text += text
-    connection.close()
-    answer.total_s = time.perf_counter() - begun
-    answer.first_s = answer.stamps[0] if answer.stamps else answer.total_s
-    return answer
-
-
-def text_of(number: int, n_words: int) -> str:
-    """Words that differ from the first one on, so that no two conversations share a prefix."""
-    return f"Story {number}. " + " ".join(
-        f"{WORDS[(number * 7 + i * i) % len(WORDS)]} {WORDS[(number + i) % len(WORDS)]}"
-        for i in range(n_words // 2)
-    )
-
-
-def conversation(number: int, n_words: int) -> Messages:
-    return [{"role": "user", "content": text_of(number, n_words) + ". Go on."}]
-
-
-# --- the sides
-
-
-class Side:
-    """One server that can be started again over the same home."""
-
-    def __init__(self, name: str, command: list[str], model: str, environment: dict[str, str]) -> None:
-        self.name = name
-        self._command = command
-        self.model = model
-        self._environment = {**os.environ, **environment}
-        self.port = 0
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> float:
-        """Start it; seconds from exec to healthy."""
-        self.port = free_port()
-        begun = time.perf_counter()
-        command = [word.replace("PORT", str(self.port)) for word in self._command]
-        self._process = subprocess.Popen(
-            command,
-            env=self._environment,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        wait_healthy(self.port, self._process, 600)
-        return time.perf_counter() - begun
-
-    def kill(self) -> None:
-        """`kill -9` of all of it."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(60)
-            self.kill()
-
-    def ask(self, messages: Messages, **more: Any) -> Answer:
-        return ask(self.port, messages, model=self.model, **more)
-
-    def private_mb(self) -> float:
-        """Memory nobody else has, of all its processes."""
-        assert self._process is not None
-        return sum(_private_kb(pid) for pid in tree_of(self._process.pid)) / 1024
-
-
-def _private_kb(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(
-        int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))
-    )
-
-
-def ours(home: Path, model: Path, n_ctx: int, *, blocks: bool = True, parallel: int = 4) -> Side:
-    """`edgeinfer serve` through its launcher, in a home of its own; warm, so that a start is a resume."""
-    settings = home / "config/config.toml"
-    name = model.stem.lower()
-    environment = {"EDGEINFER_HOME": str(home)}
-    if not settings.exists():
-        settings.parent.mkdir(parents=True)
-        settings.write_text(
-            f"[snapshots]\nauto-warm = false\n\n[blocks]\nenabled = {str(blocks).lower()}\n"
-        )
-        for words in (
-            ["pull", str(model), "--name", name, "--in-place", "--quiet"],
-            ["warm", name, "--ctx", str(n_ctx), "--parallel", str(parallel), "--quiet"],
-        ):
-            subprocess.run(
-                [*EDGEINFER, *words], env={**os.environ, **environment}, cwd=ROOT, check=True
-            )
-    command = [*EDGEINFER, "serve", name, "--port", "PORT", "--log", "off", "--ctx", str(n_ctx)]
-    return Side("edgeinfer", [*command, "--parallel", str(parallel)], name, environment)
-
-
-def theirs(model: Path, n_ctx: int, *, slots: int = 4) -> Side | None:
-    """`llama-server` with its defaults: a prompt cache in RAM of at most 8 GiB. None without one."""
-    program = peer_program("llama-server")
-    if program is None:
-        return None
-    command = [
-        program,
-        "-m",
-        str(model),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "PORT",
-        "-t",
-        "2",
-        "--no-webui",
-    ]
-    return Side("llama-server", [*command, "-np", str(slots), "-c", str(n_ctx * slots)], model.stem, {})
-
+HERE = Path(__file__).parent
+#: Shapes of models with random weights: the words for `random_gguf.py`.
+SHAPES = {
+    "4b": "--layers 36 --width 2560 --feed-forward 9728 --key-value-heads 8 --head-size 128"
+    " --context 16384".split(),
+    "7b": "--context 16384".split(),
+}
 
 # --- sections
 
@@ -244,83 +80,122 @@ def turns_section(options: argparse.Namespace, work: Path) -> list[dict[str, Any
 
 
 def restart_section(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    """The same conversation after `kill -9`."""
+    """The same conversation after `kill -9`, with a hot page cache and, where one may drop it, a cold one."""
     rows = []
-    sides = [ours(work / "restart", options.model, 8192), theirs(options.model, 8192)]
-    for side in [one for one in sides if one]:
+    for shape in options.shapes:
+        model = _model_of(shape, options.model, work)
+        n_ctx = 8192 + 1024
+        home = work / f"restart-{shape}"
+        for side in [one for one in (ours(home, model, n_ctx), theirs(model, n_ctx, slots=1)) if one]:
+            rows.append({"model": shape} | _restarts(side, home, model, options))
+            print(json.dumps(rows[-1]), file=sys.stderr)
+            side.stop()
+    return rows
+
+
+def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    side.start()
+    chat = conversation(7, options.long_words)
+    answer = side.ask(chat)
+    chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "Why?"}]
+    is_ours = side.name == "edgeinfer"
+    if is_ours:
+        wait_written(home, int(answer.usage["prompt_tokens"]))
+    hot = [_restart(side, chat) for _ in range(options.runs if is_ours else 1)]
+    row = {
+        "side": side.name,
+        "prompt_tokens": answer.usage["prompt_tokens"],
+        "prefill_s": answer.first_s,
+        "exec_to_first_s": statistics.median(r[0] for r in hot),
+        "first_s": statistics.median(r[1] for r in hot),
+        "computed_tokens": max(r[2] for r in hot),
+    }
+    if is_ours:
+        files = [path for path in (model, *(home / "cache").rglob("*")) if path.is_file()]
+        side.kill()
+        cold = [_restart(side, chat, lambda: drop(files)) for _ in range(3)]
+        blocks = sum(path.stat().st_size for path in (home / "cache").rglob("*.block"))
+        drop(files)
+        begun = time.perf_counter()
+        for path in files[1:]:
+            path.read_bytes()
+        row |= {
+            "cold_exec_to_first_s": statistics.median(r[0] for r in cold),
+            "disk_read_s": time.perf_counter() - begun,
+            "blocks_mb": blocks / 1e6,
+        }
+    return row
+
+
+def _restart(
+    side: Side, chat: Messages, before: Callable[[], None] | None = None
+) -> tuple[float, float, int]:
+    """Seconds from exec to the first token and from the request to it, and tokens computed."""
+    side.kill()
+    if before:
+        before()
+    begun = time.perf_counter()
+    side.start()
+    healthy = time.perf_counter() - begun
+    again = side.ask(chat)
+    return healthy + again.first_s, again.first_s, again.computed
+
+
+def _model_of(shape: str, small: Path, work: Path) -> Path:
+    """The small model, or one of that shape with random weights."""
+    if shape == "small":
+        return small
+    out = work / f"random-{shape}.gguf"
+    if not out.exists():
+        command = [sys.executable, str(HERE / "random_gguf.py"), str(small), str(out), *SHAPES[shape]]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
+def edits_section(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
+    """Tokens computed again where a conversation is edited, regenerated, left for another model, or its
+    model leaves memory; an attention model and one with a sliding window.
+    """
+    rows = []
+    pair = (options.model, model_path("gemma3"))
+    for model, other in (pair, pair[::-1]):
+        side = ours(work / f"edits-{name_of(model)}", model, 8192, others=[other])
         side.start()
-        chat = conversation(7, options.long_words)
-        answer = side.ask(chat)
-        prefill_s = answer.first_s
-        chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "Why?"}]
-        if side.name == "edgeinfer":
-            _wait_written(work / "restart", int(answer.usage["prompt_tokens"]))
-        runs = []
-        for _ in range(options.runs if side.name == "edgeinfer" else 2):
-            side.kill()
-            begun = time.perf_counter()
-            side.start()
-            healthy = time.perf_counter() - begun
-            again = side.ask(chat)
-            runs.append((healthy + again.first_s, again.first_s, again.computed, again.text))
-        rows.append(
-            {
-                "side": side.name,
-                "prompt_tokens": answer.usage["prompt_tokens"],
-                "prefill_s": prefill_s,
-                "exec_to_first_s": statistics.median(r[0] for r in runs),
-                "first_s": statistics.median(r[1] for r in runs),
-                "computed_tokens": max(r[2] for r in runs),
-                "same_text": len({r[3] for r in runs}) == 1,
-            }
-        )
-        print(json.dumps(rows[-1]), file=sys.stderr)
+        for case, answer in _edits(side, name_of(other), options.words).items():
+            tokens = answer.usage["prompt_tokens"]
+            rows.append(
+                {
+                    "model": side.model,
+                    "case": case,
+                    "prompt_tokens": tokens,
+                    "computed_tokens": answer.computed,
+                }
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr)
         side.stop()
     return rows
 
 
-def _wait_written(home: Path, n_tokens: int) -> None:
-    """Wait until the blocks of so many tokens are on the disk and no file is being written."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        files = list((home / "cache").rglob("*.block"))
-        if len(files) >= n_tokens // 256 and not list((home / "cache").rglob("*.new")):
-            return
-        time.sleep(0.1)
-
-
-def edits_section(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    """Tokens computed again where a conversation is edited, regenerated, or left for another model."""
-    rows = []
-    side = ours(work / "edits", options.model, 8192)
-    side.start()
-    chat = conversation(11, options.words)
+def _edits(side: Side, other: str, words: int) -> dict[str, Answer]:
+    chat = conversation(11, words)
     for turn in range(3):
         answer = side.ask(chat)
         chat += [
             {"role": "assistant", "content": answer.text},
             {"role": "user", "content": f"More {turn}?"},
         ]
-    straight = side.ask(chat)
-    cases = {"next turn": straight}
+    cases = {"next turn": side.ask(chat)}
     cases["regenerate"] = side.ask(chat)
-    edited = [*chat[:2], {"role": "user", "content": "Something else?"}]
-    cases["edit in the middle"] = side.ask(edited)
+    cases["edit in the middle"] = side.ask([*chat[:2], {"role": "user", "content": "Something else?"}])
     cases["back to the first branch"] = side.ask(chat)
+    side.ask(conversation(12, words), model=other)
+    cases["after another model"] = side.ask(chat)
+    side.unload(side.model)
+    cases["after it left memory"] = side.ask(chat)
     side.stop()
     side.start()
     cases["after a restart"] = side.ask(chat)
-    side.stop()
-    for name, answer in cases.items():
-        rows.append(
-            {
-                "case": name,
-                "prompt_tokens": answer.usage["prompt_tokens"],
-                "computed_tokens": answer.computed,
-            }
-        )
-        print(json.dumps(rows[-1]), file=sys.stderr)
-    return rows
+    return cases
 
 
 def newcomer_section(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
@@ -379,7 +254,7 @@ def cost_section(options: argparse.Namespace, work: Path) -> list[dict[str, Any]
     on = sides["on"]
     chat = conversation(31, options.long_words)
     answer = on.ask(chat, n=4)
-    _wait_written(work / "cost-on", int(answer.usage["prompt_tokens"]))
+    wait_written(work / "cost-on", int(answer.usage["prompt_tokens"]))
     on.stop()
     on.start()
     on.ask(conversation(32, 12), n=2)
@@ -412,6 +287,10 @@ def cost_section(options: argparse.Namespace, work: Path) -> list[dict[str, Any]
 # --- the tables
 
 
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1000:.0f} ms"
+
+
 def table(results: dict[str, Any]) -> str:
     """All sections as Markdown."""
     parts = []
@@ -428,20 +307,21 @@ def table(results: dict[str, Any]) -> str:
         )
     if rows := results.get("restart"):
         parts.append(
-            "| after `kill -9` | prompt | read at first in | exec → first token | request → first token |"
-            " computed again |\n|---|---|---|---|---|---|\n"
+            "| after `kill -9` | | prompt | read at first in | exec → first token | request → first token |"
+            " computed again | cold page cache | reading those files |\n|---|---|---|---|---|---|---|---|---|\n"
             + "\n".join(
-                f"| {r['side']} | {r['prompt_tokens']} tokens | {r['prefill_s']:.2f} s"
-                f" | {r['exec_to_first_s'] * 1000:.0f} ms | {r['first_s'] * 1000:.0f} ms"
-                f" | {r['computed_tokens']} tokens |"
+                f"| {r['model']} | {r['side']} | {r['prompt_tokens']} tokens | {r['prefill_s']:.1f} s"
+                f" | {_ms(r['exec_to_first_s'])} | {_ms(r['first_s'])}"
+                f" | {r['computed_tokens']} tokens | {_ms(r.get('cold_exec_to_first_s'))}"
+                f" | {_ms(r.get('disk_read_s'))} |"
                 for r in rows
             )
         )
     if rows := results.get("edits"):
         parts.append(
-            "| what happens | prompt | computed |\n|---|---|---|\n"
+            "| what happens | model | prompt | computed |\n|---|---|---|---|\n"
             + "\n".join(
-                f"| {r['case']} | {r['prompt_tokens']} tokens | {r['computed_tokens']} tokens |"
+                f"| {r['case']} | {r['model']} | {r['prompt_tokens']} tokens | {r['computed_tokens']} tokens |"
                 for r in rows
             )
         )
@@ -495,11 +375,15 @@ def main() -> None:
     )
     parser.add_argument("--long-words", type=int, default=4600, help="words of a long prompt")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument(
+        "--shapes", default="small", help=f"models of `restart`: small, {', '.join(SHAPES)}"
+    )
     parser.add_argument("--model", type=Path, default=None, help="default: the small test model")
     parser.add_argument("--work", default="", help="where the homes are made")
     parser.add_argument("--out", type=Path, default=ROOT / "bench-out")
     options = parser.parse_args()
     options.model = options.model or model_path("smollm2")
+    options.shapes = options.shapes.split(",")
     options.conversations = [int(n) for n in options.conversations.split(",")]
     results: dict[str, Any] = {}
     with work_folder(options.work) as work:

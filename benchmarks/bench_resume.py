@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import model_path, peer_program, tree_of, write_figure
+from common import drop, model_path, peer_program, tree_of, write_figure
 
 from edgeinfer.machine import read_memory
 
@@ -311,9 +311,9 @@ class Bench:
         files = [model, *(path for path in snapshots.rglob("*") if path.is_file())]
         launches, reads = [], []
         for _ in range(3):
-            _drop(files)
+            drop(files)
             launches.append(self._launch(name))
-            _drop(files)
+            drop(files)
             began = time.monotonic()
             for path in files[1:]:
                 with open(path, "rb", buffering=0) as file:
@@ -330,15 +330,6 @@ def _touch(size: int) -> None:
     for at in range(0, len(area), mmap.PAGESIZE):
         area[at] = 1
     area.close()
-
-
-def _drop(files: list[Path]) -> None:
-    """Out of the page cache: what is on the disk and mapped by nobody."""
-    os.sync()
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:

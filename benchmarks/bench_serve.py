@@ -197,7 +197,7 @@ def wait_healthy(port: int, started: subprocess.Popen[bytes], seconds: float = 6
             s.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
             if s.recv(64).startswith(b"HTTP/1.1 200"):
                 return
-        time.sleep(0.02)
+        time.sleep(0.005)
     raise SystemExit("the server did not become healthy")
 
 

@@ -48,6 +48,15 @@ def tree_of(pid: int) -> list[int]:
     return found
 
 
+def drop(files: list[Path]) -> None:
+    """Out of the page cache: what is on the disk and mapped by nobody."""
+    os.sync()
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
 def write_figure(folder: Path, name: str, table: str) -> str:
     """Write `folder/NAME.md`: where the table is from, and the table. Returns its text."""
     text = f"{head()}\n\n{table}"

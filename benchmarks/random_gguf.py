@@ -47,25 +47,39 @@ def copy_tokenizer(writer: gguf.GGUFWriter, source: Path) -> int:
     return size
 
 
-def write(tokenizer: Path, out: Path, *, layers: int, width: int, feed_forward: int) -> None:
+def write(
+    tokenizer: Path,
+    out: Path,
+    *,
+    layers: int,
+    width: int,
+    feed_forward: int,
+    key_value_heads: int,
+    head_size: int,
+    n_ctx: int,
+) -> None:
     """Write the model. The tensors repeat one random block of rows: incompressible enough for a page
     cache, and quick.
     """
     writer = gguf.GGUFWriter(out, "llama")
     vocabulary = copy_tokenizer(writer, tokenizer)
     writer.add_name(f"random {layers}x{width}")
-    writer.add_context_length(4096)
+    writer.add_context_length(n_ctx)
     writer.add_embedding_length(width)
     writer.add_block_count(layers)
     writer.add_feed_forward_length(feed_forward)
     writer.add_head_count(_HEADS)
-    writer.add_head_count_kv(_HEADS)
+    writer.add_head_count_kv(key_value_heads)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(width // _HEADS)
+    writer.add_rope_dimension_count(head_size)
     writer.add_vocab_size(vocabulary)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     rng = np.random.default_rng(1)
-    wide = {w: q4_0_rows(max(vocabulary, feed_forward), w, rng) for w in {width, feed_forward}}
+    heads_wide = _HEADS * head_size
+    widths = {width, feed_forward, heads_wide}
+    wide = {w: q4_0_rows(max(vocabulary, feed_forward, heads_wide), w, rng) for w in widths}
     ones = np.ones(width, dtype=np.float32)
 
     def add(name: str, rows: int, columns: int) -> None:
@@ -75,8 +89,10 @@ def write(tokenizer: Path, out: Path, *, layers: int, width: int, feed_forward: 
     add("output.weight", vocabulary, width)
     writer.add_tensor("output_norm.weight", ones)
     for n in range(layers):
-        for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            add(f"blk.{n}.{part}.weight", width, width)
+        add(f"blk.{n}.attn_q.weight", heads_wide, width)
+        add(f"blk.{n}.attn_k.weight", key_value_heads * head_size, width)
+        add(f"blk.{n}.attn_v.weight", key_value_heads * head_size, width)
+        add(f"blk.{n}.attn_output.weight", width, heads_wide)
         add(f"blk.{n}.ffn_gate.weight", feed_forward, width)
         add(f"blk.{n}.ffn_up.weight", feed_forward, width)
         add(f"blk.{n}.ffn_down.weight", width, feed_forward)
@@ -95,6 +111,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--feed-forward", type=int, default=11008)
+    parser.add_argument("--key-value-heads", type=int, default=_HEADS)
+    parser.add_argument("--head-size", type=int, help="left out: the width by 32 heads")
+    parser.add_argument("--context", type=int, default=4096, help="tokens it says it was trained on")
     options = parser.parse_args()
     write(
         options.tokenizer,
@@ -102,6 +121,9 @@ def main() -> None:
         layers=options.layers,
         width=options.width,
         feed_forward=options.feed_forward,
+        key_value_heads=options.key_value_heads,
+        head_size=options.head_size or options.width // _HEADS,
+        n_ctx=options.context,
     )
     print(f"{options.out}: {options.out.stat().st_size / 1e9:.2f} GB")
 
