@@ -74,7 +74,7 @@ class LlamaEngine:
             lora=self._lora,
             n_ctx=loaded.n_ctx,
             max_draft=MAX_DRAFT,
-            can_shift=bool(loaded.memory and libllama.L.llama_memory_can_shift(loaded.memory)),
+            can_shift=_can_shift(loaded),
         )
         self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
         self._preparer.draft_model = self._draft
@@ -331,6 +331,7 @@ def _info(
         n_ctx_train=int(llama.llama_model_n_ctx_train(loaded.model)),
         n_parallel=loaded.n_parallel,
         n_embd=int(llama.llama_model_n_embd_out(loaded.model)),
+        n_ctx_embed=embedder.max_tokens,
         weights_bytes=loaded.shape.weights_bytes,
         kv_bytes=loaded.kv_bytes,
         compute_bytes=loaded.compute_bytes,
@@ -339,6 +340,9 @@ def _info(
         can_generate=loaded.can_generate,
         can_embed=embedder.can_embed,
         can_rerank=embedder.can_rerank,
+        can_infill=loaded.can_generate and loaded.vocab.fim is not None,
+        can_think=conversations.can_think,
+        can_shift=_can_shift(loaded),
         tool_format=conversations.tool_format,
         system_prompt=files.system_prompt,
         sampling=files.sampling,
@@ -352,6 +356,10 @@ def _info(
         load_ms=loaded.load_ms,
         warnings=loaded.warnings,
     )
+
+
+def _can_shift(loaded: Loaded) -> bool:
+    return bool(loaded.memory and libllama.L.llama_memory_can_shift(loaded.memory))
 
 
 def _description(loaded: Loaded) -> str:

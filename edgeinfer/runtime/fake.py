@@ -135,6 +135,8 @@ class FakeEngine:
     def _prompt_tokens(self, request: GenerateRequest) -> int:
         if request.messages:
             return len(self.tokenize(self.apply_template(request.messages, request.tools)))
+        if request.infill is not None:
+            return len(self.tokenize(request.infill.prefix + request.infill.suffix)) + 3
         return max(
             1,
             len(

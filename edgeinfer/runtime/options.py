@@ -67,8 +67,9 @@ class Chosen(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model.
 
-    Sizes in bytes; `least_kv_bytes` of KV cache are needed for another load to be of use. `choices`
-    maps an option's name to what was chosen for it; `warnings` are sentences.
+    Texts of up to `n_ctx_embed` tokens are embedded. Sizes in bytes; `least_kv_bytes` of KV cache are
+    needed for another load to be of use. `choices` maps an option's name to what was chosen for it;
+    `warnings` are sentences.
     """
 
     model: str
@@ -81,6 +82,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     n_ctx_train: int = 0
     n_parallel: int = 1
     n_embd: int = 0
+    n_ctx_embed: int = 0
     weights_bytes: int = 0
     kv_bytes: int = 0
     compute_bytes: int = 0
@@ -89,6 +91,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     can_generate: bool = True
     can_embed: bool = False
     can_rerank: bool = False
+    can_infill: bool = False
+    can_think: bool = False
+    can_shift: bool = False
     tool_format: str = ""
     system_prompt: str = ""
     sampling: Sampling = Sampling()

@@ -96,8 +96,23 @@ class Grammar(msgspec.Struct, frozen=True, tag="gbnf"):
 Constraint = JsonSchema | Regex | Choice | Grammar
 
 
+class InfillFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Text of another file that helps to fill a gap."""
+
+    name: str
+    text: str
+
+
+class Infill(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands before and after a gap, and other files, of which the last matter most."""
+
+    prefix: str = ""
+    suffix: str = ""
+    files: tuple[InfillFile, ...] = ()
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation, with exactly one of `messages` (for the chat template) and `prompt`.
+    """One generation, with exactly one of `messages` (for the chat template), `prompt` and `infill`.
 
     `continue_final`: the last assistant message is continued instead of answered. `overflow`: what to
     do when the context is full, "refuse" up front and finish with "length", or "shift" (drop the oldest
@@ -114,6 +129,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] | None = None
+    infill: Infill | None = None
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     template_options: dict[str, Any] = {}

@@ -43,7 +43,8 @@ def check_sampling(s: Sampling, n_vocab: int) -> None:
 def check_request(request: GenerateRequest, n_vocab: int) -> None:
     """Raises InvalidRequestError naming the field; tokenizing checks the prompt's length."""
     check_sampling(request.sampling, n_vocab)
-    if bool(request.messages) == (request.prompt is not None):
+    given = (bool(request.messages), request.prompt is not None, request.infill is not None)
+    if sum(given) != 1:
         _refuse("messages", "give either messages or a prompt")
     if request.tools and not request.messages:
         _refuse("tools", "tools need messages")

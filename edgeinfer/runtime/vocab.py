@@ -5,12 +5,25 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgeinfer.runtime.libllama import L
 
 #: Longest piece read in one call, bytes; a longer one takes a second call.
 _PIECE_BYTES = 512
+
+
+class FimTokens(NamedTuple):
+    """Tokens that mark what is before a gap, behind it and in it.
+
+    `repo` and `file` are -1 where a model has none.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int
+    repo: int
+    file: int
 
 
 class Vocab:
@@ -32,6 +45,18 @@ class Vocab:
         ends = [t for t in range(self.n_vocab) if L.llama_vocab_is_eog(self.pointer, t)]
         first = [t for t in (self.eos, L.llama_vocab_eot(self.pointer)) if t in ends]
         return tuple(dict.fromkeys(first + ends))
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        """The tokens for filling a gap; None for a model that was not made for it."""
+        found = FimTokens(
+            prefix=L.llama_vocab_fim_pre(self.pointer),
+            suffix=L.llama_vocab_fim_suf(self.pointer),
+            middle=L.llama_vocab_fim_mid(self.pointer),
+            repo=L.llama_vocab_fim_rep(self.pointer),
+            file=L.llama_vocab_fim_sep(self.pointer),
+        )
+        return found if min(found.prefix, found.suffix, found.middle) >= 0 else None
 
     def is_eos(self, token: int) -> bool:
         """Whether the token ends a generation."""

@@ -102,8 +102,21 @@ def make_adapter(path: Path, seed: int, strength: float = 0.05) -> str:
     return str(path)
 
 
-def make_llama(path: Path, n_ctx: int = 256) -> Path:
-    """A Llama of random numbers with a token a byte: it chatters at thousands of tokens a second."""
+#: Key of a GGUF file → the token that marks a part of a gap's surroundings.
+FIM = {
+    "fim_pre": "<|fim_prefix|>",
+    "fim_suf": "<|fim_suffix|>",
+    "fim_mid": "<|fim_middle|>",
+    "fim_rep": "<|repo_name|>",
+    "fim_sep": "<|file_sep|>",
+}
+
+
+def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = ()) -> Path:
+    """A Llama of random numbers with a token a byte: it chatters at thousands of tokens a second.
+
+    `fim` are keys of `FIM`: the tokens for filling gaps that it has.
+    """
     rng = np.random.default_rng(11)
     # GPT-2 spells the bytes that are no printable characters as characters from 256 on.
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -111,6 +124,7 @@ def make_llama(path: Path, n_ctx: int = 256) -> Path:
         byte: chr(256 + place) for place, byte in enumerate(b for b in range(256) if b not in plain)
     }
     tokens = [*(moved.get(byte, chr(byte)) for byte in range(256)), "<|end|>", "<|turn|>"]
+    tokens += [FIM[key] for key in fim]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(n_ctx)
     writer.add_embedding_length(N_EMBD)
@@ -123,7 +137,9 @@ def make_llama(path: Path, n_ctx: int = 256) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3] * 2)
+    writer.add_token_types([1] * 256 + [3] * (2 + len(fim)))
+    for place, key in enumerate(fim):
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", 258 + place)
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(256)

@@ -17,6 +17,7 @@ from edgeinfer.runtime.decoding.sequence import Sequence
 from edgeinfer.runtime.decoding.speculative import Drafter, Drafting, NgramDrafter
 from edgeinfer.runtime.language.constraints import Constraints, TokenMatcher
 from edgeinfer.runtime.language.dialogue import Conversations
+from edgeinfer.runtime.language.infill import infill_tokens
 from edgeinfer.runtime.language.prepared import Lark, Prepared
 from edgeinfer.runtime.loading.lora import LoraAdapters
 from edgeinfer.runtime.options import ModelFiles
@@ -88,7 +89,14 @@ class Preparer:
             return self._vocab.tokenize(prepared.prompt, parse_special=True)
         if isinstance(request.prompt, str):
             return self._vocab.tokenize(request.prompt, add_special=True, parse_special=True)
+        if request.infill is not None:
+            return infill_tokens(request.infill, self._vocab, self._room_before(request))
         return list(request.prompt or ())
+
+    def _room_before(self, request: GenerateRequest) -> int:
+        """Tokens that what surrounds a gap may have: the rest of the context is the answer's."""
+        wanted = self._n_ctx // 4 if request.max_tokens is None else request.max_tokens
+        return self._n_ctx - max(1, min(wanted, self._n_ctx // 2))
 
     def _fit(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
         """At least one token, and room for at least one more."""

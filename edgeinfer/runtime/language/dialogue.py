@@ -103,6 +103,11 @@ class Conversations:
         return "" if self._plain.template.source == TRANSCRIPT else self._with_tools.form.name
 
     @property
+    def can_think(self) -> bool:
+        """Whether the chat template knows a reasoning span."""
+        return self._plain.knows_span
+
+    @property
     def choices(self) -> dict[str, Chosen]:
         """What was chosen for the template and the notations, and why."""
         span = self._plain.span

@@ -119,7 +119,7 @@ def _cancel_late(submitting: asyncio.Future[Generation]) -> None:
 
 def _heavy(request: GenerateRequest) -> bool:
     """Whether validating it takes longer than a hop to a thread (about 0.1 ms)."""
-    if request.constraint is not None or request.tools:
+    if request.constraint is not None or request.tools or request.infill is not None:
         return True
     prompt = request.prompt
     length = sum(len(turn.content) for turn in request.messages) + (

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import Sampling, Tool, ToolChoice
 
 
@@ -44,6 +45,15 @@ def required_tool(word: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolCho
             f"tool_choice is '{word}' but there are no tools", param="tool_choice"
         )
     return ToolChoice(mode="required", parallel=parallel)
+
+
+def refuse_infill(info: EngineInfo, param: str) -> None:
+    """Raises InvalidRequestError for a model that cannot fill gaps."""
+    if not info.can_infill:
+        raise InvalidRequestError(
+            f"{param}: {info.model} cannot fill gaps: it has no tokens for prefix, suffix and middle",
+            param=param,
+        )
 
 
 def template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:

@@ -43,6 +43,14 @@ NATIVE = Dialect(
             streams=True,
         ),
         Operation(
+            path="/infill",
+            handler=llama_routes.infill,
+            summary="Write what stands between a prefix and a suffix, in llama.cpp's shape.",
+            body=llama_wire.LlamaInfill,
+            reply=llama_wire.LlamaAnswer,
+            streams=True,
+        ),
+        Operation(
             path="/embedding",
             handler=llama_routes.embedding,
             summary="Embed texts, in llama.cpp's shape.",

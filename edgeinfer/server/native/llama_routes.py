@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer import __version__
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.requests import Constraint, GenerateRequest, Grammar, JsonSchema
+from edgeinfer.runtime.requests import (
+    Constraint,
+    GenerateRequest,
+    Grammar,
+    Infill,
+    InfillFile,
+    JsonSchema,
+)
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.exchange import exchange_of
 from edgeinfer.server.core.replies import json_reply
-from edgeinfer.server.core.request_parts import caching, stop_strings
+from edgeinfer.server.core.request_parts import caching, refuse_infill, stop_strings
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.native import llama_wire as wire
 from edgeinfer.server.native.llama_render import LlamaRenderer
@@ -37,16 +47,23 @@ async def completion(request: Request) -> Response:
 def _request(body: wire.LlamaCompletion, info: EngineInfo) -> GenerateRequest:
     return GenerateRequest(
         prompt=body.prompt if isinstance(body.prompt, str) else tuple(body.prompt),
-        max_tokens=None if body.n_predict == -1 else body.n_predict,
-        sampling=sampling_of(body, info.sampling),
-        stop=stop_strings(body.stop),
-        ignore_eos=body.ignore_eos,
         constraint=_constraint(body),
-        overflow=body.overflow,
-        deadline_s=body.deadline_s,
-        speculative=body.speculative,
-        **caching(body),
+        **_shared(body, info),
     )
+
+
+def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
+    """Fields of GenerateRequest that a text and a gap fill alike."""
+    return {
+        "max_tokens": None if body.n_predict == -1 else body.n_predict,
+        "sampling": sampling_of(body, info.sampling),
+        "stop": stop_strings(body.stop),
+        "ignore_eos": body.ignore_eos,
+        "overflow": body.overflow,
+        "deadline_s": body.deadline_s,
+        "speculative": body.speculative,
+        **caching(body),
+    }
 
 
 def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
@@ -55,6 +72,43 @@ def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
     if body.json_schema is not None:
         return JsonSchema(body.json_schema)
     return Grammar(body.grammar) if body.grammar else None
+
+
+async def infill(request: Request) -> Response:
+    body = await decode(request, wire.LlamaInfill)
+    job = Job(
+        model=body.model,
+        keep_alive_s=body.keep_alive,
+        stream=body.stream,
+        requests=lambda info: [_gap(body, info)],
+        renderer=lambda model, info: LlamaRenderer(model, ""),
+    )
+    return await answer(exchange_of(request), job)
+
+
+def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
+    """What is before and after a gap. Raises InvalidRequestError."""
+    refuse_infill(info, "input_suffix")
+    gap = Infill(
+        prefix=body.input_prefix + body.prompt,
+        suffix=body.input_suffix,
+        files=tuple(InfillFile(name=e.filename, text=e.text) for e in body.input_extra or ()),
+    )
+    return GenerateRequest(infill=gap, lora=_adapters(body.lora, info), **_shared(body, info))
+
+
+def _adapters(
+    given: Sequence[wire.LoraById] | None, info: EngineInfo
+) -> tuple[tuple[str, float], ...] | None:
+    """The adapters by name. Raises InvalidRequestError for one that was not loaded."""
+    if given is None:
+        return None
+    for place, choice in enumerate(given):
+        if choice.id >= len(info.lora):
+            raise InvalidRequestError(
+                f"{len(info.lora)} adapters are loaded", param=f"lora[{place}].id"
+            )
+    return tuple((info.lora[choice.id], choice.scale) for choice in given)
 
 
 async def embedding(request: Request) -> Response:

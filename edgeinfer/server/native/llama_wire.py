@@ -1,4 +1,4 @@
-"""What llama.cpp's server takes and answers on routes of its own shape: /completion, /embedding.
+"""What llama.cpp's server takes and answers on routes of its own shape: /completion, /infill, /embedding.
 
 Source: the server's README in llama.cpp.
 """
@@ -34,8 +34,8 @@ from edgeinfer.server.openai.wire import LogitBias
 NPredict = Annotated[int, Meta(ge=-1, le=1 << 24)]
 
 
-class LlamaCompletion(SamplingFields, frozen=True, kw_only=True):
-    """POST /completion."""
+class LlamaFields(SamplingFields, frozen=True, kw_only=True):
+    """What /completion and /infill share."""
 
     hints: ClassVar = frozenset(
         {
@@ -49,6 +49,7 @@ class LlamaCompletion(SamplingFields, frozen=True, kw_only=True):
             "return_tokens",
             "samplers",
             "t_max_predict_ms",
+            "t_max_prompt_ms",
             "timings_per_token",
         }
     )
@@ -64,7 +65,6 @@ class LlamaCompletion(SamplingFields, frozen=True, kw_only=True):
         "xtc_probability": (0, 0.0),
     }
 
-    prompt: Text | Annotated[list[TokenId], Meta(min_length=1)]
     model: ModelName | None = None
     n_predict: NPredict = -1
     stream: bool = False
@@ -75,12 +75,44 @@ class LlamaCompletion(SamplingFields, frozen=True, kw_only=True):
     logit_bias: LogitBias | None = None
     seed: Seed | None = None
     stop: StopString | StopList | None = None
+
+
+class LlamaCompletion(LlamaFields, frozen=True, kw_only=True):
+    """POST /completion."""
+
+    prompt: Text | Annotated[list[TokenId], Meta(min_length=1)]
     grammar: Annotated[str, Meta(max_length=262_144)] | None = None
     json_schema: JsonObject | None = None
 
 
+class InfillExtra(Wire, frozen=True, kw_only=True):
+    """A piece of another file."""
+
+    hints: ClassVar = frozenset({"time"})
+
+    text: Text
+    filename: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class LoraById(Wire, frozen=True, kw_only=True):
+    """An adapter by its place in /lora-adapters."""
+
+    id: Annotated[int, Meta(ge=0, le=63)]
+    scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+
+
+class LlamaInfill(LlamaFields, frozen=True, kw_only=True):
+    """POST /infill: what to write between `input_prefix`, `prompt` and `input_suffix`."""
+
+    input_prefix: Text = ""
+    input_suffix: Text = ""
+    input_extra: Annotated[list[InfillExtra], Meta(max_length=1024)] | None = None
+    prompt: Text = ""
+    lora: Annotated[list[LoraById], Meta(max_length=64)] | None = None
+
+
 class LlamaAnswer(Reply, frozen=True, kw_only=True):
-    """The answer of /completion, and each event of its stream; the last one has `stop`."""
+    """The answer of /completion and /infill, and each event of a stream; the last one has `stop`."""
 
     content: str
     stop: bool

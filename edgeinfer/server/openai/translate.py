@@ -17,6 +17,7 @@ from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,
     Grammar,
+    Infill,
     JsonSchema,
     Message,
     Regex,
@@ -30,6 +31,7 @@ from edgeinfer.server.core.request_parts import (
     allowed,
     caching,
     named_tool,
+    refuse_infill,
     required_tool,
     seed_of,
     stop_strings,
@@ -82,10 +84,22 @@ def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateR
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     for prompt in found:
         request = GenerateRequest(
-            prompt=prompt, max_tokens=max_tokens, logprobs=body.logprobs, **shared
+            **_asked(prompt, body, info), max_tokens=max_tokens, logprobs=body.logprobs, **shared
         )
         requests += copies(request, body.n or 1)
     return requests
+
+
+def _asked(
+    prompt: str | tuple[int, ...], body: wire.CompletionRequest, info: EngineInfo
+) -> dict[str, Any]:
+    """A prompt to go on with, or what is before a gap. Raises InvalidRequestError."""
+    if not body.suffix:
+        return {"prompt": prompt}
+    refuse_infill(info, "suffix")
+    if not isinstance(prompt, str):
+        raise InvalidRequestError("suffix needs the prompt as text", param="suffix")
+    return {"infill": Infill(prefix=prompt, suffix=body.suffix)}
 
 
 def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:

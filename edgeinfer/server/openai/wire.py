@@ -338,13 +338,11 @@ Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,), "suffix": ("",)}
-    refused: ClassVar[Mapping[str, str]] = {
-        "best_of": "every answer is given, none is chosen",
-        "suffix": "nothing is filled in before a suffix",
-    }
+    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,)}
+    refused: ClassVar[Mapping[str, str]] = {"best_of": "every answer is given, none is chosen"}
 
     prompt: Prompt
+    suffix: Text | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     response_format: ResponseFormat | None = None
