@@ -103,6 +103,9 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     max_queue: Annotated[
         int, about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
     ] = 64
+    ollama: Annotated[
+        bool, about("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
+    ] = False
     allowed_origins: Annotated[
         tuple[str, ...], about("Origins of web pages that may call the endpoint.")
     ] = ()

@@ -14,6 +14,9 @@ import sys
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2-135m-instruct", "EDGEINFER_BUNDLED_MODEL"
 #: What the names of models in other programs' stores begin with: Ollama's, Hugging Face's, LM Studio's.
 FOUND = ("ollama/", "hf:", "lmstudio/")
+#: Where Ollama's clients look for it, and the variable that names another port.
+OLLAMA_HOST, _OLLAMA_PORT = "127.0.0.1", 11434
+_OLLAMA_VARIABLE = "EDGEINFER_OLLAMA_PORT"
 _XDG = {
     "config": ("XDG_CONFIG_HOME", ".config"),
     "data": ("XDG_DATA_HOME", ".local/share"),
@@ -25,6 +28,12 @@ _XDG = {
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+def ollama_port(environment: Mapping[str, str] = os.environ) -> int:
+    """Name the port of `serve --ollama`. A variable that is no port counts as none."""
+    named = environment.get(_OLLAMA_VARIABLE, "")
+    return int(named) if named.isdecimal() and 0 < int(named) <= 65_535 else _OLLAMA_PORT
 
 
 def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:

@@ -140,7 +140,11 @@ def _add_run(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def _add_serve(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "serve", "serve:serve", "answer OpenAI, Anthropic and plain HTTP clients", json=False
+        verbs,
+        "serve",
+        "serve:serve",
+        "answer OpenAI, Anthropic, Ollama and plain HTTP clients",
+        json=False,
     )
     parser.add_argument(
         "model",
@@ -160,6 +164,12 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         "--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key"
     )
     where.add_argument("--port", type=port_number, metavar="N", help="port to bind; 0 takes a free one")
+    where.add_argument(
+        "--ollama",
+        action="store_true",
+        default=None,
+        help="also listen at Ollama's place, 127.0.0.1:11434, and let its clients change the models",
+    )
     where.add_argument(
         "--api-key-file", metavar="FILE", help="API keys, one a line; also EDGEINFER_API_KEY"
     )

@@ -45,13 +45,22 @@ def rm(options: argparse.Namespace, host: Host) -> RmResult:
     """Raises UnknownModelError, ModelNotPulledError, ModelBusyError; others are gone then."""
     removed, snapshots = [], []
     for text in options.models:
-        key = _blocks_of(text, host)
-        one = remove(text, forget=options.forget)
-        if key:
-            forget_model(paths.blocks_dir(), key)
+        one, gone = remove_model(text, host, forget=options.forget)
         removed.append(one)
-        snapshots += _without_model(one.name)
+        snapshots += gone
     return RmResult(removed=tuple(removed), snapshots=tuple(snapshots))
+
+
+def remove_model(text: str, host: Host, *, forget: bool = False) -> tuple[Removed, list[str]]:
+    """Remove one model with what it has read and its snapshots, whose names are returned.
+
+    Raises UnknownModelError, ModelNotPulledError, ModelBusyError.
+    """
+    key = _blocks_of(text, host)
+    one = remove(text, forget=forget)
+    if key:
+        forget_model(paths.blocks_dir(), key)
+    return one, _without_model(one.name)
 
 
 def _blocks_of(text: str, host: Host) -> str:

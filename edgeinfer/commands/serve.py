@@ -14,7 +14,8 @@ from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
-from edgeinfer import requesting
+from edgeinfer import places, requesting
+from edgeinfer.commands.model_shelf import ModelShelf
 from edgeinfer.config import offline
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
@@ -51,6 +52,8 @@ def serve(options: argparse.Namespace, host: Host) -> ServeResult:
     """
     name = _name(options, host)
     listeners = list(host.listeners) or sockets.activated() or _bind(options, host)
+    if _speaks_ollama(options, host):
+        listeners += _bind_ollama(options, listeners)
     gate = make_gate(options, host, listeners)
     ended: Ended = asyncio.run(_serve(options, host, name, listeners, gate))
     if ended.reason == "succeeded":
@@ -106,6 +109,8 @@ async def _serve(
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )
+    if _speaks_ollama(options, host):
+        endpoint.shelf = ModelShelf(host)
     copies = host.keep_copies(crash_replies.replies(DIALECTS))
     return await run(endpoint, gate, listeners, run_options, copies, host.hand_over())
 
@@ -154,6 +159,9 @@ def pulled_models() -> Sequence[Pulled]:
             sha256=m.sha256,
             created=_unix(m.pulled_at),
             n_ctx_train=m.n_ctx_train,
+            architecture=m.architecture,
+            quantization=m.quantization,
+            n_params=m.n_params,
         )
         for m in list_pulled()
     ]
@@ -174,6 +182,29 @@ def _bind(options: argparse.Namespace, host: Host) -> list[socket.socket]:
     return sockets.bind(
         _pick(options.host, host.config.serve.host), _pick(options.port, host.config.serve.port)
     )
+
+
+def _speaks_ollama(options: argparse.Namespace, host: Host) -> bool:
+    return bool(_pick(options.ollama, host.config.serve.ollama))
+
+
+def _bind_ollama(
+    options: argparse.Namespace, listeners: Sequence[socket.socket]
+) -> list[socket.socket]:
+    """Listen at Ollama's place, unless the launcher does already. Raises UsageError, ServeError."""
+    if options.tls_cert is not None:
+        raise UsageError("--ollama speaks plain HTTP, --tls-cert does not: leave out one of them")
+    port = places.ollama_port()
+    if sockets.has_port(listeners, port):
+        return []
+    try:
+        return sockets.bind(places.OLLAMA_HOST, port)
+    except ServeError as error:
+        raise ServeError(
+            error.message,
+            hint="stop the Ollama that runs there, or leave out --ollama: /api/* is at the endpoint's "
+            "own address too",
+        ) from error
 
 
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:

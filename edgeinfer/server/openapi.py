@@ -29,6 +29,8 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
+#: A stream that is no server-sent events is lines of JSON.
+_LINES = {"type": "string"}
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
 
 
@@ -41,7 +43,7 @@ def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for dialect in dialects:
         for operation in dialect.operations:
-            described = _operation(operation, dialect.error_type)
+            described = _operation(operation, dialect)
             paths.setdefault(operation.path, {})[operation.method.lower()] = described
     return {
         "openapi": "3.1.0",
@@ -141,12 +143,12 @@ def _json(kind: type) -> dict[str, Any]:
     return {"application/json": {"schema": _ref(kind)}}
 
 
-def _operation(operation: Operation, error: type) -> dict[str, Any]:
+def _operation(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     named = operation.path.replace("/", "_").replace("{", "").replace("}", "")
     described: dict[str, Any] = {
         "operationId": f"{operation.method.lower()}{named}",
         "summary": operation.summary,
-        "responses": _responses(operation, error),
+        "responses": _responses(operation, dialect),
     }
     parameters = [*_path_parameters(operation), *_query_parameters(operation)]
     if parameters:
@@ -156,7 +158,7 @@ def _operation(operation: Operation, error: type) -> dict[str, Any]:
     return described
 
 
-def _responses(operation: Operation, error: type) -> dict[str, Any]:
+def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     content: dict[str, Any] = {operation.reply_type: {"schema": {"type": "string"}}}
     if operation.reply is not None:
         content = _json(operation.reply)
@@ -164,11 +166,13 @@ def _responses(operation: Operation, error: type) -> dict[str, Any]:
         items = {"type": "array", "items": _ref(operation.reply)}
         content = {"application/json": {"schema": items}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": _EVENT}
+        lines = _EVENT if dialect.stream_type == "text/event-stream" else _LINES
+        content[dialect.stream_type] = {"schema": lines}
+    error = dialect.error_type
     said = dict(_REFUSALS)
     if operation.body is not None:
         said |= _BODY_REFUSALS
-    if operation.uses_model or "{id}" in operation.path:
+    if operation.uses_model or operation.body is not None or "{id}" in operation.path:
         said["404"] = "No such model."
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status, words in sorted(said.items()):

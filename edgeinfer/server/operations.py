@@ -13,12 +13,13 @@ from edgeinfer.server.anthropic.dialect import ANTHROPIC
 from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.native.dialect import NATIVE
+from edgeinfer.server.ollama.dialect import OLLAMA
 from edgeinfer.server.openai.dialect import OPENAI
 from edgeinfer.server.openapi import document
 from edgeinfer.server.responses.dialect import RESPONSES
 
 #: The first one's envelope is for paths that are nobody's.
-DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE)
+DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
 
@@ -88,5 +89,6 @@ def find(path: str) -> Place:
         found = _known(spelled)
         if found is not None:
             return found
-    above = (place for known, place in _EXACT.items() if path.startswith(f"{known}/"))
-    return Place({}, next((place.dialect for place in above), DIALECTS[0]))
+    above = [place.dialect for known, place in _EXACT.items() if path.startswith(f"{known}/")]
+    above += [d for d in DIALECTS if d.prefix and path.startswith(d.prefix)]
+    return Place({}, above[0] if above else DIALECTS[0])

@@ -25,6 +25,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.model_pool import Loaded, Models, Progress, Pulled, Sources
+from edgeinfer.server.core.shelf import Shelf
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
@@ -54,6 +55,8 @@ class Setup:
     host: str = "127.0.0.1"
     copies: Copies | None = None
     hand_over: HandOver | None = None
+    pulled: Callable[[], Sequence[Pulled]] | None = None
+    shelf: Shelf | None = None
     wait_ready: bool = True
     refuse_unknown: bool = False
     aliases: dict[str, str] = field(default_factory=dict)
@@ -113,7 +116,7 @@ def served(setup: Setup) -> Iterator[Served]:
     async def main() -> Ended:
         sources = Sources(
             load=load,
-            pulled=lambda: [Pulled(name=n, size_bytes=1) for n in names],
+            pulled=setup.pulled or (lambda: [Pulled(name=n, size_bytes=1) for n in names]),
             available_bytes=setup.available_bytes,
         )
         models = Models(
@@ -132,6 +135,7 @@ def served(setup: Setup) -> Iterator[Served]:
             Start(),
             refuse_unknown=setup.refuse_unknown,
         )
+        endpoint.shelf = setup.shelf
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
         started.set()
         return await run(endpoint, setup.gate, [listener], setup.options, setup.copies, setup.hand_over)

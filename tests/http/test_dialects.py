@@ -58,6 +58,7 @@ def test_every_operation_is_found_under_its_path_and_method():
         ("/v1/messagesx", "openai"),
         ("/v1/responses/resp_1", "responses"),
         ("/nowhere", "openai"),
+        ("/api/nowhere", "ollama"),
     ],
 )
 def test_a_path_that_is_nobodys_is_refused_in_its_neighbours_dialect(path, dialect):

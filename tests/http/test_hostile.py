@@ -42,6 +42,11 @@ def _hostile(rng: random.Random) -> bytes:
         b"/v1/responses",
         b"/tokenize",
         b"/infer",
+        b"/infill",
+        b"/api/chat",
+        b"/api/generate",
+        b"/api/embed",
+        b"/api/pull",
     ]
     path = rng.choice(paths)
     kind = rng.randrange(16)
@@ -120,7 +125,14 @@ def _hostile(rng: random.Random) -> bytes:
     return _post(
         BODY,
         rng.choice(
-            [b"/v1/%00", b"/../../etc/passwd", b"//", b"/v1/models/" + b"%2e" * 50, b"/v1/models/%ff"]
+            [
+                b"/v1/%00",
+                b"/../../etc/passwd",
+                b"//",
+                b"/v1/models/" + b"%2e" * 50,
+                b"/v1/models/%ff",
+                b"/api/blobs/../../etc/passwd",
+            ]
         ),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ ROUTES = (
     "/tokenize",
     "/apply-template",
     "/infer",
+    "/infill",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/api/embeddings",
+    "/api/show",
+    "/api/pull",
+    "/api/create",
+    "/api/copy",
 )
 
 
@@ -194,6 +204,36 @@ def _asked(draw: st.DrawFn) -> tuple[str, Any, list[str]]:
         "/tokenize": {"content": word(), "with_pieces": True},
         "/apply-template": {"messages": turns[:2], "tools": [{"function": function}]},
         "/infer": {"prompt": word(), "system": word(), "stop": [word()]},
+        "/infill": {
+            "input_prefix": word(),
+            "input_suffix": word(),
+            "input_extra": [{"filename": word(), "text": word()}],
+            "prompt": word(),
+            "stop": [word()],
+            **stream,
+        },
+        "/api/chat": {
+            "model": "fake",
+            "messages": _ollama_turns(word),
+            "tools": [{"type": "function", "function": function}],
+            "options": {"stop": [word()]},
+            "format": schema(),
+            "logprobs": True,
+            **stream,
+        },
+        "/api/generate": {
+            "model": "fake",
+            "prompt": word(),
+            "system": word(),
+            "suffix": draw(st.sampled_from(["", word()])),
+            **stream,
+        },
+        "/api/embed": {"model": "fake", "input": [word(), word()]},
+        "/api/embeddings": {"model": "fake", "prompt": word()},
+        "/api/show": {"model": "fake"},
+        "/api/pull": {"model": word()},
+        "/api/create": {"model": word(), "from": word()},
+        "/api/copy": {"source": word(), "destination": word()},
     }
     path = draw(st.sampled_from(ROUTES))
     body = bodies[path]
@@ -204,6 +244,15 @@ def _asked(draw: st.DrawFn) -> tuple[str, Any, list[str]]:
         body = {**body, "model": word()}
     raw = json.dumps(body)
     return path, raw[:-1] if broken == "no JSON" else raw, words
+
+
+def _ollama_turns(word: Callable[[], str]) -> list[dict[str, Any]]:
+    call = {"function": {"name": word(), "arguments": {word(): word()}}}
+    return [
+        {"role": "user", "content": word()},
+        {"role": "assistant", "content": "", "thinking": word(), "tool_calls": [call]},
+        {"role": "tool", "tool_name": word(), "content": word()},
+    ]
 
 
 def _answer(words: list[str]) -> list[Any]:
@@ -254,7 +303,7 @@ def redacting(serve, tmp_path, until):
 
 def test_the_property_reaches_every_route_that_reads_a_text():
     asked = {operation.path for operation in OPERATIONS if operation.body is not None}
-    assert asked - set(ROUTES) == {"/detokenize"}
+    assert asked - set(ROUTES) == {"/detokenize", "/api/delete"}
 
 
 def test_token_ids_are_words_in_another_spelling(serve, tmp_path, until):

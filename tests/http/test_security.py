@@ -57,7 +57,8 @@ def test_a_foreign_host_is_refused_on_every_route(here, host, operation):
     answer = here.client.request(
         operation.method, operation.path.replace("{id}", "fake"), headers={"host": host}
     )
-    assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+    assert answer.status_code == 403
+    assert "is not one of this endpoint's names" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_loopbacks_names_are_accepted(here, host):
         ({"origin": PAGE, "sec-fetch-site": "cross-site"}, 200),
     ],
 )
-@pytest.mark.parametrize("path", ["/health", "/infer?prompt=x", "/v1/models"])
+@pytest.mark.parametrize("path", ["/health", "/infer?prompt=x", "/v1/models", "/api/tags", "/"])
 def test_other_web_pages_are_refused(here, headers, status, path):
     assert here.client.get(path, headers=headers).status_code == status
 

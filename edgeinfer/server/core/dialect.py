@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.core.renderer import sse_comment
 
 Handler = Callable[[Request], Awaitable[Response]]
 #: (problem, request id) → bytes
@@ -31,7 +32,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     handler: Handler
     summary: str
-    method: Literal["GET", "POST"] = "POST"
+    method: Literal["GET", "POST", "DELETE"] = "POST"
     reply: type[msgspec.Struct] | None = None
     is_list: bool = False
     body: type[msgspec.Struct] | None = None
@@ -52,5 +53,13 @@ class Dialect:
     error_type: type[msgspec.Struct]
     #: The envelope as a JSON body.
     error_body: Envelope
-    #: Server-sent events that tell the error and end a stream that had begun.
+    #: The bytes that tell the error and end a stream that had begun.
     error_events: Envelope
+    #: What its streams are.
+    stream_type: str = "text/event-stream"
+    #: Keeps a stream alive while the model is not here yet.
+    comment: Callable[[str], bytes] = sse_comment
+    #: Whether a body's declared type must be JSON. Ollama never looked, so its users send none.
+    checks_body_type: bool = True
+    #: Paths that begin so and are nobody's are refused in this dialect.
+    prefix: str = ""

@@ -24,6 +24,7 @@ from edgeinfer.server.core.kept import Kept, KeptAnswers
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.model_pool import Models
 from edgeinfer.server.core.problems import Problem, shutting_down, unavailable
+from edgeinfer.server.core.shelf import Shelf
 from edgeinfer.server.core.wire import Slot
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, version_of
@@ -68,6 +69,8 @@ class Endpoint:
         self.ready_said = False
         #: The rules of `changing_lines` that are applied.
         self.settled_lines: Collection[SettledLine] = changing_lines.NAMES
+        #: Changes which models are here; None where nobody may.
+        self.shelf: Shelf | None = None
         #: Set by whoever runs the endpoint: stop taking requests and end; called on the event loop.
         self.drain: Callable[[str], None] = lambda why: None
         self.running: set[Generation] = set()

@@ -25,6 +25,8 @@ from edgeinfer.server.core.wire import Reply
 Progress = Callable[[str, float | None], None]
 Where = Literal["process", "worker"]
 
+#: The tag that a name without one has for clients of Ollama.
+LATEST = ":latest"
 #: Left free for the page cache, the endpoint itself and everybody else.
 _RESERVE_BYTES = 512 << 20
 #: Models that are being unloaded when the endpoint ends have this long.
@@ -40,6 +42,9 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0
     alias_of: str = ""
     n_ctx_train: int = 0
+    architecture: str = ""
+    quantization: str = ""
+    n_params: int = 0
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,9 +173,11 @@ class Models:
     def resolve(self, name: str | None) -> str:
         """Name the model that `name` means, or the default, never a path. Raises UnknownModelError.
 
-        An exact alias goes before a model's own name, which goes before a pattern.
+        An exact alias goes before a model's own name, which goes before a pattern. `x:latest` is `x`,
+        as clients of Ollama write it.
         """
-        if name is None or name == self.default:
+        name = self.default if name is None else self._untagged(name)
+        if name == self.default:
             return self.default
         meant = self._aliases.exact.get(name, name)
         if self._is_here(meant):
@@ -184,6 +191,10 @@ class Models:
             f"The model '{meant}' is not here{said}",
             hint=f"`edgeinfer pull {meant}`, or GET /v1/models",
         )
+
+    def _untagged(self, name: str) -> str:
+        known = name in self._aliases.exact or self._is_here(name)
+        return name if known else name.removesuffix(LATEST)
 
     def _named(self, meant: str) -> str:
         return self.default if meant == DEFAULT else meant

@@ -13,7 +13,7 @@ from edgeinfer.server.core.wire import WireTimings
 class Renderer(Protocol):
     """One route's shape of an answer.
 
-    A streaming answer is `opening`, then `event`s, then `closing`, all SSE bytes.
+    A streaming answer is `opening`, then `event`s, then `closing`, in the form of its dialect.
     """
 
     def opening(self) -> bytes:

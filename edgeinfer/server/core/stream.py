@@ -24,10 +24,9 @@ from edgeinfer.server.core.begin import Begun, Job, begin, events_of
 from edgeinfer.server.core.connection import Connection, ShortCut
 from edgeinfer.server.core.exchange import Exchange
 from edgeinfer.server.core.problems import Problem, from_error, internal, shutting_down
-from edgeinfer.server.core.renderer import sse_comment
 from edgeinfer.server.observe.metrics import TokenClock
 
-_SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def answer(exchange: Exchange, job: Job) -> Response:
@@ -43,7 +42,7 @@ async def answer(exchange: Exchange, job: Job) -> Response:
     if endpoint.models.is_loaded(exchange.model):
         opening = asyncio.get_running_loop().create_future()
         opening.set_result(await begin(exchange, job))
-        return _SseResponse(exchange, opening, job)
+        return _StreamResponse(exchange, opening, job)
     opening = asyncio.ensure_future(begin(exchange, job))
     try:
         await asyncio.wait({opening}, timeout=endpoint.limits.patience_s)
@@ -52,7 +51,7 @@ async def answer(exchange: Exchange, job: Job) -> Response:
         raise
     if opening.done():
         opening.result()
-    return _SseResponse(exchange, opening, job)
+    return _StreamResponse(exchange, opening, job)
 
 
 class _Answering:
@@ -173,8 +172,8 @@ class _WholeResponse(_Answering, Response):
         return True
 
 
-class _SseResponse(_Answering, Response):
-    """A stream of server-sent events."""
+class _StreamResponse(_Answering, Response):
+    """A stream in the dialect's own form."""
 
     def __init__(self, exchange: Exchange, opening: asyncio.Future[Begun], job: Job) -> None:
         _Answering.__init__(self, exchange)
@@ -188,7 +187,8 @@ class _SseResponse(_Answering, Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._connection: Connection | None = scope.get("connection")
-        start = Response(None, media_type="text/event-stream", headers=_SSE_HEADERS)
+        kind = self.exchange.dialect.stream_type
+        start = Response(None, media_type=kind, headers=_STREAM_HEADERS)
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
         watcher = asyncio.create_task(self._watch(receive))
         ticker = asyncio.create_task(self._tick(send))
@@ -289,7 +289,7 @@ class _SseResponse(_Answering, Response):
         if self.begun is None:
             stage, fraction = self.endpoint.models.stage(self.exchange.model)
             said = f"{stage} {fraction:.0%}" if fraction is not None else stage or "waiting"
-            return sse_comment(said)
+            return self.exchange.dialect.comment(said)
         seen = self._progress
         if seen is None or seen.queued:
             return self.begun.renderer.waiting("queued")

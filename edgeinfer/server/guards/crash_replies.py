@@ -20,6 +20,7 @@ from edgeinfer.server.core.problems import Problem, unavailable
 #: The state of a connection with nothing to answer, or an answer that cannot be ended properly: it is
 #: closed without a word. After it come two states a dialect: waiting for an answer, and in a stream.
 SILENT = 0
+_STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
 def waiting_state(place: int) -> int:
@@ -90,6 +91,5 @@ class CrashReplyMiddleware:
 
 def _is_stream(start: Message) -> bool:
     return any(
-        name == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in start["headers"]
+        name == b"content-type" and value.startswith(_STREAMS) for name, value in start["headers"]
     )

@@ -44,6 +44,12 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
     return found
 
 
+def has_port(listeners: Sequence[socket.socket], port: int) -> bool:
+    """Whether one of them listens at `port`."""
+    inet = [listener for listener in listeners if listener.family != socket.AF_UNIX]
+    return any(listener.getsockname()[1] == port for listener in inet)
+
+
 def is_loopback(listeners: Sequence[socket.socket]) -> bool:
     """Whether only this machine can reach all of them; a unix socket counts as local."""
     return all(_local(listener) for listener in listeners)

@@ -122,6 +122,14 @@ NATIVE = Dialect(
         ),
         Operation(
             method="GET",
+            path="/",
+            handler=routes.root,
+            summary="Whether somebody is here.",
+            reply_type="text/plain",
+            uses_model=False,
+        ),
+        Operation(
+            method="GET",
             path="/props",
             handler=routes.props,
             summary="What this endpoint is and holds.",

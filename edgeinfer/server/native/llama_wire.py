@@ -1,4 +1,4 @@
-"""What llama.cpp's server takes and answers on routes of its own shape: /completion, /infill, /embedding.
+"""What llama.cpp's server takes and answers on routes of its own shape.
 
 Source: the server's README in llama.cpp.
 """

@@ -184,6 +184,12 @@ async def metrics(request: Request) -> Response:
     )
 
 
+async def root(request: Request) -> Response:
+    """Who is here. Ollama's clients look for these words at its port."""
+    who = "edgeinfer" if exchange_of(request).endpoint.shelf is None else "Ollama"
+    return Response(f"{who} is running", media_type="text/plain")
+
+
 async def slots(request: Request) -> Response:
     exchange = exchange_of(request)
     own = [slot for key, slot in exchange.endpoint.slots if key == exchange.key]

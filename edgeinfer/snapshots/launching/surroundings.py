@@ -9,7 +9,7 @@ import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3
 import _socket
 import os
 
-from edgeinfer import process
+from edgeinfer import places, process
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching import supervise
 from edgeinfer.snapshots.shelf import choose
@@ -53,11 +53,19 @@ def of_this_process() -> dict[str, frames.Value]:
 def listen(argv: list[str]) -> list[_socket.socket]:
     """Bind the sockets of `serve` before anything is loaded; none when that fails: the app says why."""
     activated = process.activated_descriptors()
-    if activated:
-        return [_socket.socket(fileno=fd) for fd in activated]
     serve = choose.read_config().get("serve", {})
-    host = choose.option(argv, "--host") or str(serve.get("host", "127.0.0.1"))
-    port = choose.option(argv, "--port") or str(serve.get("port", 8080))
+    if activated:
+        found = [_socket.socket(fileno=fd) for fd in activated]
+    else:
+        host = choose.option(argv, "--host") or str(serve.get("host", "127.0.0.1"))
+        found = _bound(host, choose.option(argv, "--port") or str(serve.get("port", 8080)))
+    if found and ("--ollama" in argv or serve.get("ollama")):
+        found += _bound(places.OLLAMA_HOST, str(places.ollama_port()))
+    return found
+
+
+def _bound(host: str, port: str) -> list[_socket.socket]:
+    """Listen on every address of `host`; none when one of them cannot be had."""
     found: list[_socket.socket] = []
     try:
         node = host.encode() if host.isascii() else host  # text would import the IDNA codec: 6 ms

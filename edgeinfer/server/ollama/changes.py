@@ -1,0 +1,249 @@
+"""Ollama's routes that change which models are here, where `serve --ollama` allows it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from edgeinfer.catalog.progress import OnProgress, PullProgress
+from edgeinfer.errors import EdgeInferError, InvalidRequestError
+from edgeinfer.server.core.bodies import decode
+from edgeinfer.server.core.exchange import Exchange, exchange_of
+from edgeinfer.server.core.model_pool import LATEST
+from edgeinfer.server.core.problems import Problem, from_error, internal
+from edgeinfer.server.core.shelf import Shelf
+from edgeinfer.server.ollama import wire
+from edgeinfer.server.ollama import wire_replies as replies
+from edgeinfer.server.ollama.errors import error_line
+from edgeinfer.server.ollama.routes import find, named
+
+#: How Ollama writes repositories of Hugging Face.
+_HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
+Work = Callable[[OnProgress, threading.Event], None]
+
+
+def _shelf(exchange: Exchange) -> Shelf:
+    """What changes the models. Raises Problem 403 where nobody may."""
+    shelf = exchange.endpoint.shelf
+    if shelf is None:
+        raise Problem(
+            403,
+            "Models are pulled, made and removed over HTTP only where the endpoint was started with "
+            "`edgeinfer serve --ollama`.",
+            kind="permission_error",
+            code="models_are_fixed",
+        )
+    return shelf
+
+
+async def pull(request: Request) -> Response:
+    exchange = exchange_of(request)
+    body = await decode(request, wire.OllamaPullRequest)
+    shelf, text = _shelf(exchange), source_of(named(body.model, body.name))
+    work = _Working(exchange, lambda report, cancel: shelf.pull(text, report, cancel))
+    return await work.begun(stream=body.stream is not False)
+
+
+def source_of(name: str) -> str:
+    """A name of the catalogue, or a repository of Hugging Face. Raises InvalidRequestError.
+
+    Neither files of this machine nor other servers: who may speak to the endpoint may not make it look
+    at those.
+    """
+    for hub in _HUBS:
+        if name.startswith(hub):
+            return f"hf:{name.removeprefix(hub).removesuffix(LATEST)}"
+    plain = name.removesuffix(LATEST)
+    if plain.startswith(("file:", "http:", "https:", "wheel:", "/", ".", "~")) or plain.endswith(
+        ".gguf"
+    ):
+        raise InvalidRequestError(
+            "model: a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION; /api/create takes "
+            "a file",
+            param="model",
+        )
+    return plain
+
+
+async def create(request: Request) -> Response:
+    """A name for a file that stays where it is, or for a model that is here."""
+    exchange = exchange_of(request)
+    body = await decode(request, wire.OllamaCreateRequest)
+    shelf, name = _shelf(exchange), named(body.model, body.name).removesuffix(LATEST)
+    source = body.from_ or ""
+    if not source.endswith(".gguf"):
+        model = find(exchange.endpoint.models, source)
+        await exchange.endpoint.in_thread(shelf.copy, model.name, name)
+        return _done(exchange, stream=body.stream is not False)
+    if not os.path.isabs(source):
+        raise InvalidRequestError("from: a file's whole path", param="from")
+    work = _Working(exchange, lambda report, cancel: shelf.create(name, source, report, cancel))
+    return await work.begun(stream=body.stream is not False)
+
+
+async def copy(request: Request) -> Response:
+    exchange = exchange_of(request)
+    body = await decode(request, wire.OllamaCopyRequest)
+    shelf, model = _shelf(exchange), find(exchange.endpoint.models, body.source)
+    name = body.destination.removesuffix(LATEST)
+    await exchange.endpoint.in_thread(shelf.copy, model.name, name)
+    return _done(exchange, stream=False)
+
+
+async def delete(request: Request) -> Response:
+    exchange = exchange_of(request)
+    body = await decode(request, wire.OllamaDeleteRequest)
+    models = exchange.endpoint.models
+    name = named(body.model, body.name)
+    shelf, model = _shelf(exchange), find(models, name)
+    if model.name != name.removesuffix(LATEST):
+        raise InvalidRequestError(f"model: {name} is another name of {model.name}", param="model")
+    await models.unload(model.name)
+    await exchange.endpoint.in_thread(shelf.remove, model.name)
+    return _done(exchange, stream=False)
+
+
+async def push(request: Request) -> Response:
+    raise Problem(400, "Models are not pushed from here.", code="not_supported")
+
+
+async def blob(request: Request) -> Response:
+    raise Problem(
+        400,
+        "Files are not uploaded here; /api/create takes the path of a file on this machine in `from`.",
+        code="not_supported",
+    )
+
+
+def _done(exchange: Exchange, *, stream: bool) -> Response:
+    exchange.answer = replies.OllamaStatus(status="success")
+    line = msgspec.json.encode(exchange.answer)
+    if stream:
+        return Response(line + b"\n", media_type="application/x-ndjson")
+    return Response(line, media_type="application/json")
+
+
+def progress_line(now: PullProgress) -> replies.OllamaStatus:
+    """A report in Ollama's words; clients draw a bar for each `digest`."""
+    if now.note:
+        return replies.OllamaStatus(status=now.note)
+    match now.stage:
+        case "downloading" | "copying":
+            return replies.OllamaStatus(
+                status=f"pulling {now.file}",
+                digest=now.file,
+                total=now.total_bytes or 0,
+                completed=now.done_bytes,
+            )
+        case "verifying":
+            return replies.OllamaStatus(status="verifying sha256 digest")
+        case "quantizing" | "scoring":
+            return replies.OllamaStatus(
+                status=now.stage, total=now.total_bytes or 0, completed=now.done_bytes
+            )
+        case "done":
+            return replies.OllamaStatus(status="writing manifest")
+    return replies.OllamaStatus(status="pulling manifest")
+
+
+class _Working(Response):
+    """Work in a thread of its own, told line by line or only when it is done.
+
+    A client that leaves ends it: what was fetched is kept.
+    """
+
+    def __init__(self, exchange: Exchange, work: Work) -> None:
+        self._exchange = exchange
+        self._work = work
+        self._loop = asyncio.get_running_loop()
+        self._reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
+        self._cancel = threading.Event()
+        self._first: PullProgress | None = None
+        self._stream = True
+        self.background = None
+
+    async def begun(self, *, stream: bool) -> Response:
+        """Begin, and wait for the first word of it. Raises what the work raises before that."""
+        self._stream = stream
+        threading.Thread(target=self._run, name="models", daemon=True).start()
+        try:
+            first = await self._reports.get()
+        except asyncio.CancelledError:
+            self._cancel.set()
+            raise
+        if isinstance(first, Exception):
+            raise first
+        self._first = first
+        return self if first is not None else _done(self._exchange, stream=stream)
+
+    def _run(self) -> None:
+        outcome: Exception | None = None
+        try:
+            self._work(self._tell, self._cancel)
+        except Exception as error:  # noqa: BLE001  the thread's end: whoever waits must be told
+            outcome = error
+        self._tell(outcome)
+
+    def _tell(self, said: PullProgress | Exception | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+            self._loop.call_soon_threadsafe(self._reports.put_nowait, said)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            if self._stream:
+                await self._send_lines(send)
+            else:
+                await self._whole(scope, receive, send)
+        finally:
+            watcher.cancel()
+            self._cancel.set()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._cancel.set()
+
+    async def _send_lines(self, send: Send) -> None:
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        said: PullProgress | Exception | None = self._first
+        while isinstance(said, PullProgress):
+            await send(_body(msgspec.json.encode(progress_line(said)) + b"\n", more=True))
+            said = await self._reports.get()
+        await send(_body(self._last_line(said), more=False))
+
+    def _last_line(self, error: Exception | None) -> bytes:
+        if error is None:
+            self._exchange.answer = replies.OllamaStatus(status="success")
+            return msgspec.json.encode(self._exchange.answer) + b"\n"
+        problem = self._problem(error)
+        self._exchange.how = problem.code or "error"
+        self._exchange.answer = replies.OllamaError(error=problem.message)
+        return error_line(problem, self._exchange.id)
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        said: PullProgress | Exception | None = self._first
+        while isinstance(said, PullProgress):
+            said = await self._reports.get()
+        if said is not None:
+            raise said
+        await _done(self._exchange, stream=False)(scope, receive, send)
+
+    def _problem(self, error: Exception) -> Problem:
+        if isinstance(error, EdgeInferError):
+            return from_error(error)
+        self._exchange.endpoint.log.error("internal", error, request_id=self._exchange.id)
+        return internal(self._exchange.id)
+
+
+def _body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}

@@ -1,0 +1,170 @@
+"""What the catalogue, a file's header and a loaded engine say of a model, in Ollama's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime.language import reasoning
+from edgeinfer.runtime.options import EngineInfo, ModelFiles
+from edgeinfer.runtime.requests import Sampling
+from edgeinfer.server.core.model_pool import LATEST, Pulled
+from edgeinfer.server.ollama import wire_replies as wire
+from edgeinfer.server.ollama.render import stamp
+
+if TYPE_CHECKING:
+    from edgeinfer.catalog.gguf import GgufHeader
+
+_FIM_KEY = "tokenizer.ggml.fim_pre_token_id"
+
+
+def tagged(name: str) -> str:
+    """A name as Ollama lists it: with a tag."""
+    return name if ":" in name else name + LATEST
+
+
+def details(model: Pulled, info: EngineInfo | None = None) -> wire.ModelDetails:
+    family = model.architecture or (info.architecture if info else "")
+    return wire.ModelDetails(
+        family=family,
+        families=[family] if family else [],
+        parameter_size=_size(model.n_params or (info.n_params if info else 0)),
+        quantization_level=model.quantization,
+    )
+
+
+def _size(n_params: int) -> str:
+    """`134.5M`, `8.0B`; "" when nothing is known."""
+    if not n_params:
+        return ""
+    return f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M"
+
+
+def listed(model: Pulled) -> wire.ListedModel:
+    name = tagged(model.name)
+    return wire.ListedModel(
+        name=name,
+        model=name,
+        modified_at=stamp(model.created),
+        size=model.size_bytes,
+        digest=model.sha256,
+        details=details(model),
+    )
+
+
+def describe(model: Pulled, info: EngineInfo | None) -> wire.OllamaShowReply:
+    """All that /api/show says; what only the engine knows is missing while the model is cold."""
+    files, licence = _files(model.name)
+    header = _header(files)
+    found = _metadata(header, info)
+    template = (files.chat_template if files else None) or (header.chat_template if header else "")
+    parameters = _parameters(files)
+    return wire.OllamaShowReply(
+        modelfile=_modelfile(model.name, parameters, files),
+        parameters=parameters,
+        template=template,
+        details=details(model, info),
+        model_info=found,
+        capabilities=_capabilities(template, found, info),
+        modified_at=stamp(model.created),
+        license=licence,
+        system=files.system_prompt if files else "",
+    )
+
+
+def _files(name: str) -> tuple[ModelFiles | None, str]:
+    """(the files with how to talk to them, the licence); nothing of a model outside the catalogue."""
+    # the catalogue is not needed before somebody asks
+    from edgeinfer.catalog.models import load_catalog
+    from edgeinfer.catalog.store import model_files
+
+    try:
+        entry = load_catalog().get(name.partition(":")[0])
+        return model_files(name), entry.licence if entry else ""
+    except EdgeInferError:
+        return None, ""
+
+
+def _header(files: ModelFiles | None) -> GgufHeader | None:
+    from edgeinfer.catalog.gguf import read_header  # as in `_files`
+
+    try:
+        return read_header(files.paths[0]) if files else None
+    except EdgeInferError:
+        return None
+
+
+def _metadata(header: GgufHeader | None, info: EngineInfo | None) -> dict[str, Any]:
+    """The file's metadata, long lists as null; a context that was cut is told as it is.
+
+    Clients fill `ARCHITECTURE.context_length`, whatever is loaded.
+    """
+    found: dict[str, Any] = {}
+    if header is not None:
+        found = {key: _plain(value) for key, value in header.metadata.items()}
+        found["general.parameter_count"] = header.n_params
+    if info is not None:
+        found.setdefault("general.architecture", info.architecture)
+        found.setdefault("general.parameter_count", info.n_params)
+    family = found.get("general.architecture", "")
+    found.setdefault("general.basename", found.get("general.name", family))
+    own = f"{family}.context_length"
+    if info is not None and info.n_ctx:
+        found[own] = min(info.n_ctx, found.get(own) or info.n_ctx)
+    found.pop("tokenizer.chat_template", None)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool) else None
+
+
+def _capabilities(template: str, metadata: dict[str, Any], info: EngineInfo | None) -> list[str]:
+    if info is None:
+        info = _guess(template, metadata)
+    found = {
+        "completion": info.can_generate,
+        "tools": info.can_generate and bool(info.tool_format),
+        "thinking": info.can_think,
+        "insert": info.can_infill,
+        "embedding": info.can_embed and not info.can_generate,
+    }
+    return [name for name, has in found.items() if has]
+
+
+def _guess(template: str, metadata: dict[str, Any]) -> EngineInfo:
+    """What a cold model can do, as far as its file says."""
+    embeds = any(key.endswith((".pooling_type", ".classifier.output_labels")) for key in metadata)
+    return EngineInfo(
+        model="",
+        can_generate=not embeds,
+        can_embed=embeds,
+        can_think=bool(template) and reasoning.detect(template)[1],
+        can_infill=_FIM_KEY in metadata,
+        tool_format="by its template" if template else "",
+    )
+
+
+def _parameters(files: ModelFiles | None) -> str:
+    """The defaults that differ from the program's own, a line each, as in a Modelfile."""
+    if files is None:
+        return ""
+    base = msgspec.structs.asdict(Sampling())
+    own = msgspec.structs.asdict(files.sampling)
+    lines = [f"{name} {value}" for name, value in own.items() if value != base[name]]
+    return "\n".join([*lines, *_stops(files.stop)])
+
+
+def _stops(stop: Sequence[str]) -> list[str]:
+    return [f"stop {msgspec.json.encode(text).decode()}" for text in stop]
+
+
+def _modelfile(name: str, parameters: str, files: ModelFiles | None) -> str:
+    lines = [f"FROM {files.paths[0] if files else name}"]
+    lines += [f"PARAMETER {line}" for line in parameters.splitlines()]
+    if files and files.system_prompt:
+        lines.append(f"SYSTEM {msgspec.json.encode(files.system_prompt).decode()}")
+    return "\n".join(lines)

@@ -1,0 +1,181 @@
+"""Events as Ollama's answers: a line of JSON a piece, or one JSON for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from edgeinfer.runtime.collected import Collected, CollectedCall
+from edgeinfer.runtime.events import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprobs,
+    ToolCallDelta,
+)
+from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.ollama import wire_replies as wire
+from edgeinfer.server.ollama.errors import error_line
+from edgeinfer.server.openai.render import wire_logprobs
+from edgeinfer.server.openai.wire_replies import TokenLogprob
+
+_encode = msgspec.json.Encoder().encode
+_MS = 1_000_000
+
+
+def stamp(unix_s: float | None = None) -> str:
+    """A time as Ollama writes it; now when none is given."""
+    moment = datetime.now(UTC) if unix_s is None else datetime.fromtimestamp(unix_s, UTC)
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+class Clock:
+    """The durations of one request, from when it arrived; made once its model is here."""
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        self.load_ns = self.total_ns()
+
+    def total_ns(self) -> int:
+        return int((time.perf_counter() - self._started) * 1e9)
+
+
+class OllamaRenderer:
+    """What both shapes share. `piece` makes a line of text, thinking or calls."""
+
+    def __init__(self, model: str, clock: Clock) -> None:
+        self.model = model
+        self._clock = clock
+        self._calls: dict[int, CollectedCall] = {}
+
+    def piece(
+        self,
+        content: str = "",
+        thinking: str = "",
+        calls: list[wire.ToolCallReply] | None = None,
+        **last: Any,
+    ) -> msgspec.Struct:
+        """A piece of the answer; `last` are the fields that only the last one has."""
+        raise NotImplementedError
+
+    def _line(self, content: str = "", thinking: str = "", **more: Any) -> bytes:
+        return _encode(self.piece(content, thinking, **more)) + b"\n"
+
+    def opening(self) -> bytes:
+        return b""
+
+    def event(self, index: int, event: Event) -> bytes:
+        match event:
+            case TextDelta():
+                return self._line(event.text, logprobs=_logprobs(event.logprobs))
+            case ReasoningDelta():
+                return self._line(thinking=event.text, logprobs=_logprobs(event.logprobs))
+            case ToolCallDelta():
+                before = b"" if event.index in self._calls else self._call_line()
+                self._calls.setdefault(event.index, CollectedCall()).add(event)
+                return before
+            case Finished():
+                return self._call_line() + self._line(done=True, **self._statistics(event))
+        return b""
+
+    def _call_line(self) -> bytes:
+        """The call that is whole now; calls are never told in pieces."""
+        found = _calls(self._calls)
+        self._calls = {}
+        return self._line(calls=found) if found else b""
+
+    def closing(self) -> bytes:
+        return b""
+
+    def failure(self, problem: Problem, request_id: str) -> bytes:
+        return error_line(problem, request_id)
+
+    def waiting(self, said: str) -> bytes:
+        return self._line()
+
+    def whole(self, answers: list[Collected]) -> bytes:
+        (said,) = answers
+        return _encode(
+            self.piece(
+                said.text,
+                said.reasoning,
+                _calls(said.calls) or None,
+                done=True,
+                logprobs=_logprobs(said.logprobs),
+                **self._statistics(said.finished),
+            )
+        )
+
+    def _statistics(self, end: Finished) -> dict[str, Any]:
+        usage, timings = end.usage, end.timings
+        return {
+            "done_reason": "length" if end.reason in ("length", "deadline") else "stop",
+            "total_duration": self._clock.total_ns(),
+            "load_duration": self._clock.load_ns,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": int(timings.prefill_ms * _MS),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": int(timings.decode_ms * _MS),
+        }
+
+
+def _calls(collected: dict[int, CollectedCall]) -> list[wire.ToolCallReply]:
+    """Whole calls; one whose arguments were cut short is none."""
+    found = []
+    for index, call in sorted(collected.items()):
+        try:
+            arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
+        except msgspec.DecodeError:
+            continue
+        if call.name:
+            function = wire.CalledReply(index=index, name=call.name, arguments=arguments)
+            found.append(wire.ToolCallReply(id=call.id, function=function))
+    return found
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs]) -> list[TokenLogprob] | None:
+    return wire_logprobs(tokens).content if tokens else None
+
+
+class ChatRenderer(OllamaRenderer):
+    """`{"message": {"role": "assistant", "content": …}}`."""
+
+    def piece(
+        self,
+        content: str = "",
+        thinking: str = "",
+        calls: list[wire.ToolCallReply] | None = None,
+        **last: Any,
+    ) -> wire.OllamaChatReply:
+        message = wire.OllamaMessage(content=content, thinking=thinking, tool_calls=calls)
+        return wire.OllamaChatReply(
+            model=self.model, created_at=stamp(), message=message, **({"done": False} | last)
+        )
+
+
+class GenerateRenderer(OllamaRenderer):
+    """`{"response": …}`."""
+
+    def piece(
+        self,
+        content: str = "",
+        thinking: str = "",
+        calls: list[wire.ToolCallReply] | None = None,
+        **last: Any,
+    ) -> wire.OllamaGenerateReply:
+        return wire.OllamaGenerateReply(
+            model=self.model,
+            created_at=stamp(),
+            response=content,
+            thinking=thinking,
+            **({"done": False} | last),
+        )
+
+
+#: The name that a client used, and the clock of its request → its renderer.
+Shape = Callable[[str, Clock], OllamaRenderer]

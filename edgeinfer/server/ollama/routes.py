@@ -1,0 +1,193 @@
+"""Ollama's routes that ask: conversations, prompts, embeddings, and what is here."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgeinfer import __version__
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.server.core.begin import Job
+from edgeinfer.server.core.bodies import decode
+from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
+from edgeinfer.server.core.model_pool import LoadedModel, Models, Pulled
+from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.stream import answer
+from edgeinfer.server.ollama import library, translate, wire
+from edgeinfer.server.ollama import wire_replies as replies
+from edgeinfer.server.ollama.keep_alive import keep_alive_s
+from edgeinfer.server.ollama.render import ChatRenderer, Clock, GenerateRenderer, Shape, stamp
+
+#: Ollama's API as of this version is what is followed; clients refuse versions that they find too old.
+API_VERSION = "0.13.0"
+#: Ollama writes a time so far away where a model stays for ever.
+_FOR_EVER_S = 100 * 365 * 86_400.0
+
+
+async def chat(request: Request) -> Response:
+    exchange = exchange_of(request)
+    body = await decode(request, wire.OllamaChatRequest)
+    if not body.messages:
+        return await _load_or_unload(exchange, body, ChatRenderer)
+    return await _answer(exchange, body, lambda info: translate.chat(body, info), ChatRenderer)
+
+
+async def generate(request: Request) -> Response:
+    exchange = exchange_of(request)
+    body = await decode(request, wire.OllamaGenerateRequest)
+    if not (body.prompt or body.suffix):
+        return await _load_or_unload(exchange, body, GenerateRenderer)
+    return await _answer(exchange, body, lambda info: translate.generate(body, info), GenerateRenderer)
+
+
+async def _answer(
+    exchange: Exchange,
+    body: wire.GenerationFields,
+    request: Callable[[EngineInfo], GenerateRequest],
+    shape: Shape,
+) -> Response:
+    def requests(info: EngineInfo) -> list[GenerateRequest]:
+        exchange.ignore(translate.too_much(body.options, info))
+        return [request(info)]
+
+    job = Job(
+        model=body.model,
+        keep_alive_s=keep_alive_s(body.keep_alive),
+        stream=body.stream is not False,
+        requests=requests,
+        renderer=lambda model, info: shape(body.model, Clock(exchange.started)),
+    )
+    return await answer(exchange, job)
+
+
+async def _load_or_unload(exchange: Exchange, body: wire.GenerationFields, shape: Shape) -> Response:
+    """Nothing was asked: the model is loaded, or unloaded where it is not to stay."""
+    models = exchange.endpoint.models
+    exchange.model = models.resolve(body.model)
+    stay_s = keep_alive_s(body.keep_alive)
+    if stay_s == 0:
+        await models.unload(exchange.model)
+    else:
+        (await models.acquire(exchange.model, stay_s)).release()
+    clock = Clock(exchange.started)
+    reason = "unload" if stay_s == 0 else "load"
+    reply = shape(body.model, clock).piece(done=True, done_reason=reason, load_duration=clock.load_ns)
+    exchange.answer = reply
+    return json_reply(reply)
+
+
+async def embed(request: Request) -> Response:
+    exchange = exchange_of(request)
+    body = await decode(request, wire.OllamaEmbedRequest)
+    texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
+
+    def work(engine: Engine) -> replies.OllamaEmbedReply:
+        clock = Clock(exchange.started)
+        inputs = _tokens(engine, texts, cut=body.truncate is not False)
+        vectors = engine.embed(inputs) if inputs else []
+        return replies.OllamaEmbedReply(
+            model=body.model,
+            embeddings=[_shortened(vector, body.dimensions) for vector in vectors],
+            total_duration=clock.total_ns(),
+            load_duration=clock.load_ns,
+            prompt_eval_count=sum(map(len, inputs)),
+        )
+
+    reply = await with_engine(exchange, body.model, keep_alive_s(body.keep_alive), work)
+    exchange.prompt_tokens = reply.prompt_eval_count
+    return json_reply(reply)
+
+
+async def embeddings(request: Request) -> Response:
+    body = await decode(request, wire.OllamaEmbeddingsRequest)
+
+    def work(engine: Engine) -> replies.OllamaEmbeddingsReply:
+        inputs = _tokens(engine, [body.prompt] if body.prompt else [], cut=True)
+        vectors = engine.embed(inputs) if inputs else [[]]
+        return replies.OllamaEmbeddingsReply(embedding=vectors[0])
+
+    exchange = exchange_of(request)
+    return json_reply(await with_engine(exchange, body.model, keep_alive_s(body.keep_alive), work))
+
+
+def _tokens(engine: Engine, texts: Sequence[str], *, cut: bool) -> list[list[int]]:
+    """Each text's tokens; `cut` leaves out what the model does not embed at once."""
+    longest = engine.info.n_ctx_embed if cut else 0
+    return [engine.tokenize(text, add_special=True)[: longest or None] for text in texts]
+
+
+def _shortened(vector: Sequence[float], dimensions: int | None) -> list[float]:
+    """The first `dimensions` of a float32[n_embd], of length 1 again; all where none are named."""
+    if not dimensions or dimensions >= len(vector):
+        return list(vector)
+    kept = vector[:dimensions]
+    length = math.sqrt(sum(x * x for x in kept)) or 1.0
+    return [x / length for x in kept]
+
+
+async def tags(request: Request) -> Response:
+    models = exchange_of(request).endpoint.models
+    pulled = await exchange_of(request).endpoint.in_thread(models.pulled)
+    return json_reply(replies.OllamaTags(models=[library.listed(model) for model in pulled]))
+
+
+async def show(request: Request) -> Response:
+    exchange = exchange_of(request)
+    body = await decode(request, wire.OllamaShowRequest)
+    models = exchange.endpoint.models
+    model = find(models, named(body.model, body.name))
+    info = next((engine.info for name, engine in models.engines() if name == model.name), None)
+    reply = await exchange.endpoint.in_thread(library.describe, model, info)
+    exchange.answer = reply
+    return json_reply(reply)
+
+
+def named(model: str, name: str) -> str:
+    """The model in either spelling of the field. Raises Problem 400 without one."""
+    if not (model or name):
+        raise Problem(
+            400,
+            "Missing required parameter: 'model'.",
+            param="model",
+            code="missing_required_parameter",
+        )
+    return model or name
+
+
+def find(models: Models, name: str) -> Pulled:
+    """A model that is here. Raises UnknownModelError."""
+    wanted = models.resolve(name)
+    return next((model for model in models.pulled() if model.name == wanted), Pulled(name=wanted))
+
+
+async def running(request: Request) -> Response:
+    models = exchange_of(request).endpoint.models
+    loaded = [model for model in models.report() if model.state == "loaded"]
+    return json_reply(replies.OllamaProcesses(models=[_running(models, one) for one in loaded]))
+
+
+def _running(models: Models, loaded: LoadedModel) -> replies.RunningModel:
+    pulled, name = find(models, loaded.id), library.tagged(loaded.id)
+    info = next(engine.info for id, engine in models.engines() if id == loaded.id)
+    left_s = _FOR_EVER_S if loaded.expires_in_s is None else loaded.expires_in_s
+    return replies.RunningModel(
+        name=name,
+        model=name,
+        size=loaded.size_bytes,
+        digest=pulled.sha256 or info.sha256,
+        details=library.details(pulled, info),
+        expires_at=stamp(time.time() + left_s),
+        size_vram=0,
+        context_length=info.n_ctx,
+    )
+
+
+async def version(request: Request) -> Response:
+    return json_reply(replies.OllamaVersion(version=API_VERSION, edgeinfer=__version__))

@@ -1,0 +1,195 @@
+"""Ollama's wire types → the engine's requests. Pure functions: no engine, no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.requests import (
+    GenerateRequest,
+    Infill,
+    JsonSchema,
+    Message,
+    Sampling,
+    Tool,
+    ToolCall,
+)
+from edgeinfer.server.core.request_parts import (
+    overridden,
+    seed_of,
+    stop_strings,
+    template_options,
+    unique_tools,
+)
+from edgeinfer.server.ollama import wire
+
+#: A template that only repeats the prompt asks for what `raw` does.
+_PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")
+
+
+def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
+    """A conversation as a request. Raises InvalidRequestError."""
+    turns = messages(body.messages or ())
+    if info.system_prompt and turns[0].role not in ("system", "developer"):
+        turns = (Message(role="system", content=info.system_prompt), *turns)
+    return GenerateRequest(messages=turns, tools=tools_of(body.tools), **_shared(body, info))
+
+
+def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequest:
+    """A prompt as the user's only turn, as it is, or as what is before a gap.
+
+    Raises InvalidRequestError.
+    """
+    shared, prompt = _shared(body, info), body.prompt or ""
+    if body.suffix:
+        if not info.can_infill:
+            raise InvalidRequestError(f"{info.model} does not support insert", param="suffix")
+        return GenerateRequest(infill=Infill(prefix=prompt, suffix=body.suffix), **shared)
+    if _is_raw(body) or not info.has_chat_template:
+        return GenerateRequest(prompt=f"{body.system or ''}{prompt}", **shared)
+    system = info.system_prompt if body.system is None else body.system
+    turns = (Message(role="system", content=system),) if system else ()
+    return GenerateRequest(messages=(*turns, Message(role="user", content=prompt)), **shared)
+
+
+def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
+    template = (body.template or "").strip()
+    if body.raw and (template or body.system):
+        param = "template" if template else "system"
+        raise InvalidRequestError(f"{param}: a raw prompt is taken as it is", param=param)
+    if template and template not in _PROMPT_ALONE:
+        raise InvalidRequestError(
+            "template: Ollama's templates are not supported; the model's own is used, and `raw` takes "
+            "a prompt as it is",
+            param="template",
+        )
+    return bool(body.raw or template)
+
+
+def messages(turns: Sequence[wire.MessageParam]) -> tuple[Message, ...]:
+    """The conversation. Tools' answers that name no call belong to the calls before them, in order."""
+    found: list[Message] = []
+    open_calls: list[ToolCall] = []
+    for place, turn in enumerate(turns):
+        if turn.role == "assistant":
+            open_calls = [_call(call, place, n) for n, call in enumerate(turn.tool_calls or ())]
+        found.append(_message(turn, open_calls))
+    return tuple(found)
+
+
+def _call(call: wire.CallParam, place: int, number: int) -> ToolCall:
+    given = call.function.arguments
+    arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    return ToolCall(
+        id=call.id or f"call_{place}_{number}", name=call.function.name, arguments=arguments
+    )
+
+
+def _message(turn: wire.MessageParam, open_calls: list[ToolCall]) -> Message:
+    content = turn.content or ""
+    if turn.role == "assistant":
+        return Message(
+            role="assistant",
+            content=content,
+            reasoning=turn.thinking or "",
+            tool_calls=tuple(open_calls),
+        )
+    if turn.role == "tool":
+        name = turn.tool_name or turn.name or ""
+        call = _answered(open_calls, turn.tool_call_id or "", name)
+        name = name or (call.name if call else "")
+        found = turn.tool_call_id or (call.id if call else "")
+        return Message(role="tool", content=content, tool_call_id=found, name=name)
+    return Message(role=turn.role, content=content)
+
+
+def _answered(open_calls: list[ToolCall], call_id: str, name: str) -> ToolCall | None:
+    """Take the call that a tool's turn answers: by id, else by name, else the next one."""
+    for call in open_calls:
+        if (call_id and call.id == call_id) or (not call_id and name in ("", call.name)):
+            open_calls.remove(call)
+            return call
+    return None
+
+
+def tools_of(tools: Sequence[wire.FunctionToolParam] | None) -> tuple[Tool, ...]:
+    """The tools. Raises InvalidRequestError when two have one name."""
+    found = tuple(
+        Tool(
+            name=tool.function.name,
+            description=tool.function.description or "",
+            parameters=tool.function.parameters or {},
+        )
+        for tool in tools or ()
+    )
+    return unique_tools(found)
+
+
+def _shared(body: wire.GenerationFields, info: EngineInfo) -> dict[str, Any]:
+    """Fields of GenerateRequest that a conversation and a prompt fill alike."""
+    options = body.options or wire.Options()
+    predict = int(options.num_predict or 0)
+    goes_on = info.can_shift and body.truncate is not False and body.shift is not False
+    return {
+        "sampling": sampling_of(options, info.sampling),
+        "stop": stop_strings(options.stop),
+        "max_tokens": predict if predict > 0 else None,
+        "constraint": _constraint(body.format),
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "template_options": _thinking(body.think, info),
+        "overflow": "shift" if goes_on else "refuse",
+    }
+
+
+def _thinking(think: bool | str | None, info: EngineInfo) -> dict[str, Any]:
+    """Variables for the chat template. Raises InvalidRequestError where it knows of no thinking."""
+    if think is None:
+        return {}
+    if think is not False and not info.can_think:
+        raise InvalidRequestError(f"{info.model} does not support thinking", param="think")
+    if isinstance(think, str):
+        return template_options(None, think)
+    return {"enable_thinking": think}
+
+
+def _constraint(wanted: str | dict[str, Any] | None) -> JsonSchema | None:
+    if not wanted:
+        return None
+    return JsonSchema({"type": "object"} if isinstance(wanted, str) else wanted)
+
+
+def sampling_of(options: wire.Options, base: Sampling) -> Sampling:
+    """The model's defaults with what the request gives."""
+    seed = None if options.seed is None else seed_of(int(options.seed))
+    return overridden(
+        base,
+        temperature=options.temperature,
+        top_k=_whole(options.top_k, low=0),
+        top_p=options.top_p,
+        min_p=options.min_p,
+        typical_p=options.typical_p,
+        repeat_last_n=_whole(options.repeat_last_n, low=-1),
+        repeat_penalty=options.repeat_penalty or None,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        mirostat=_whole(options.mirostat, low=0),
+        mirostat_tau=options.mirostat_tau,
+        mirostat_eta=options.mirostat_eta,
+        seed=seed,
+    )
+
+
+def _whole(given: float | None, *, low: int) -> int | None:
+    """Ollama's clients write -1 for "all" or "off", which is the lowest value here."""
+    return None if given is None else max(low, int(given))
+
+
+def too_much(options: wire.Options | None, info: EngineInfo) -> list[str]:
+    """Name the context that is asked for where the model was loaded with a smaller one."""
+    if options is None or options.num_ctx is None or int(options.num_ctx) <= info.n_ctx:
+        return []
+    return [f"options.num_ctx ({info.n_ctx} here: `edgeinfer serve --ctx`)"]

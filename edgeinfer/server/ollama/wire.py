@@ -1,0 +1,237 @@
+"""Ollama's requests.
+
+Source: Ollama's published API document and the types of its Python package. Whole numbers come as
+floats too (Home Assistant sends `8192.0`); what is behind their point is cut off, as Ollama does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from edgeinfer.server.core.wire import (
+    JsonObject,
+    ModelName,
+    Probability,
+    ShortText,
+    StopList,
+    StopString,
+    Temperature,
+    Text,
+    ToolName,
+    Wire,
+)
+
+_WHOLE = 1 << 53
+_IN_CATALOGUE = "models.toml says how to talk to a model"
+Whole = Annotated[float, Meta(ge=-_WHOLE, le=_WHOLE)]
+#: Seconds, or a text such as "5m" or "1h30m"; negative for ever.
+KeepAlive = Annotated[float, Meta(ge=-_WHOLE, le=_WHOLE)] | Annotated[str, Meta(max_length=64)]
+Format = Literal["", "json"] | JsonObject
+Think = bool | Literal["low", "medium", "high"]
+OptionalName = Annotated[str, Meta(max_length=256)]
+
+
+class Options(Wire, frozen=True, kw_only=True):
+    """How to sample. What is of load time here, and what llama.cpp has no more, changes nothing."""
+
+    hints: ClassVar = frozenset(
+        {
+            "num_batch",
+            "num_gpu",
+            "num_keep",
+            "num_thread",
+            "main_gpu",
+            "tfs_z",
+            "numa",
+            "low_vram",
+            "f16_kv",
+            "logits_all",
+            "vocab_only",
+            "use_mmap",
+            "use_mlock",
+            "embedding_only",
+            "penalize_newline",
+        }
+    )
+
+    num_predict: Whole | None = None
+    temperature: Temperature | None = None
+    top_k: Whole | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
+    typical_p: Probability | None = None
+    repeat_last_n: Whole | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    mirostat: Whole | None = None
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] | None = None
+    mirostat_eta: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Whole | None = None
+    stop: StopString | StopList | None = None
+    num_ctx: Whole | None = None
+
+
+class GenerationFields(Wire, frozen=True, kw_only=True):
+    """What a conversation and a prompt share. A missing `stream` streams."""
+
+    model: ModelName
+    stream: bool | None = None
+    format: Format | None = None
+    think: Think | None = None
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    truncate: bool | None = None
+    shift: bool | None = None
+
+
+class CalledFunction(Wire, frozen=True, kw_only=True):
+    """A function's name with its arguments."""
+
+    hints: ClassVar = frozenset({"index", "description"})
+
+    name: ToolName
+    arguments: JsonObject | Text
+
+
+class CallParam(Wire, frozen=True, kw_only=True):
+    """A call the assistant made in an earlier turn."""
+
+    function: CalledFunction
+    id: ShortText | None = None
+    type: ShortText | None = None
+
+
+class MessageParam(Wire, frozen=True, kw_only=True):
+    """A turn. `tool_name` says whose answer a tool's turn is."""
+
+    refused: ClassVar[Mapping[str, str]] = {"images": "models here read text alone"}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | None = None
+    thinking: Text | None = None
+    tool_calls: Annotated[list[CallParam], Meta(max_length=128)] | None = None
+    tool_name: ShortText | None = None
+    tool_call_id: ShortText | None = None
+    name: ShortText | None = None
+
+
+class FunctionParam(Wire, frozen=True, kw_only=True):
+    """A function the model may call; `parameters` is a JSON schema."""
+
+    hints: ClassVar = frozenset({"strict"})
+
+    name: ToolName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+
+
+class FunctionToolParam(Wire, frozen=True, kw_only=True):
+    """A tool; only functions exist."""
+
+    function: FunctionParam
+    type: Literal["function"] | None = None
+
+
+class OllamaChatRequest(GenerationFields, frozen=True, kw_only=True):
+    """POST /api/chat. Without messages the model is only loaded or unloaded."""
+
+    messages: Annotated[list[MessageParam], Meta(max_length=4096)] | None = None
+    tools: Annotated[list[FunctionToolParam], Meta(max_length=256)] | None = None
+
+
+class OllamaGenerateRequest(GenerationFields, frozen=True, kw_only=True):
+    """POST /api/generate. Without a prompt the model is only loaded or unloaded."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "images": "models here read text alone",
+        "context": "send the conversation to /api/chat",
+        "width": "models here make text alone",
+        "height": "models here make text alone",
+        "steps": "models here make text alone",
+    }
+
+    prompt: Text | None = None
+    suffix: Text | None = None
+    system: Text | None = None
+    template: Text | None = None
+    raw: bool | None = None
+
+
+class OllamaEmbedRequest(Wire, frozen=True, kw_only=True):
+    """POST /api/embed."""
+
+    model: ModelName
+    input: Text | Annotated[list[Text], Meta(max_length=2048)] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class OllamaEmbeddingsRequest(Wire, frozen=True, kw_only=True):
+    """POST /api/embeddings, which /api/embed has replaced."""
+
+    model: ModelName
+    prompt: Text | None = None
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class OllamaShowRequest(Wire, frozen=True, kw_only=True):
+    """POST /api/show. `name` is the older spelling of `model`."""
+
+    model: OptionalName = ""
+    name: OptionalName = ""
+    verbose: bool | None = None
+
+
+class OllamaPullRequest(Wire, frozen=True, kw_only=True):
+    """POST /api/pull."""
+
+    hints: ClassVar = frozenset({"insecure"})
+
+    model: OptionalName = ""
+    name: OptionalName = ""
+    stream: bool | None = None
+
+
+class OllamaDeleteRequest(Wire, frozen=True, kw_only=True):
+    """DELETE /api/delete."""
+
+    model: OptionalName = ""
+    name: OptionalName = ""
+
+
+class OllamaCopyRequest(Wire, frozen=True, kw_only=True):
+    """POST /api/copy."""
+
+    source: ModelName
+    destination: ModelName
+
+
+class OllamaCreateRequest(Wire, frozen=True, kw_only=True):
+    """POST /api/create: `from` is the whole path of a GGUF file, or a model that is here."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "files": "files are not uploaded; `from` takes the path of one on this machine",
+        "adapters": "`edgeinfer serve --lora` loads them",
+        "template": _IN_CATALOGUE,
+        "system": _IN_CATALOGUE,
+        "parameters": _IN_CATALOGUE,
+        "license": _IN_CATALOGUE,
+        "messages": _IN_CATALOGUE,
+        "quantize": "`edgeinfer quantize` does it",
+        "modelfile": "`from` says what it is made from",
+    }
+
+    model: OptionalName = ""
+    name: OptionalName = ""
+    from_: Annotated[str, Meta(max_length=4096)] | None = msgspec.field(name="from", default=None)
+    stream: bool | None = None

@@ -1,0 +1,110 @@
+"""/infill and `suffix`, over a small model made with the tokens for it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from made_models import FIM, make_llama
+
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+#: What llama.vscode 0.0.3x sends, field by field, from its source.
+VSCODE = {
+    "input_prefix": "def add(a, b):\n",
+    "input_suffix": "\nprint(add(1, 2))\n",
+    "input_extra": [{"text": "def sub(a, b): ...", "filename": "other.py", "time": 1730000000000}],
+    "prompt": "    return ",
+    "n_predict": 8,
+    "top_k": 40,
+    "top_p": 0.99,
+    "stream": False,
+    "samplers": ["top_k", "top_p", "infill"],
+    "cache_prompt": True,
+    "n_indent": 4,
+    "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 1000,
+}
+
+
+@pytest.fixture(scope="module")
+def here(serve_module, tmp_path_factory):
+    path = make_llama(tmp_path_factory.mktemp("fim") / "made.gguf", 512, fim=tuple(FIM))
+    files = ModelFiles(name="made", paths=(str(path),))
+    engine = load_engine(files, LoadOptions(n_ctx=512, n_parallel=2, n_threads=1))
+    return serve_module(engine, names=("made",))
+
+
+def test_an_editors_request_is_answered_in_llama_cpps_shape(here):
+    answer = here.client.post("/infill", json=VSCODE)
+    said = answer.json()
+    assert answer.status_code == 200, said
+    assert (said["stop"], said["stop_type"], said["tokens_predicted"]) == (True, "limit", 8)
+    assert said["timings"]["predicted_n"] == 8
+    assert "t_max_predict_ms" in answer.headers["x-edgeinfer-ignored"]
+
+
+def test_extra_context_is_read_ahead_without_an_answer(here):
+    read = VSCODE | {
+        "n_predict": 0,
+        "input_prefix": "",
+        "input_suffix": "",
+        "prompt": "",
+        "samplers": [],
+    }
+    said = here.client.post("/infill", json=read).json()
+    assert (said["content"], said["tokens_predicted"]) == ("", 0)
+    assert said["tokens_evaluated"] > 0
+
+
+def test_a_stream_ends_with_its_statistics(here):
+    text = here.client.post("/infill", json=VSCODE | {"stream": True, "seed": 3, "temperature": 0}).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    whole = here.client.post("/infill", json=VSCODE | {"seed": 3, "temperature": 0}).json()
+    assert "".join(event["content"] for event in events) == whole["content"]
+
+
+def test_suffix_in_completions_and_in_ollamas_generate_is_the_same(here):
+    openai = here.client.post(
+        "/v1/completions", json={"prompt": "a = ", "suffix": "\nb", "max_tokens": 6, "temperature": 0}
+    ).json()
+    ollama = here.client.post(
+        "/api/generate",
+        json={
+            "model": "made",
+            "prompt": "a = ",
+            "suffix": "\nb",
+            "stream": False,
+            "options": {"num_predict": 6, "temperature": 0},
+        },
+    ).json()
+    assert openai["usage"]["prompt_tokens"] == ollama["prompt_eval_count"] == len("a = \nb") + 3
+    assert openai["choices"][0]["text"] == ollama["response"]
+
+
+def test_what_can_fill_gaps_says_so(here):
+    assert "insert" in here.client.post("/api/show", json={"model": "made"}).json()["capabilities"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/infill", {"input_prefix": "x"}, "input_suffix"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+    ],
+)
+def test_a_model_without_the_tokens_says_so(serve, path, body, param):
+    answer = serve(FakeEngine()).client.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert "cannot fill gaps" in error["message"]
+
+
+def test_token_ids_have_no_suffix_and_adapters_must_be_there(here):
+    answer = here.client.post("/v1/completions", json={"prompt": [1, 2], "suffix": "y"})
+    assert answer.json()["error"]["param"] == "suffix"
+    answer = here.client.post("/infill", json=VSCODE | {"lora": [{"id": 0, "scale": 0.5}]})
+    assert answer.json()["error"]["param"] == "lora[0].id"

@@ -1,0 +1,392 @@
+"""Ollama's API: the shapes that its clients read, on a scripted engine."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+from edgeinfer.runtime.requests import Infill, JsonSchema
+from edgeinfer.server.core.model_pool import Loaded
+from edgeinfer.server.ollama.keep_alive import keep_alive_s
+
+HI = [{"role": "user", "content": "hi"}]
+INFO = msgspec.structs.replace(
+    DEFAULT_INFO,
+    can_think=True,
+    can_infill=True,
+    can_shift=True,
+    architecture="llama",
+    n_params=134_500_000,
+)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return FakeEngine(info=INFO)
+
+
+@pytest.fixture(scope="module")
+def here(serve_module, engine):
+    return serve_module(engine)
+
+
+def _lines(answer) -> list[dict]:
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def _chat(here, **body):
+    return here.client.post("/api/chat", json={"model": "fake", "messages": HI} | body)
+
+
+def _generate(here, **body):
+    return here.client.post("/api/generate", json={"model": "fake", "prompt": "hi"} | body)
+
+
+def test_a_chat_streams_lines_unless_told_otherwise(here):
+    *pieces, last = _lines(_chat(here))
+    assert [piece["message"]["content"] for piece in pieces] == ["Hello", " world"]
+    assert all(piece["message"]["role"] == "assistant" and not piece["done"] for piece in pieces)
+    assert (last["done"], last["done_reason"], last["message"]["content"]) == (True, "stop", "")
+    assert last["eval_count"] == 2
+    assert last["prompt_eval_count"] > 0
+    assert last["total_duration"] > last["load_duration"] > 0
+    assert last["model"] == "fake"
+
+
+def test_a_whole_chat_is_one_object_with_the_same_statistics(here):
+    whole = _chat(here, stream=False).json()
+    assert whole["message"] == {"role": "assistant", "content": "Hello world"}
+    assert (whole["done"], whole["done_reason"], whole["eval_count"]) == (True, "stop", 2)
+
+
+def test_statistics_are_nanoseconds(serve):
+    end = Finished(
+        reason="length",
+        usage=Usage(prompt_tokens=7, completion_tokens=3),
+        timings=Timings(prefill_ms=1.5, decode_ms=2.0),
+    )
+    said = _chat(serve(FakeEngine([["a", end]])), stream=False).json()
+    assert (said["prompt_eval_count"], said["eval_count"]) == (7, 3)
+    assert (said["prompt_eval_duration"], said["eval_duration"]) == (1_500_000, 2_000_000)
+    assert said["done_reason"] == "length"
+
+
+def test_thinking_and_whole_tool_calls_have_their_own_fields(serve):
+    call = [
+        ToolCallDelta(0, id="call_1", name="light", arguments='{"on":'),
+        ToolCallDelta(0, arguments="true}"),
+        ToolCallDelta(1, id="call_2", name="noise", arguments="{}"),
+    ]
+    script = [ReasoningDelta("hm"), TextDelta("so"), *call]
+    here = serve(FakeEngine([script], info=INFO))
+    first = {"id": "call_1", "function": {"index": 0, "name": "light", "arguments": {"on": True}}}
+    second = {"id": "call_2", "function": {"index": 1, "name": "noise", "arguments": {}}}
+    messages = [line["message"] for line in _lines(_chat(here))]
+    assert messages[0] == {"role": "assistant", "content": "", "thinking": "hm"}
+    assert messages[1] == {"role": "assistant", "content": "so"}
+    assert [m["tool_calls"] for m in messages if "tool_calls" in m] == [[first], [second]]
+    whole = _chat(here, stream=False).json()["message"]
+    assert (whole["thinking"], whole["tool_calls"]) == ("hm", [first, second])
+
+
+def test_a_call_that_was_cut_short_is_no_call(serve):
+    here = serve(FakeEngine([[ToolCallDelta(0, id="call_1", name="light", arguments='{"on":')]]))
+    assert "tool_calls" not in _chat(here, stream=False).json()["message"]
+    assert all("tool_calls" not in line["message"] for line in _lines(_chat(here)))
+
+
+def test_a_tools_answer_without_an_id_belongs_to_the_call_it_names(here, engine):
+    function = {"type": "function", "function": {"name": "light", "parameters": {"type": "object"}}}
+    called = [
+        {"function": {"name": "light", "arguments": {"on": True}}},
+        {"function": {"name": "noise", "arguments": '{"loud": 1}'}},
+    ]
+    turns = [
+        *HI,
+        {"role": "assistant", "content": "", "tool_calls": called},
+        {"role": "tool", "tool_name": "noise", "content": "loud"},
+        {"role": "tool", "content": "on"},
+    ]
+    assert _chat(here, messages=turns, tools=[function]).status_code == 200
+    asked = engine.requests[-1]
+    first, second = asked.messages[1].tool_calls
+    assert (first.arguments, second.arguments) == ('{"on":true}', '{"loud": 1}')
+    assert (asked.messages[2].tool_call_id, asked.messages[3].tool_call_id) == (second.id, first.id)
+    assert asked.messages[3].name == "light"
+    assert asked.tools[0].name == "light"
+
+
+def test_options_reach_the_sampler_and_floats_are_whole_numbers_too(here, engine):
+    options = {
+        "num_predict": 5,
+        "temperature": 0,
+        "top_k": -1,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "repeat_penalty": 1.2,
+        "repeat_last_n": 33.0,
+        "seed": 7,
+        "stop": ["x"],
+        "num_ctx": 2048.0,
+    }
+    answer = _chat(here, options=options)
+    assert "x-edgeinfer-ignored" not in answer.headers
+    asked = engine.requests[-1]
+    s = asked.sampling
+    assert (s.temperature, s.top_k, s.top_p, s.min_p, s.seed) == (0, 0, 0.5, 0.1, 7)
+    assert (s.repeat_penalty, s.repeat_last_n) == (1.2, 33)
+    assert (asked.max_tokens, asked.stop, asked.overflow) == (5, ("x",), "shift")
+
+
+def test_what_is_of_load_time_is_named_and_changes_nothing(here):
+    answer = _chat(here, options={"num_ctx": 100_000, "num_gpu": 1, "use_mmap": True})
+    assert answer.status_code == 200
+    ignored = answer.headers["x-edgeinfer-ignored"]
+    assert "options.num_gpu" in ignored
+    assert "options.use_mmap" in ignored
+    assert "options.num_ctx (4096 here" in ignored
+
+
+@pytest.mark.parametrize("predict", [-1, -2, 0, None])
+def test_no_limit_is_no_limit(here, engine, predict):
+    _chat(here, options={"num_predict": predict})
+    assert engine.requests[-1].max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "constraint"),
+    [
+        ("json", JsonSchema({"type": "object"})),
+        ({"type": "array"}, JsonSchema({"type": "array"})),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_format_is_json_or_a_schema(here, engine, wanted, constraint):
+    _chat(here, format=wanted)
+    assert engine.requests[-1].constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("think", "options"),
+    [
+        (None, {}),
+        (True, {"enable_thinking": True}),
+        (False, {"enable_thinking": False}),
+        ("high", {"enable_thinking": True, "reasoning_effort": "high"}),
+    ],
+)
+def test_think_reaches_the_template(here, engine, think, options):
+    _chat(here, think=think)
+    assert engine.requests[-1].template_options == options
+
+
+def test_think_needs_a_model_that_thinks(serve):
+    here = serve(FakeEngine())
+    assert _chat(here, think=False).status_code == 200
+    refused = _chat(here, think=True, stream=False)
+    assert (refused.status_code, refused.json()) == (400, {"error": "fake does not support thinking"})
+
+
+def test_generate_makes_a_conversation_of_its_prompt(here, engine):
+    *pieces, last = _lines(_generate(here, system="be brief"))
+    assert "".join(piece["response"] for piece in pieces) == "Hello world"
+    assert (last["done_reason"], last["response"]) == ("stop", "")
+    assert [turn.content for turn in engine.requests[-1].messages] == ["be brief", "hi"]
+
+
+@pytest.mark.parametrize("body", [{"raw": True}, {"template": "{{ .Prompt }}"}])
+def test_a_raw_prompt_is_taken_as_it_is(here, engine, body):
+    assert _generate(here, **body).status_code == 200
+    assert engine.requests[-1].prompt == "hi"
+
+
+def test_a_suffix_asks_for_what_is_between(here, engine):
+    assert _generate(here, prompt="a = ", suffix="\nb = 2").status_code == 200
+    assert engine.requests[-1].infill == Infill(prefix="a = ", suffix="\nb = 2")
+
+
+def test_a_suffix_needs_a_model_that_fills_gaps(serve):
+    refused = _generate(serve(FakeEngine()), suffix="x", stream=False)
+    assert (refused.status_code, refused.json()) == (400, {"error": "fake does not support insert"})
+
+
+def test_logprobs_come_with_their_tokens(real):
+    body = {"model": "smollm2", "prompt": "hi", "logprobs": True, "top_logprobs": 2, "stream": False}
+    said = real.client.post("/api/generate", json=body | {"options": {"num_predict": 2}}).json()
+    assert len(said["logprobs"]) == said["eval_count"] == 2
+    assert len(said["logprobs"][0]["top_logprobs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/api/generate", {"images": ["aGk="]}, "'images' is not supported here"),
+        ("/api/generate", {"context": [1, 2]}, "send the conversation to /api/chat"),
+        ("/api/generate", {"template": "{{ .System }} {{ .Prompt }}"}, "template: "),
+        ("/api/generate", {"raw": True, "system": "x"}, "system: a raw prompt"),
+        (
+            "/api/chat",
+            {"messages": [{"role": "user", "images": ["aGk="]}]},
+            "'messages[0].images' is not supported here",
+        ),
+        ("/api/chat", {"keep_alive": "soon"}, "keep_alive: 'soon' is no duration"),
+        ("/api/chat", {"options": {"top_p": 2}}, "options.top_p"),
+        ("/api/chat", {"think": "very"}, "think"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(here, path, body, said):
+    asked = {"model": "fake", "prompt": "hi"} if path.endswith("generate") else {"model": "fake"}
+    answer = here.client.post(
+        path, json={**asked, "messages": HI, **body} if path.endswith("chat") else asked | body
+    )
+    assert answer.status_code == 400
+    assert list(answer.json()) == ["error"]
+    assert said in answer.json()["error"]
+
+
+@pytest.mark.parametrize("body", [{"images": []}, {"context": []}, {"template": ""}, {"suffix": ""}])
+def test_an_empty_list_or_text_asks_for_nothing(here, body):
+    assert _generate(here, **body).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/show"])
+def test_an_unknown_model_is_a_404_that_says_not_found(here, path):
+    body = {"model": "nobody", "messages": HI, "prompt": "x", "input": "x"}
+    kept = {"/api/chat": "messages", "/api/generate": "prompt", "/api/embed": "input"}.get(path)
+    asked = {key: body[key] for key in ("model", kept) if key}
+    answer = here.client.post(path, json=asked)
+    assert answer.status_code == 404
+    assert "not found" in answer.json()["error"]
+
+
+def test_curl_without_a_header_is_understood(here):
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    body = b'{"model": "fake", "prompt": "hi", "stream": false}'
+    answer = here.client.post("/api/generate", content=body, headers=form)
+    assert answer.json()["response"] == "Hello world"
+    page = here.client.post(
+        "/api/generate", content=body, headers=form | {"origin": "https://evil.example"}
+    )
+    assert page.status_code == 403
+
+
+def test_paths_that_do_not_exist_are_refused_as_ollama_does(here):
+    assert here.client.get("/api/nothing").json() == {"error": "No such route."}
+    assert here.client.get("/api/chat").status_code == 405
+
+
+@pytest.mark.parametrize("name", ["fake", "fake:latest"])
+def test_a_name_may_have_its_tag(here, name):
+    assert _chat(here, model=name, stream=False).json()["model"] == name
+    assert here.client.post("/api/show", json={"name": name}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (None, None),
+        (0, 0),
+        (90, 90),
+        (-1, -1),
+        (-0.5, -1),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("250ms", 0.25),
+        ("-1s", -1),
+        ("-1.0s", -1),
+        ("-1m", -1),
+        ("300", 300),
+        ("-1", -1),
+        ("0", 0),
+        ("0s", 0),
+        ("999999h", -1),
+    ],
+)
+def test_keep_alive_has_many_forms(given, seconds):
+    assert keep_alive_s(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "soon", "5 m", "5x", "m", "1h5", "--1s", "1e9s", "NaN"])
+def test_keep_alive_refuses_other_words(given):
+    with pytest.raises(InvalidRequestError):
+        keep_alive_s(given)
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_asking_nothing_loads_and_unloads(serve, path):
+    here = serve(load=lambda name, progress: Loaded(engine=FakeEngine()), names=("fake", "other"))
+    ask = {"model": "other:latest"}
+    loaded = here.client.post(path, json=ask | {"keep_alive": "10m"}).json()
+    assert (loaded["done"], loaded["done_reason"]) == (True, "load")
+    names = [model["name"] for model in here.client.get("/api/ps").json()["models"]]
+    assert "other:latest" in names
+    unloaded = here.client.post(path, json=ask | {"keep_alive": 0}).json()
+    assert (unloaded["done"], unloaded["done_reason"]) == (True, "unload")
+    names = [model["name"] for model in here.client.get("/api/ps").json()["models"]]
+    assert "other:latest" not in names
+
+
+def test_models_are_listed_with_tags_and_details(here):
+    (listed,) = here.client.get("/api/tags").json()["models"]
+    assert listed["name"] == listed["model"] == "fake:latest"
+    assert {"size", "digest", "modified_at", "details"} <= set(listed)
+    (running,) = here.client.get("/api/ps").json()["models"]
+    assert (running["name"], running["context_length"], running["size_vram"]) == (
+        "fake:latest",
+        4096,
+        0,
+    )
+    assert running["expires_at"].endswith("Z")
+
+
+def test_show_says_what_a_loaded_model_can_do(here):
+    shown = here.client.post("/api/show", json={"model": "fake"}).json()
+    assert shown["capabilities"] == ["completion", "tools", "thinking", "insert"]
+    assert shown["model_info"]["general.architecture"] == "llama"
+    assert shown["model_info"]["llama.context_length"] == 4096
+    assert shown["details"]["parameter_size"] == "134.5M"
+    assert here.client.post("/api/show", json={}).status_code == 400
+
+
+def test_embeddings_have_two_routes(here):
+    one = here.client.post("/api/embed", json={"model": "fake", "input": "river"}).json()
+    many = here.client.post("/api/embed", json={"model": "fake", "input": ["river", "sea"]}).json()
+    old = here.client.post("/api/embeddings", json={"model": "fake", "prompt": "river"}).json()
+    assert one["embeddings"][0] == many["embeddings"][0] == old["embedding"]
+    assert (one["prompt_eval_count"], len(many["embeddings"])) == (5, 2)
+    short = here.client.post("/api/embed", json={"model": "fake", "input": "river", "dimensions": 2})
+    (vector,) = short.json()["embeddings"]
+    assert len(vector) == 2
+    assert abs(sum(x * x for x in vector) - 1) < 1e-6
+    nothing = here.client.post("/api/embed", json={"model": "fake", "input": []}).json()
+    assert nothing["embeddings"] == []
+
+
+def test_a_stream_that_fails_ends_with_an_error_line(serve):
+    from edgeinfer.errors import DecodeError
+
+    here = serve(FakeEngine([["one", DecodeError("broken")]]))
+    *_, last = _lines(_chat(here))
+    assert list(last) == ["error"]
+
+
+def test_a_long_text_loses_its_beginning_unless_that_is_forbidden(serve, chatterer):
+    here = serve(chatterer(), names=("chatterer",))
+    ask = {"model": "chatterer", "messages": [{"role": "user", "content": "x" * 400}], "stream": False}
+    ask |= {"options": {"num_predict": 2}}
+    assert here.client.post("/api/chat", json=ask).json()["prompt_eval_count"] < 256
+    for never in ("truncate", "shift"):
+        refused = here.client.post("/api/chat", json=ask | {never: False})
+        assert refused.status_code == 400
+        assert refused.json()["error"].startswith("the input length exceeds the context length")
+    embed = {"model": "chatterer", "input": "x" * 400}
+    assert here.client.post("/api/embed", json=embed).json()["prompt_eval_count"] == 256
+    refused = here.client.post("/api/embed", json=embed | {"truncate": False})
+    assert refused.json()["error"].startswith("the input length exceeds the context length")

@@ -1,0 +1,211 @@
+"""Pulling, naming, copying and removing models as Ollama's clients do, on real files and a fake hub."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from fake_hub import Fault, FaultServer
+from made_models import FIM, make_llama
+
+from edgeinfer.catalog import store
+from edgeinfer.commands.model_shelf import ModelShelf
+from edgeinfer.commands.serve import pulled_models
+from edgeinfer.config import Config
+from edgeinfer.host import Host
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.server.core.model_pool import Loaded
+
+REPO = "someone/Tiny-GGUF"
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("made") / "made.gguf", fim=tuple(FIM))
+
+
+def _load(name, progress):
+    if name == "fake":
+        return Loaded(engine=FakeEngine())
+    options = LoadOptions(n_ctx=256, n_parallel=1, n_threads=1)
+    return Loaded(engine=load_engine(store.model_files(name), options, None))
+
+
+@pytest.fixture
+def here(serve):
+    shelf = ModelShelf(Host(config=Config()))
+    return serve(load=_load, names=("fake",), pulled=pulled_models, shelf=shelf)
+
+
+@pytest.fixture
+def hub(gguf, monkeypatch):
+    server = FaultServer()
+    thread = threading.Thread(target=server.httpd.serve_forever, daemon=True)
+    thread.start()
+    server.repos[REPO] = {"Tiny-Q8_0.gguf": gguf.read_bytes()}
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    yield server
+    server.release.set()
+    server.httpd.shutdown()
+    server.httpd.server_close()
+    thread.join()
+
+
+def _names(here) -> list[str]:
+    return [model["name"] for model in here.client.get("/api/tags").json()["models"]]
+
+
+def _post(here, path, **body):
+    return here.client.post(path, json=body)
+
+
+def _create(here, gguf, name="mine"):
+    return _post(here, "/api/create", model=name, **{"from": str(gguf)}, stream=False)
+
+
+def test_a_file_is_named_where_it_is_asked_copied_and_removed(here, gguf):
+    assert _create(here, gguf, "mine:latest").json() == {"status": "success"}
+    assert "mine:latest" in _names(here)
+    record = store.find_pulled("mine")
+    assert record.in_place
+    assert _post(here, "/api/copy", source="mine", destination="yours").json() == {"status": "success"}
+    assert _post(here, "/api/create", model="third", **{"from": "mine"}).status_code == 200
+    asked = _post(here, "/api/generate", model="yours", prompt="x", raw=True, stream=False)
+    assert asked.json()["done"], asked.json()
+    for name in ("mine", "yours:latest", "third"):
+        removed = here.client.request("DELETE", "/api/delete", json={"model": name})
+        assert removed.json() == {"status": "success"}
+    assert _names(here) == ["fake:latest"]
+    assert gguf.exists()
+
+
+def test_show_of_a_cold_model_reads_its_file(here, gguf):
+    _create(here, gguf)
+    shown = _post(here, "/api/show", model="mine").json()
+    assert shown["capabilities"] == ["completion", "tools", "insert"]
+    assert shown["model_info"]["llama.context_length"] == 256
+    assert shown["model_info"]["tokenizer.ggml.tokens"] is None
+    assert "add_generation_prompt" in shown["template"]
+    assert shown["details"]["family"] == "llama"
+    assert shown["modelfile"].startswith(f"FROM {gguf}")
+
+
+def test_a_copy_outlives_what_it_was_copied_from(here, hub):
+    assert _post(here, "/api/pull", model=f"hf.co/{REPO}:Q8_0", stream=False).status_code == 200
+    name = "someone.tiny-gguf-q8_0"
+    _post(here, "/api/copy", source=name, destination="kept")
+    here.client.request("DELETE", "/api/delete", json={"name": name})
+    (path,) = store.find_pulled("kept").paths
+    assert path.stat().st_nlink == 1
+    store.model_files("kept")
+
+
+def test_a_pull_says_how_far_it_is(here, hub):
+    answer = _post(here, "/api/pull", model=f"hf.co/{REPO}:Q8_0")
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert lines[-1] == {"status": "success"}
+    loads = [line for line in lines if "digest" in line]
+    assert loads[-1]["completed"] == loads[-1]["total"] > 0
+    assert "verifying sha256 digest" in [line["status"] for line in lines]
+    assert "someone.tiny-gguf-q8_0:latest" in _names(here)
+
+
+def test_a_client_that_leaves_ends_its_pull(here, hub, until):
+    hub.always = Fault(pace=4096)
+    with here.client.stream("POST", "/api/pull", json={"model": f"hf.co/{REPO}:Q8_0"}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        hub.wait_served(1)
+    until(lambda: all(thread.name != "models" for thread in threading.enumerate()), "the pull to end")
+    assert store.list_pulled() == []
+
+
+def test_an_unknown_model_is_a_404_before_anything_is_streamed(here):
+    answer = _post(here, "/api/pull", model="no-such-model")
+    assert answer.status_code == 404
+    assert "not found" in answer.json()["error"]
+
+
+def test_a_pull_that_fails_later_says_so_in_its_last_line(here, hub, monkeypatch):
+    hub.lies["Tiny-Q8_0.gguf"] = "0" * 64
+    *_, last = _post(here, "/api/pull", model=f"hf.co/{REPO}:Q8_0").text.splitlines()
+    assert "SHA-256" in json.loads(last)["error"]
+    whole = _post(here, "/api/pull", model=f"hf.co/{REPO}:Q8_0", stream=False)
+    assert whole.status_code >= 400
+    assert "SHA-256" in whole.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/hostname",
+        "../x.gguf",
+        "file:/x.gguf",
+        "http://127.0.0.1/x.gguf",
+        "wheel:a==1/b",
+        "~/x.gguf",
+    ],
+)
+def test_a_pull_reads_no_files_and_asks_no_other_servers(here, name):
+    answer = _post(here, "/api/pull", model=name)
+    assert answer.status_code == 400
+    assert "/api/create" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"from": "made.gguf"}, "whole path"),
+        ({"from": "/no/such/file.gguf"}, "there is no file"),
+        ({"from": "nobody"}, "not found"),
+        ({"from": "fake", "system": "x"}, "'system' is not supported"),
+        ({"from": "fake", "quantize": "q4_0"}, "edgeinfer quantize"),
+        ({"files": {"a": "sha256:0"}}, "'files' is not supported"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(here, body, said):
+    answer = _post(here, "/api/create", model="mine", **body)
+    *_, last = answer.text.splitlines()
+    assert said in json.loads(last)["error"]
+
+
+def test_a_name_that_is_taken_stays(here, gguf):
+    _create(here, gguf)
+    answer = _post(here, "/api/copy", source="mine", destination="mine")
+    assert answer.status_code == 400
+    assert "already" in answer.json()["error"]
+
+
+def test_what_is_not_here_is_not_removed(here):
+    answer = here.client.request("DELETE", "/api/delete", json={"model": "nobody"})
+    assert answer.status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/api/push", f"/api/blobs/sha256:{'0' * 64}"])
+def test_nothing_is_pushed_or_uploaded(here, path):
+    assert _post(here, path, model="fake").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/api/pull", {"model": "fake"}),
+        ("POST", "/api/create", {"model": "mine", "from": "fake"}),
+        ("POST", "/api/copy", {"source": "fake", "destination": "mine"}),
+        ("DELETE", "/api/delete", {"model": "fake"}),
+    ],
+)
+def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method, path, body):
+    answer = serve(FakeEngine()).client.request(method, path, json=body)
+    assert answer.status_code == 403
+    assert "serve --ollama" in answer.json()["error"]
+
+
+def test_the_root_says_who_is_here(here, serve):
+    assert here.client.get("/").text == "Ollama is running"
+    assert here.client.head("/").status_code == 200
+    assert serve(FakeEngine()).client.get("/").text == "edgeinfer is running"

@@ -1,0 +1,183 @@
+"""The official `ollama` package against the real small model: what its users call, unmodified."""
+
+from __future__ import annotations
+
+import json
+
+import ollama
+import pytest
+
+pytestmark = pytest.mark.model
+HI = [{"role": "user", "content": "hi"}]
+MODEL = "smollm2"
+SHORT = {"num_predict": 20, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(real):
+    with ollama.Client(real.url) as client:
+        yield client
+
+
+def get_weather(city: str) -> str:
+    """Say how the weather is.
+
+    Args:
+      city: The city's name
+    """
+    return f"sunny in {city}"
+
+
+def test_models_are_listed_shown_and_running(client):
+    (listed,) = client.list().models
+    assert listed.model == "smollm2:latest"
+    shown = client.show(MODEL)
+    assert "completion" in shown.capabilities
+    assert shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"] == 4096
+    assert [model.model for model in client.ps().models] == ["smollm2:latest"]
+    assert client.ps().models[0].expires_at.year > 2025
+
+
+def test_a_stream_says_what_a_whole_answer_says(client):
+    whole = client.chat(MODEL, HI, options=SHORT)
+    parts = list(client.chat(MODEL, HI, options=SHORT, stream=True))
+    assert "".join(part.message.content for part in parts) == whole.message.content
+    last = parts[-1]
+    assert (last.done, last.eval_count, last.done_reason) == (True, whole.eval_count, whole.done_reason)
+    assert last.total_duration >= last.eval_duration > 0
+    assert last.prompt_eval_count == whole.prompt_eval_count
+
+
+def test_a_second_turn_with_a_tools_answer(client):
+    turns = [{"role": "user", "content": "What is the weather in Paris?"}]
+    called = ollama.Message.ToolCall(
+        function=ollama.Message.ToolCall.Function(name="get_weather", arguments={"city": "Paris"})
+    )
+    turns += [
+        ollama.Message(role="assistant", tool_calls=[called]),
+        ollama.Message(role="tool", tool_name="get_weather", content=get_weather("Paris")),
+    ]
+    said = client.chat(MODEL, turns, tools=[get_weather], options=SHORT)
+    assert said.message.content or said.message.tool_calls
+    assert said.prompt_eval_count > 50
+
+
+def test_format_is_followed(client):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    said = client.chat(MODEL, HI, format=schema, options=SHORT | {"num_predict": 60})
+    assert list(json.loads(said.message.content)) == ["city"]
+
+
+def test_generate_raw_and_templated(client):
+    raw = client.generate(MODEL, "Once upon a", raw=True, options=SHORT)
+    talked = client.generate(MODEL, "Once upon a", system="Be brief.", options=SHORT)
+    assert raw.response
+    assert raw.prompt_eval_count < talked.prompt_eval_count
+    assert [part.done for part in client.generate(MODEL, "hi", options=SHORT, stream=True)][-1]
+
+
+def test_embeddings_are_vectors_of_length_one(client):
+    both = client.embed(MODEL, ["a cat", "a dog"]).embeddings
+    assert len(both) == 2
+    assert abs(sum(x * x for x in both[0]) - 1) < 1e-3
+    assert client.embeddings(MODEL, "a cat").embedding == pytest.approx(list(both[0]), abs=1e-4)
+
+
+def test_keep_alive_loads_and_unloads(client):
+    assert client.generate(MODEL, keep_alive="10m").done_reason == "load"
+    assert client.chat(MODEL, keep_alive=-1).done_reason == "load"
+    assert client.ps().models[0].expires_at.year > 2100
+    client.generate(MODEL, keep_alive="5m")
+
+
+def test_errors_have_their_status(client):
+    with pytest.raises(ollama.ResponseError) as missing:
+        client.chat("nobody", HI)
+    assert (missing.value.status_code, "not found" in missing.value.error) == (404, True)
+    with pytest.raises(ollama.ResponseError) as refused:
+        list(client.chat(MODEL, HI, think=True, stream=True))
+    assert "does not support thinking" in refused.value.error
+    with pytest.raises(ollama.ResponseError) as images:
+        client.generate(MODEL, "x", images=[b"aGk="])
+    assert "'images' is not supported here" in images.value.error
+
+
+async def test_the_asynchronous_client_streams(real):
+    client = ollama.AsyncClient(real.url)
+    parts = [part async for part in await client.chat(MODEL, HI, options=SHORT, stream=True)]
+    assert parts[-1].done
+    await client.close()
+
+
+def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
+    from edgeinfer.runtime.fake import FakeEngine
+    from edgeinfer.server.guards.keys import Keys
+    from edgeinfer.server.guards.security import Gate
+
+    here = serve(FakeEngine(), gate=Gate(keys=Keys(["test-key-0123456789abcdef"])))
+    with ollama.Client(here.url) as client, pytest.raises(ollama.ResponseError) as refused:
+        client.list()
+    assert refused.value.status_code == 401
+    monkeypatch.setenv("OLLAMA_API_KEY", "test-key-0123456789abcdef")
+    with ollama.Client(here.url) as client:
+        assert client.list().models
+
+
+#: What the integrations send, field by field, from their source.
+HOME_ASSISTANT = {
+    "model": "smollm2:latest",
+    "messages": [{"role": "system", "content": "You control a home."}, *HI],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "HassTurnOn",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, "area": {"type": "string"}},
+                    "required": [],
+                },
+                "description": "Turns on a device",
+            },
+        }
+    ],
+    "stream": True,
+    "keep_alive": "-1s",
+    "options": {"num_ctx": 8192.0},
+    "think": False,
+}
+OPEN_WEBUI = {
+    "model": "smollm2:latest",
+    "messages": HI,
+    "stream": True,
+    "options": {"temperature": 0.7, "top_k": 40, "num_ctx": 2048, "num_predict": 8, "stop": ["###"]},
+    "keep_alive": "5m",
+}
+
+
+@pytest.mark.parametrize("body", [HOME_ASSISTANT, OPEN_WEBUI], ids=["home-assistant", "open-webui"])
+def test_requests_of_integrations_are_answered(real, body):
+    limited = body | {"options": body["options"] | {"num_predict": 8}}
+    answer = real.client.post("/api/chat", json=limited)
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.text.splitlines()[-1])["done"]
+    ignored = answer.headers.get("x-edgeinfer-ignored", "")
+    assert ("options.num_ctx (4096 here" in ignored) == (body is HOME_ASSISTANT)
+
+
+def test_copilot_finds_its_models_and_asks_them_by_openais_route(real):
+    """Version, list, show, then a chat under the listed name, as its provider does."""
+    version = [int(part) for part in real.client.get("/api/version").json()["version"].split(".")]
+    assert version >= [0, 6, 4]
+    for model in real.client.get("/api/tags").json()["models"]:
+        shown = real.client.post("/api/show", json={"model": model["model"]}).json()
+        info = shown["model_info"]
+        assert info["general.basename"]
+        assert info[f"{info['general.architecture']}.context_length"] == 4096
+        assert "tools" in shown["capabilities"]
+        assert real.chat(model=model["model"], max_tokens=2).status_code == 200
