@@ -9,11 +9,13 @@ with tools:
   well, by the tool's
   schema where that can be enforced. Families without a marker of their own, and tools whose schema is
   beyond the grammar, are left free; then a call counts when it is whole and valid.
-- required, named: the whole answer is calls, one for `named`.
+- required, named: the whole answer is calls, one for `named`. A constraint of the request's own is
+  for an answer in words, and waits for one.
 """
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ from edgeinfer.runtime.language.templates import (
     choose,
 )
 from edgeinfer.runtime.language.tool_formats import grammar
+from edgeinfer.runtime.language.tool_formats.arguments import arguments_schema, example
 from edgeinfer.runtime.language.tool_formats.families import ToolFormat
 from edgeinfer.runtime.language.tool_formats.families import detect as detect_format
 from edgeinfer.runtime.language.tool_formats.stream import CallParser
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 _KEPT = 32
 _MAX_TOOLS = 128
 _MAX_NAME = 128
+#: Calls that a prompt shows where the template has no words for tools: small models copy what they see.
+_EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +191,7 @@ class Conversations:
         if not tools:
             return request.constraint, False
         mode = request.tool_choice.mode
-        if request.constraint is not None:
-            if mode != "auto":
-                raise InvalidRequestError(
-                    "a required tool call leaves no room for another constraint", param="tool_choice"
-                )
+        if request.constraint is not None and mode == "auto":
             return self._call_or_answer(request, request.constraint, talk, tools)
         if mode == "auto" and not talk.template.traits.tools:
             return None, False
@@ -268,7 +269,7 @@ def prompt_closed(prompt: str, span: Span) -> bool:
 
 def _check_tool(i: int, tool: Tool) -> None:
     try:
-        check_schema(grammar.arguments_schema(tool))
+        check_schema(arguments_schema(tool))
     except UnsupportedConstraintError as error:
         place = f"tools[{i}].parameters{error.param or ''}"
         raise UnsupportedConstraintError(f"tool {tool.name}: {error.message}", param=place) from error
@@ -328,10 +329,13 @@ def _with_description(
         ).decode()
         for t in tools
     )
-    example = grammar.write_call(form, "function-name", '{"argument": "value"}')
+    calls = "\n".join(
+        grammar.write_call(form, tool.name, json.dumps(example(tool), ensure_ascii=False))
+        for tool in tools[:_EXAMPLES]
+    )
     text = (
-        f"You can call these functions:\n{listed}\n\nTo call one, answer with nothing but:\n{example}\n"
-        "Otherwise answer in plain words."
+        f"You can call these functions:\n{listed}\n\nTo call one, answer with nothing but its call, "
+        f"with arguments of your own:\n{calls}\nOtherwise answer in plain words."
     )
     first = messages[0] if messages else None
     if first is not None and first.role in ("system", "developer"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.runtime.language.constraints import inline_schema, quoted
 from edgeinfer.runtime.language.prepared import Lark
+from edgeinfer.runtime.language.tool_formats.arguments import arguments_schema
 from edgeinfer.runtime.language.tool_formats.families import (
     GEMMA,
     GENERIC,
@@ -122,13 +123,6 @@ def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: Vocab) -> str:
         name = quoted(f"{tool.name}\n```json\n")
         return f'"function" {separator} {name} {arguments} "\\n```" {close}'
     return f"{quoted(tool.name)} {marker('[ARGS]', vocab)} {arguments}"
-
-
-def arguments_schema(tool: Tool) -> dict[str, object]:
-    """The schema of a tool's arguments, which are always an object; a tool without one takes none."""
-    if not tool.parameters:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **tool.parameters}
 
 
 def write_call(form: ToolFormat, name: str, arguments: str) -> str:

@@ -1,0 +1,89 @@
+"""What a tool's arguments may be: objects are closed unless they say otherwise, and shown by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgeinfer.runtime.language.constraints import check_schema
+from edgeinfer.runtime.language.tool_formats.arguments import arguments_schema, example
+from edgeinfer.runtime.requests import Tool
+
+TEXT = {"type": "string"}
+CLOSED = {"additionalProperties": False}
+
+
+def _made(**schema):
+    return arguments_schema(Tool(name="f", parameters=schema))
+
+
+def test_an_object_is_closed_unless_it_says_otherwise():
+    inner = {"type": "object", "properties": {"b": TEXT}}
+    made = _made(properties={"a": inner, "list": {"type": "array", "items": inner}})
+    assert made["additionalProperties"] is False
+    assert made["properties"]["a"] == inner | CLOSED
+    assert made["properties"]["list"]["items"] == inner | CLOSED
+    for said in (True, False, TEXT):
+        kept = _made(properties={"a": inner | {"additionalProperties": said}})["properties"]["a"]
+        assert kept["additionalProperties"] == said
+
+
+def test_a_map_stays_open_and_a_tool_without_arguments_takes_none():
+    assert _made(properties={"env": {"type": "object"}})["properties"]["env"] == {"type": "object"}
+    for schema in ({}, {"type": "object"}, {"type": "object", "properties": {}}):
+        assert arguments_schema(Tool(name="f", parameters=schema)) == {
+            "type": "object",
+            "properties": {},
+            "additionalProperties": False,
+        }
+
+
+def test_a_required_name_is_a_member_though_nothing_describes_it():
+    made = _made(properties={"a": TEXT}, required=["a", "b"])
+    assert set(made["properties"]) == {"a", "b"}
+    check_schema(made)
+
+
+def test_schemas_that_share_an_object_are_left_open():
+    """Closed, neither would allow what the other asks for."""
+    one = {"type": "object", "properties": {"a": TEXT}}
+    two = {"type": "object", "properties": {"b": TEXT}}
+    both = _made(properties={"x": {"allOf": [one, two]}})["properties"]["x"]
+    assert both == {"allOf": [one, two]}
+    single = _made(properties={"x": {"allOf": [one]}})["properties"]["x"]
+    assert single == {"allOf": [one | CLOSED]}
+    either = _made(properties={"x": {"anyOf": [one, two]}})["properties"]["x"]
+    assert either == {"anyOf": [one | CLOSED, two | CLOSED]}
+    beside = _made(properties={"a": TEXT}, anyOf=[two])
+    assert "additionalProperties" not in beside
+    assert beside["anyOf"] == [two]
+    base = {"$defs": {"base": one}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/base"}, two]}}}
+    assert _made(**base)["$defs"]["base"] == one
+    plain = {"$defs": {"base": one}, "properties": {"x": {"$ref": "#/$defs/base"}}}
+    assert _made(**plain)["$defs"]["base"] == one | CLOSED
+
+
+def test_a_schema_of_any_depth_is_left_to_the_check():
+    deep: dict[str, object] = {"type": "string"}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"a": deep}}
+    assert _made(properties={"a": deep})["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("schema", "shown"),
+    [
+        (
+            {"properties": {"city": TEXT, "days": {"type": "integer"}}, "required": ["city"]},
+            {"city": "<city>"},
+        ),
+        ({"properties": {"unit": {"enum": ["C", "F"]}}}, {"unit": "C"}),
+        ({"properties": {"tags": {"type": "array", "items": TEXT}}}, {"tags": ["<tags>"]}),
+        ({"properties": {"on": {"type": ["boolean", "null"]}}}, {"on": True}),
+        ({"properties": {"x": {"$ref": "#/$defs/p"}}, "$defs": {"p": {"type": "number"}}}, {"x": 1.5}),
+        ({"properties": {"x": {"$ref": "#"}}}, None),
+        ({}, {}),
+    ],
+)
+def test_an_example_has_the_tools_own_names(schema, shown):
+    made = example(Tool(name="f", parameters=schema))
+    assert shown is None or made == shown
