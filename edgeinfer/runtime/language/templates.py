@@ -11,7 +11,6 @@ It runs sandboxed: see `edgeinfer.runtime.language.template_sandbox`.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,13 @@ import jinja2
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.runtime.language.message_shapes import (
+    TemplateTraits,
+    join_turns,
+    shape,
+    split_calls,
+    tool_dict,
+)
 from edgeinfer.runtime.language.template_sandbox import (
     MAX_SOURCE,
     ExhaustedError,
@@ -28,7 +34,7 @@ from edgeinfer.runtime.language.template_sandbox import (
     TemplateEnvironment,
     fuelled,
 )
-from edgeinfer.runtime.requests import Message, Tool, ToolCall
+from edgeinfer.runtime.requests import Message, Tool
 
 #: What a template's code can raise. RecursionError is a RuntimeError, jinja2's StopIteration too.
 _TEMPLATE_FAILURES = (
@@ -45,7 +51,6 @@ _TEMPLATE_FAILURES = (
 _MARK = "\u2060\u2063{}\u2063\u2060"
 #: CPU seconds for all probes of one template together; the longest template in use takes 0.02.
 _PROBE_CPU_S = 1.0
-_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 #: What models without a template of their own but with ChatML's tokens were trained on.
 CHATML = (
@@ -66,21 +71,6 @@ TRANSCRIPT = (
     "{%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}"
 )
 TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateTraits:
-    """What a template understands, found by rendering probes with it."""
-
-    system: bool = True
-    developer: bool = False
-    tools: bool = False
-    tool_calls: bool = False
-    tool_role: bool = False
-    string_arguments: bool = False
-    null_content: bool = False
-    short_ids: bool = False
-    reasoning_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,115 +204,6 @@ def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTe
     ), "a plain transcript: the model has no template (a base model?)"
 
 
-def tool_dict(tool: Tool) -> dict[str, Any]:
-    """A tool in the form Hugging Face's templates take."""
-    parameters = tool.parameters or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
-    }
-
-
-def shape(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Messages as dictionaries in the shapes this template understands. Raises InvalidRequestError."""
-    shaped = [_shape_one(message, traits) for message in messages]
-    return shaped if traits.system else _merge_system(shaped)
-
-
-def _shape_one(message: Message, traits: TemplateTraits) -> dict[str, Any]:
-    role: str = message.role
-    if role == "developer" and not traits.developer:
-        role = "system"
-    if role == "tool" and not traits.tool_role:
-        role = "user"
-    made: dict[str, Any] = {"role": role, "content": message.content}
-    if message.name and role == message.role:
-        made["name"] = message.name
-    if message.tool_call_id and role == "tool":
-        made["tool_call_id"] = _call_id(message.tool_call_id, traits)
-    if message.reasoning and traits.reasoning_key:
-        made[traits.reasoning_key] = message.reasoning
-    if message.tool_calls:
-        made["tool_calls"] = [_call_dict(call, traits) for call in message.tool_calls]
-        if not message.content and traits.null_content:
-            made["content"] = None
-    return made
-
-
-def _call_id(call_id: str, traits: TemplateTraits) -> str:
-    """Map an id to the nine letters and digits that Mistral's templates accept."""
-    if not traits.short_ids or _MISTRAL_ID.fullmatch(call_id):
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
-
-
-def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    arguments: Any = call.arguments
-    if not traits.string_arguments:
-        try:
-            arguments = msgspec.json.decode(call.arguments or "{}")
-        except msgspec.DecodeError as error:
-            raise InvalidRequestError(
-                f"the arguments of the call to {call.name} are not JSON: {error}", param="messages"
-            ) from error
-    return {
-        "id": _call_id(call.id, traits),
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
-
-
-def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """System messages put before the text of the next user turn, as Gemma's makers advise."""
-    merged: list[dict[str, Any]] = []
-    waiting: list[str] = []
-    for message in shaped:
-        if message["role"] == "system":
-            waiting.append(message["content"])
-        elif message["role"] == "user" and waiting:
-            merged.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
-            waiting = []
-        else:
-            merged.append(message)
-    if waiting:
-        merged.append({"role": "user", "content": "\n\n".join(waiting)})
-    return merged
-
-
-def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Plain turns of one role in a row made one, for templates that insist on alternation."""
-    joined: list[dict[str, Any]] = []
-    for message in shaped:
-        plain = message["role"] in ("user", "assistant", "system") and not message.get("tool_calls")
-        before = joined[-1] if joined else {}
-        if plain and before.get("role") == message["role"] and not before.get("tool_calls"):
-            joined[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
-        else:
-            joined.append(message)
-    return joined
-
-
-def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split a turn of several calls into turns of one, each followed by its own result."""
-    results = {message["tool_call_id"]: message for message in shaped if message.get("tool_call_id")}
-    split: list[dict[str, Any]] = []
-    placed: set[str] = set()
-    for message in shaped:
-        calls = message.get("tool_calls", ())
-        if len(calls) < 2:
-            if message.get("tool_call_id") not in placed:
-                split.append(message)
-            continue
-        content = message["content"]
-        for call in calls:
-            split.append({**message, "content": content, "tool_calls": [call]})
-            content = None if content is None else ""
-            if call["id"] in results:
-                split.append(results[call["id"]])
-                placed.add(call["id"])
-    return split
-
-
 def probe(template: ChatTemplate) -> TemplateTraits:
     """Find out what `template` understands by rendering small conversations with it."""
     source = template.source
@@ -351,6 +232,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
     calls = _probe_calls(shows, user, marks)
     return TemplateTraits(
         system=shows([{"role": "system", "content": marks["system"]}, user], marks["system"]),
+        late_system=_probe_late_system(template, marks),
         developer=bool(re.search(r"""role[^%}]{0,40}['"]developer['"]""", source)),
         tools=shows([user], marks["tool"], tools=[tool]),
         tool_calls=calls is not None,
@@ -362,6 +244,22 @@ def probe(template: ChatTemplate) -> TemplateTraits:
             (key for key in ("reasoning_content", "thinking", "reasoning") if _reads(source, key)), ""
         ),
     )
+
+
+def _probe_late_system(template: ChatTemplate, marks: dict[str, str]) -> bool:
+    """Whether a system turn between two others is written, and written there.
+
+    Some templates leave it out without a word, some collect all of them before the conversation.
+    """
+    said = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
+    messages = [{"role": role, "content": marks[mark]} for role, mark in said]
+    try:
+        text = template.render_raw(messages, {"add_generation_prompt": True})
+    except ExhaustedError:
+        raise
+    except _TEMPLATE_FAILURES:
+        return False
+    return -1 < text.find(marks["value"]) < text.find(marks["system"]) < text.find(marks["result"])
 
 
 def _reads(source: str, key: str) -> bool:

@@ -48,6 +48,24 @@ def test_a_conversation_with_a_system_prompt(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("first", [(), (SYSTEM,)])
+def test_a_later_system_turn_stays_where_it_is(name, first):
+    """Written as one where the template can, else with the user's words beside it: never left out."""
+    turns = (
+        *first,
+        Message(role="user", content="alpha"),
+        Message(role="assistant", content="beta"),
+        Message(role="system", content="gamma"),
+        Message(role="user", content="delta"),
+        Message(role="system", content="epsilon"),
+    )
+    prompt = load(name).render(turns)
+    places = [prompt.find(word) for word in ("alpha", "beta", "gamma", "delta", "epsilon")]
+    assert places[0] > -1
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_developer_is_a_system_prompt_to_templates_that_know_none(name):
     developer = Message(role="developer", content=SYSTEM.content)
     assert load(name).render((developer, USER)) == load(name).render((SYSTEM, USER))
