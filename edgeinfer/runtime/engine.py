@@ -10,7 +10,8 @@ from edgeinfer.blocks.store import BlockStore, Traffic
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.batch import Batch
-from edgeinfer.runtime.decoding.block_opening import (
+from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
+from edgeinfer.runtime.decoding.blocks.block_opening import (
     can_cut,
     make_states,
     open_blocks,
@@ -18,13 +19,13 @@ from edgeinfer.runtime.decoding.block_opening import (
     scratch_id,
     sliding_window,
 )
-from edgeinfer.runtime.decoding.chunks import Exactness
-from edgeinfer.runtime.decoding.draft import DraftModel
-from edgeinfer.runtime.decoding.kvcache import KvCache, LlamaMemory
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache, LlamaMemory
+from edgeinfer.runtime.decoding.cache.points import Points
+from edgeinfer.runtime.decoding.drafting.draft import DraftModel
 from edgeinfer.runtime.decoding.loop import DecodeLoop
-from edgeinfer.runtime.decoding.points import Points
 from edgeinfer.runtime.decoding.prepare import Preparer
-from edgeinfer.runtime.decoding.scheduler import Scheduler
+from edgeinfer.runtime.decoding.scheduling.chunks import Exactness
+from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.language.constraints import Constraints
@@ -140,16 +141,20 @@ class LlamaEngine:
 
     def metrics(self) -> EngineMetrics:
         s = self._scheduler
-        running = len(s.running)
+        running = len(s.roster.running)
         return s.counters.frozen(
             queued=max(0, self._loop.inside - running),
             running=running,
             kv_used=s.kv.used_cells,
             kv_total=s.kv.n_cells,
-            blocks=s.blocks.blocks.traffic if s.blocks is not None else Traffic(),
+            blocks=self._blocks.blocks.traffic if self._blocks is not None else Traffic(),
         )
 
     # computed blocks
+
+    @property
+    def _blocks(self) -> BlockCache | None:
+        return self._scheduler.prefixes.blocks
 
     def use_blocks(self, store: BlockStore) -> None:
         """Keep what is computed from now on in `store`, and look there for what requests begin with.
@@ -158,19 +163,21 @@ class LlamaEngine:
         OSError.
         """
         s = self._scheduler
-        if self._loaded.can_generate and s.blocks is None:
-            s.blocks = open_blocks(store, self._files, self._options, self._loaded, s.kv, self._checked)
+        if self._loaded.can_generate and self._blocks is None:
+            s.prefixes.blocks = open_blocks(
+                store, self._files, self._options, self._loaded, s.kv, self._checked
+            )
 
     def flush_blocks(self, timeout_s: float = _FLUSH_S) -> bool:
         """Wait until what was computed is in the store; False when it takes longer. Only while idle."""
-        if self._scheduler.blocks is None:
+        if self._blocks is None:
             return True
         self._loop.stop()
-        return self._scheduler.blocks.blocks.writer.flush(timeout_s)
+        return self._blocks.blocks.writer.flush(timeout_s)
 
     def leave_blocks(self) -> None:
         """Before the process ends: write what was computed, without checking anything first."""
-        blocks = self._scheduler.blocks
+        blocks = self._blocks
         if blocks is None or self._loop.inside:
             return
         blocks.is_leaving = True
@@ -231,8 +238,8 @@ class LlamaEngine:
         if self._closed:
             return
         self._closed = True
-        if self._scheduler.blocks is not None:
-            self._scheduler.blocks.is_leaving = True
+        if self._blocks is not None:
+            self._blocks.is_leaving = True
         self._loop.close()
         self._close_blocks()
         self._embedder.close()
@@ -241,7 +248,7 @@ class LlamaEngine:
         self._loaded.free()
 
     def _close_blocks(self) -> None:
-        blocks, self._scheduler.blocks = self._scheduler.blocks, None
+        blocks, self._scheduler.prefixes.blocks = self._blocks, None
         if blocks is not None:
             blocks.close(_FLUSH_S)
 

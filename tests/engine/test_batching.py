@@ -13,7 +13,8 @@ import pytest
 
 from edgeinfer.errors import ContextLengthError, DecodeError, EngineError, QueueFullError
 from edgeinfer.runtime import libllama, plan
-from edgeinfer.runtime.decoding.scheduler import Part, Scheduler
+from edgeinfer.runtime.decoding.scheduling.execution import Execution
+from edgeinfer.runtime.decoding.scheduling.parts import Part
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -256,16 +257,16 @@ def test_a_long_prompt_does_not_stop_a_running_stream(
     """Every step that computes a part of the prompt computes the stream's next token too."""
     plain.park()
     steps: list[list[bool]] = []
-    decode = Scheduler._decode
+    run = Execution.run
 
-    def spy(scheduler: Scheduler, parts: list[Part]) -> float:
+    def spy(execution: Execution, parts: list[Part]) -> float | None:
         steps.append([part.is_prefill for part in parts])
-        return decode(scheduler, parts)
+        return run(execution, parts)
 
     running = iter(plain.submit(written("tea", max_tokens=900)))
     while not isinstance(next(running), TextDelta):
         pass
-    monkeypatch.setattr(Scheduler, "_decode", spy)
+    monkeypatch.setattr(Execution, "run", spy)
     list(plain.submit(written("", prompt="word " * 800, max_tokens=1)))
     running.close()  # type: ignore[attr-defined]
     with_prompt = [kinds for kinds in steps if any(kinds)]
@@ -359,7 +360,7 @@ def test_a_failed_decode_ends_its_requests_and_not_the_engine(
     engine = load(smollm2, n_parallel=2)
     try:
         with monkeypatch.context() as broken:
-            broken.setattr(engine._scheduler._batch, "decode", lambda context: -3)
+            broken.setattr(engine._scheduler.execution._batch, "decode", lambda context: -3)
             for generation in [engine.submit(written("tea")), engine.submit(written("ink"))]:
                 with pytest.raises(DecodeError):
                     list(generation)

@@ -13,7 +13,7 @@ import pytest
 from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding import restore
+from edgeinfer.runtime.decoding.blocks import restore
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, Usage
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -100,7 +100,7 @@ def test_a_fresh_engine_goes_on_bit_for_bit(store: BlockStore, model: Path, kv_t
     _, usage = heard(engine, requests[0])
     assert usage.cached_tokens == 0
     assert engine.flush_blocks()
-    engine._scheduler.blocks = None  # or the other tails would take the first one's place
+    engine._scheduler.prefixes.blocks = None  # or the other tails would take the first one's place
     wanted = [heard(engine, request)[0] for request in requests]
     engine.close()
 
@@ -141,7 +141,7 @@ def test_whose_blocks_are_is_noted_when_they_are_written(
     engine: LlamaEngine, store: BlockStore
 ) -> None:
     """However late the disk is: all of a conversation goes with it, and its beginning was used last."""
-    blocks = engine._scheduler.blocks
+    blocks = engine._scheduler.prefixes.blocks
     assert blocks is not None
     heard(engine, ask(tuple(engine.tokenize(text(300, 900)))))
     assert engine.flush_blocks()  # this model is proven
@@ -204,7 +204,7 @@ def test_what_is_soon_computed_again_is_not_written(engine: LlamaEngine, store: 
 def test_a_parked_engine_has_no_store_and_nobody_s_words(engine: LlamaEngine) -> None:
     heard(engine, ask(tuple(engine.tokenize(text(600)))))
     engine.park()
-    assert engine._scheduler.blocks is None
+    assert engine._scheduler.prefixes.blocks is None
     assert engine.metrics().kv_used_tokens == 0
 
 
@@ -213,8 +213,8 @@ def test_damaged_blocks_are_computed_again(engine: LlamaEngine, store: BlockStor
     wanted, _ = heard(engine, ask(tokens))
     assert engine.flush_blocks()
     engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
-    second = engine._scheduler.blocks._chain(list(tokens), (), "")[2]  # type: ignore[union-attr]
-    path = engine._scheduler.blocks.blocks.path(second)  # type: ignore[union-attr]
+    second = engine._scheduler.prefixes.blocks._chain(list(tokens), (), "")[2]  # type: ignore[union-attr]
+    path = engine._scheduler.prefixes.blocks.blocks.path(second)  # type: ignore[union-attr]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -260,7 +260,7 @@ def test_a_process_that_never_rests_checks_when_it_pays(store: BlockStore, smoll
 def test_a_model_whose_check_fails_keeps_nothing(
     store: BlockStore, engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks = engine._scheduler.blocks
+    blocks = engine._scheduler.prefixes.blocks
     assert blocks is not None
     monkeypatch.setattr(blocks._check, "step", lambda: "after a restore the next logits differ by 2")
     tokens = tuple(engine.tokenize(text(600)))

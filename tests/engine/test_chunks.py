@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.runtime.decoding.chunks import Chunks, Exactness
+from edgeinfer.runtime.decoding.scheduling.chunks import Chunks, Exactness
 
 
 def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:

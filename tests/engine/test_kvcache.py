@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edgeinfer.runtime.decoding.kvcache import KvCache, Resident, common_prefix
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident, common_prefix
 
 
 class CountingMemory:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime.decoding.interruptions import Interruptions
+from edgeinfer.runtime.decoding.scheduling.interruptions import Interruptions
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.generation import EventStream

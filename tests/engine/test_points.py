@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding import block_cache, restore
-from edgeinfer.runtime.decoding.points import Points, tokens_to_next
+from edgeinfer.runtime.decoding.blocks import block_cache, restore
+from edgeinfer.runtime.decoding.cache.points import Points, tokens_to_next
 from edgeinfer.runtime.engine import LlamaEngine
 
 from .test_blocks import ROOMY, ask, heard, load, text
@@ -136,9 +136,9 @@ def test_a_fresh_engine_goes_on_from_a_point_of_the_store(
     question = question[:600]
     heard(engine, ask(question, max_tokens=50))
     assert engine.flush_blocks()
-    assert engine._scheduler.blocks is not None
-    assert engine._scheduler.blocks.checked == "exact"
-    engine._scheduler.blocks = None
+    assert engine._scheduler.prefixes.blocks is not None
+    assert engine._scheduler.prefixes.blocks.checked == "exact"
+    engine._scheduler.prefixes.blocks = None
     other = question + tuple(engine.tokenize("the answer without its reasoning, and a question"))
     wanted = [heard(engine, ask(request))[0] for request in (question, other)]
     engine.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeinfer.runtime.decoding.speculative import Drafting, NgramDrafter, StepCosts
+from edgeinfer.runtime.decoding.drafting.speculative import Drafting, NgramDrafter, StepCosts
 
 
 class Always:

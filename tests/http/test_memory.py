@@ -18,7 +18,7 @@ from made_models import make_llama
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.paths import config_dir
-from edgeinfer.runtime.decoding import block_cache, restore
+from edgeinfer.runtime.decoding.blocks import block_cache, restore
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import FakeEngine

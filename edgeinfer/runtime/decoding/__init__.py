@@ -1,1 +1,3 @@
-"""The decode loop: scheduling, the KV cache, sampling, speculation, output."""
+"""The decode loop: `scheduling` its step, `sequences` the requests, `cache` and `blocks` what is
+remembered, `drafting` the guesses.
+"""

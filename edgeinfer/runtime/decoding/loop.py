@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError, QueueFullError
-from edgeinfer.runtime.decoding.scheduler import Scheduler
-from edgeinfer.runtime.decoding.sequence import Sequence
+from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
+from edgeinfer.runtime.decoding.sequences.sequence import Sequence
 
 T = TypeVar("T")
 
@@ -31,7 +31,8 @@ class DecodeLoop:
 
     def __init__(self, scheduler: Scheduler, *, capacity: int) -> None:
         self._scheduler, self._capacity = scheduler, capacity
-        scheduler.on_end = self._ended
+        self._roster = scheduler.roster
+        self._roster.on_end = self._ended
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -57,7 +58,7 @@ class DecodeLoop:
             self._start()
             self._changed.notify_all()
         if not seq.is_prefill_only:
-            self._scheduler.interruptions.for_newcomer(len(seq.tokens))
+            self._scheduler.execution.interruptions.for_newcomer(len(seq.tokens))
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the loop's thread between two steps and wait for it; what it raises is raised
@@ -80,7 +81,7 @@ class DecodeLoop:
 
     def wake(self) -> None:
         """Have the loop look again: something was cancelled."""
-        self._scheduler.look_at_cancelled()
+        self._scheduler.execution.look_at_cancelled()
         with self._changed:
             self._changed.notify_all()
 
@@ -123,10 +124,10 @@ class DecodeLoop:
     def _main(self) -> None:
         while self._has_more():
             self._run_jobs()
-            if self._scheduler.is_idle:
+            if self._roster.is_empty:
                 self._gather()
             self._take_inbox()
-            if not self._scheduler.is_idle:
+            if not self._roster.is_empty:
                 self._guarded(self._scheduler.step)
             elif self._jobs.empty():
                 self._guarded(self._scheduler.do_chore)
@@ -140,7 +141,7 @@ class DecodeLoop:
                 self._changed.wait()
             if self._closed:
                 self._take_inbox()
-                for seq in [*self._scheduler.running, *self._scheduler.waiting]:
+                for seq in [*self._roster.running, *self._roster.waiting]:
                     seq.cancelled = True
             if not self._has_work():
                 self._thread = None  # under the lock, so that the next work starts another thread
@@ -148,7 +149,7 @@ class DecodeLoop:
             return True
 
     def _has_work(self) -> bool:
-        is_idle = self._scheduler.is_idle and self._inbox.empty() and self._jobs.empty()
+        is_idle = self._roster.is_empty and self._inbox.empty() and self._jobs.empty()
         return not is_idle or self._scheduler.has_chores
 
     def _gather(self) -> None:
@@ -163,7 +164,7 @@ class DecodeLoop:
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():
-            self._scheduler.add(self._inbox.get())
+            self._roster.add(self._inbox.get())
 
     def _run_jobs(self) -> None:
         while not self._jobs.empty():

@@ -9,12 +9,12 @@ import time
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
-from edgeinfer.runtime.decoding.draft import DraftModel
-from edgeinfer.runtime.decoding.kvcache import common_prefix
-from edgeinfer.runtime.decoding.output import Output
-from edgeinfer.runtime.decoding.sampler import Sampler
-from edgeinfer.runtime.decoding.sequence import Sequence
-from edgeinfer.runtime.decoding.speculative import Drafter, Drafting, NgramDrafter
+from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
+from edgeinfer.runtime.decoding.drafting.draft import DraftModel
+from edgeinfer.runtime.decoding.drafting.speculative import Drafter, Drafting, NgramDrafter
+from edgeinfer.runtime.decoding.sequences.output import Output
+from edgeinfer.runtime.decoding.sequences.sampler import Sampler
+from edgeinfer.runtime.decoding.sequences.sequence import Sequence
 from edgeinfer.runtime.language.constraints import Constraints, TokenMatcher
 from edgeinfer.runtime.language.dialogue import Conversations
 from edgeinfer.runtime.language.infill import infill_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.decoding.kvcache import AdapterKey
+from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey
 from edgeinfer.runtime.libllama import L
 
 

@@ -20,10 +20,10 @@ import msgspec
 from edgeinfer.blocks.format import Block, Header, Kind, pack_tokens, unpack_tokens
 from edgeinfer.blocks.names import TAIL_KEY_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
-from edgeinfer.runtime.decoding.block_check import BlockCheck
-from edgeinfer.runtime.decoding.kvcache import AdapterKey, KvCache, Resident, common_prefix
-from edgeinfer.runtime.decoding.restore import Restore
-from edgeinfer.runtime.decoding.states import SequenceStates
+from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
+from edgeinfer.runtime.decoding.blocks.restore import Restore
+from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache, Resident, common_prefix
+from edgeinfer.runtime.decoding.cache.states import SequenceStates
 
 #: Tokens of a block where no sliding window asks for fewer.
 BLOCK_TOKENS = 256

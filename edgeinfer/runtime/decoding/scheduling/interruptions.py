@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from edgeinfer.runtime.decoding.chunks import SHORT_TOKENS
+from edgeinfer.runtime.decoding.scheduling.chunks import SHORT_TOKENS
 
 #: Work thrown away is at most this share of the prefill that was done.
 _LOST_SHARE = 0.05

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.batch import Batch, Logits
-from edgeinfer.runtime.decoding.states import SequenceStates
+from edgeinfer.runtime.decoding.cache.states import SequenceStates
 
 #: A step of the check computes so many tokens: who asks meanwhile waits for one of them.
 _CHUNK = 32

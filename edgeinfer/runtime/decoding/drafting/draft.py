@@ -13,7 +13,7 @@ import numpy as np
 
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.runtime.decoding.batch import Batch, Logits
-from edgeinfer.runtime.decoding.kvcache import common_prefix
+from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context, open_model
 from edgeinfer.runtime.options import LoadOptions

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.decoding.divergence import Closest
-from edgeinfer.runtime.decoding.kvcache import AdapterKey, Resident
-from edgeinfer.runtime.decoding.output import Output, chosen_logprobs, token_logprobs
-from edgeinfer.runtime.decoding.restore import Restore
-from edgeinfer.runtime.decoding.sampler import Sampler
-from edgeinfer.runtime.decoding.speculative import Drafting
+from edgeinfer.runtime.decoding.blocks.restore import Restore
+from edgeinfer.runtime.decoding.cache.divergence import Closest
+from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, Resident
+from edgeinfer.runtime.decoding.drafting.speculative import Drafting
+from edgeinfer.runtime.decoding.sequences.output import Output, chosen_logprobs, token_logprobs
+from edgeinfer.runtime.decoding.sequences.sampler import Sampler
 from edgeinfer.runtime.events import (
     Divergence,
     Finished,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from edgeinfer.runtime.decoding.kvcache import AdapterKey, Resident, common_prefix
+from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, Resident, common_prefix
 from edgeinfer.runtime.events import Divergence
 
 #: Tokens of text on each side.

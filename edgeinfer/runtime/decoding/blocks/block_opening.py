@@ -12,10 +12,10 @@ import msgspec
 from edgeinfer.blocks.names import model_key, stamps
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.decoding.block_cache import BlockCache, block_tokens
-from edgeinfer.runtime.decoding.block_check import BlockCheck
-from edgeinfer.runtime.decoding.kvcache import AdapterKey, KvCache
-from edgeinfer.runtime.decoding.states import SequenceStates
+from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache, block_tokens
+from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
+from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache
+from edgeinfer.runtime.decoding.cache.states import SequenceStates
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 

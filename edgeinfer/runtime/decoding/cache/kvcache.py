@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from edgeinfer.runtime.decoding.points import Point, Points
+from edgeinfer.runtime.decoding.cache.points import Point, Points
 
 #: Adapters and scales a sequence was computed with; another set's cells are of no use.
 AdapterKey = tuple[tuple[str, float], ...]

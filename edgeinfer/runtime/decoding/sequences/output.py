@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.runtime.decoding.textstream import TextStream
+from edgeinfer.runtime.decoding.sequences.textstream import TextStream
 from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta
 from edgeinfer.runtime.language.prepared import Parsed, StreamParser
 from edgeinfer.runtime.vocab import Vocab

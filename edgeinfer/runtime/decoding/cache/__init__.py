@@ -1,0 +1,1 @@
+"""The KV cache: which tokens lie where, points to go back to, and parts of its state as bytes."""

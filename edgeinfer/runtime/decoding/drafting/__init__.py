@@ -1,0 +1,1 @@
+"""Guesses at the next tokens, from the text itself or from a small model."""

@@ -1,0 +1,90 @@
+"""Decides who joins the running requests, and who waits: for a place, for cells, or for a prefix that
+another is computing.
+"""
+
+from __future__ import annotations
+
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache, common_prefix
+from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
+from edgeinfer.runtime.decoding.scheduling.roster import Roster
+from edgeinfer.runtime.decoding.sequences.sequence import Sequence
+
+#: A prefix that another sequence is about to compute is waited for when it saves at least this many
+#: tokens.
+_WORTH_WAITING = 32
+
+
+class Admission:
+    """Lets at most `n_parallel` requests of the roster run.
+
+    `can_cut`: a prefix can be shared wherever it ends.
+    """
+
+    def __init__(
+        self, roster: Roster, prefixes: Prefixes, kv: KvCache, *, n_parallel: int, can_cut: bool
+    ) -> None:
+        self._roster = roster
+        self._prefixes = prefixes
+        self._kv = kv
+        self._n_parallel, self._can_cut = n_parallel, can_cut
+
+    def admit(self) -> None:
+        """Let requests in, those that only compute a prompt when nobody else wants the place."""
+        waiting, running = self._roster.waiting, self._roster.running
+        while waiting:
+            seq = next((s for s in waiting if not s.is_prefill_only), waiting[0])
+            if len(running) >= self._n_parallel and not self._make_place(seq):
+                break
+            waiting.remove(seq)
+            running.append(seq)
+        self._give_cells()
+
+    def _make_place(self, seq: Sequence) -> bool:
+        """Send one that only computes a prompt back to the queue, with what it has computed kept."""
+        early = [s for s in self._roster.running if s.is_prefill_only]
+        if seq.is_prefill_only or not early:
+            return False
+        self._prefixes.give_up(early[-1], keep=True)
+        self._roster.running.remove(early[-1])
+        self._roster.waiting.append(early[-1])
+        return True
+
+    def _give_cells(self) -> None:
+        """Give cache sequences to those that have none, in order.
+
+        One that waits for a prefix lets later ones pass; one that waits for cells does not, or it might
+        wait for ever.
+        """
+        running = self._roster.running
+        for seq in [s for s in running if s.resident is None]:
+            cached = self._prefixes.in_memory(seq)
+            active = [s for s in running if s.resident is not None]
+            if self._soon_shared(seq, active) >= cached + _WORTH_WAITING:
+                continue
+            if active and not self._fits(seq, cached, active):
+                return
+            self._prefixes.take_over(seq, is_alone=len(running) == 1)
+
+    def _fits(self, seq: Sequence, cached: int, active: list[Sequence]) -> bool:
+        """Whether there are cells for `seq` besides those in use and those promised to the prompts
+        being computed.
+        """
+        in_use = len(set().union(*(s.resident.cells for s in active if s.resident)))
+        promised = sum(s.n_pending for s in active)
+        return in_use + promised + len(seq.tokens) - cached <= self._kv.n_cells
+
+    def _soon_shared(self, seq: Sequence, active: list[Sequence]) -> int:
+        """The longest prefix of `seq` that a sequence still prefilling is going to have."""
+        if not (self._can_cut and seq.request.cache_prompt):
+            return 0
+        prefilling = [
+            s
+            for s in active
+            if s.n_pending > 1
+            and s.adapters == seq.adapters
+            and s.request.cache_prompt
+            and s.request.cache_salt == seq.request.cache_salt
+            and not s.is_prefill_only
+        ]
+        limit = len(seq.tokens) - 1
+        return max((min(limit, common_prefix(s.tokens, seq.tokens)) for s in prefilling), default=0)

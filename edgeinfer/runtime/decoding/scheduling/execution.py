@@ -1,0 +1,119 @@
+"""Runs a batch: one llama_decode, given up early where somebody comes who has less to compute."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.decoding.batch import Batch
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident
+from edgeinfer.runtime.decoding.drafting.speculative import StepCosts
+from edgeinfer.runtime.decoding.metrics import Counters
+from edgeinfer.runtime.decoding.scheduling.abort import Abort
+from edgeinfer.runtime.decoding.scheduling.chunks import Chunks
+from edgeinfer.runtime.decoding.scheduling.interruptions import Interruptions
+from edgeinfer.runtime.decoding.scheduling.parts import Part
+from edgeinfer.runtime.decoding.sequences.sequence import Sequence
+
+#: What llama_decode returns when it was ended early.
+_ABORTED = 2
+
+
+class Execution:
+    """Runs batches on a context.
+
+    Only where its state `can_cut` is a step given up: what it has computed is dropped.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        batch: Batch,
+        kv: KvCache,
+        *,
+        chunks: Chunks,
+        costs: StepCosts,
+        counters: Counters,
+        can_cut: bool,
+    ) -> None:
+        self._context = context
+        self._batch = batch
+        self._kv = kv
+        self._chunks = chunks
+        self._costs = costs
+        self._counters = counters
+        self._abort = Abort(context) if can_cut else None
+        self.interruptions = Interruptions(self._abort.ask if self._abort else lambda: None)
+        self._in_step: list[Sequence] = []
+
+    def run(self, parts: list[Part]) -> float | None:
+        """Compute the batch; seconds in llama.cpp, None when it was given up for a newcomer.
+
+        Raises DecodeError when llama.cpp fails.
+        """
+        began = time.perf_counter()
+        code = self._decode_or_abort(parts)
+        if code == _ABORTED:
+            return None
+        if code == 1:  # no cells, although our books say there are: free what can be spared, once more
+            self._kv.drop_idle(pinned=True)
+            code = self._batch.decode(self._context)
+        seconds = time.perf_counter() - began
+        if code:
+            raise DecodeError(
+                f"llama_decode returned {code} for a batch of {self._batch.n_tokens} tokens"
+            )
+        for part in parts:
+            assert part.seq.resident is not None
+            self._kv.extend(part.seq.resident, part.tokens)
+        self._book_time(parts, seconds)
+        return seconds
+
+    def _decode_or_abort(self, parts: list[Part]) -> int:
+        """A step of nothing but prefill can be given up while it runs; what it computed is dropped."""
+        if self._abort is None or not all(part.is_prefill for part in parts):
+            return self._batch.decode(self._context)
+        self._abort.clear()
+        self._in_step = [part.seq for part in parts]
+        self.interruptions.begin(is_early=all(seq.is_prefill_only for seq in self._in_step))
+        code = self._batch.decode(self._context)
+        self.interruptions.end(lost=code == _ABORTED)
+        self._in_step = []
+        self._abort.clear()
+        if code == _ABORTED:
+            for seq in {
+                part.seq.resident.seq_id: part.seq for part in parts if part.seq.resident
+            }.values():
+                assert seq.resident is not None
+                self._kv.remove_behind(seq.resident)
+        return code
+
+    def look_at_cancelled(self) -> None:
+        """Something was cancelled: a step that nobody waits for any more is given up. Any thread."""
+        self.interruptions.for_cancel([seq.cancelled for seq in self._in_step])
+
+    def _book_time(self, parts: list[Part], seconds: float) -> None:
+        decode_tokens = sum(len(p.tokens) for p in parts if not p.is_prefill)
+        prefill_tokens = self._batch.n_tokens - decode_tokens
+        if not prefill_tokens:
+            self._costs.note(decode_tokens, seconds)
+            self._counters.decode_s += seconds
+            return
+        decode_share = min(seconds, self._costs.mean(decode_tokens) or 0.0) if decode_tokens else 0.0
+        self._counters.decode_s += decode_share
+        self._counters.prefill_s += seconds - decode_share
+        self._chunks.note(prefill_tokens, seconds - decode_share)
+
+    def compute(self, resident: Resident, tokens: list[int]) -> None:
+        """Compute `tokens` behind what `resident` has, outside of any request. Raises DecodeError."""
+        for at in range(0, len(tokens), self._batch.capacity):
+            chunk = tokens[at : at + self._batch.capacity]
+            self._batch.clear()
+            self._batch.add(chunk, len(resident.tokens), resident.seq_id, outputs=0)
+            code = self._batch.decode(self._context)
+            if code:
+                raise DecodeError(
+                    f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens"
+                )
+            self._kv.extend(resident, chunk)

@@ -1,0 +1,96 @@
+"""Takes what a batch gives: tokens to be sampled, progress of prompts, requests that have ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.decoding.batch import Logits
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache, common_prefix
+from edgeinfer.runtime.decoding.drafting.speculative import StepCosts
+from edgeinfer.runtime.decoding.metrics import Counters
+from edgeinfer.runtime.decoding.scheduling.parts import Part
+from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
+from edgeinfer.runtime.decoding.scheduling.roster import Roster
+from edgeinfer.runtime.vocab import Vocab
+
+
+class Harvest:
+    """Samples from the last batch's logits."""
+
+    def __init__(
+        self,
+        context: Any,
+        vocab: Vocab,
+        kv: KvCache,
+        *,
+        roster: Roster,
+        prefixes: Prefixes,
+        costs: StepCosts,
+        counters: Counters,
+    ) -> None:
+        self._context = context
+        self._vocab = vocab
+        self._kv = kv
+        self._logits = Logits(context, vocab.n_vocab)
+        self._roster, self._prefixes = roster, prefixes
+        self._costs, self._counters = costs, counters
+
+    def take(self, parts: list[Part]) -> None:
+        """Hand over what each part of the batch gave."""
+        plain = sum(1 for p in parts if p.has_output)
+        for part in parts:
+            if part.is_prefill:
+                part.seq.progress()
+                self._prefixes.take_point(part.seq)
+            if part.has_output:
+                self._sample_or_fail(part, plain)
+            elif part.seq.is_prefill_only and not part.seq.n_pending:
+                self._roster.end(part.seq, "length")
+
+    def _sample_or_fail(self, part: Part, plain: int) -> None:
+        """A constraint that outgrew its parser ends its own request and no other."""
+        try:
+            self._sample(part, plain)
+        except InvalidRequestError as error:
+            self._roster.fail(part.seq, error)
+
+    def _sample(self, part: Part, plain: int) -> None:
+        seq = part.seq
+        first = not seq.n_generated
+        before = seq.clock.last
+        reason = None
+        for i in range(len(part.drafts) + 1):
+            length = len(seq.tokens)
+            reason = seq.sample(
+                self._vocab, self._context, part.row + i, self._logits.row(part.row + i)
+            )
+            guessed = (
+                i < len(part.drafts)
+                and len(seq.tokens) == length + 1
+                and seq.tokens[-1] == part.drafts[i]
+            )
+            if reason is not None or not guessed:
+                break
+        self._settle(part, plain)
+        if first:
+            self._counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)
+        else:
+            self._counters.inter_token_ms.append((seq.clock.last - before) * 1000.0)
+        if reason is not None:
+            self._roster.end(seq, reason)
+
+    def _settle(self, part: Part, plain: int) -> None:
+        """Take back from the cache what was guessed wrong."""
+        if not part.drafts:
+            return
+        seq = part.seq
+        assert seq.resident is not None
+        right = common_prefix(seq.resident.tokens, seq.tokens, seq.n_past - len(part.drafts))
+        # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are
+        # still to come
+        right = min(right, len(seq.tokens) - 1)
+        seq.drafting.settle(
+            len(part.drafts), len(part.drafts) - (seq.n_past - right), self._costs, plain
+        )
+        self._kv.truncate(seq.resident, right)

@@ -1,0 +1,82 @@
+"""Chooses the pieces of prompts that a batch computes."""
+
+from __future__ import annotations
+
+from edgeinfer.runtime.decoding.batch import Batch
+from edgeinfer.runtime.decoding.cache import points
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache
+from edgeinfer.runtime.decoding.scheduling.chunks import SHORT_TOKENS, Chunks
+from edgeinfer.runtime.decoding.scheduling.parts import Part
+from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
+from edgeinfer.runtime.decoding.scheduling.roster import Roster
+from edgeinfer.runtime.decoding.sequences.sequence import Sequence
+
+
+class Prefill:
+    """Fills what is left of `batch` with prompts. `can_cut`: states can be cut anywhere."""
+
+    def __init__(
+        self,
+        kv: KvCache,
+        batch: Batch,
+        chunks: Chunks,
+        roster: Roster,
+        prefixes: Prefixes,
+        *,
+        can_cut: bool,
+    ) -> None:
+        self._kv = kv
+        self._batch = batch
+        self._chunks = chunks
+        self._roster, self._prefixes = roster, prefixes
+        self._can_cut = can_cut
+
+    def add(self, prefilling: list[Sequence], parts: list[Part]) -> None:
+        """Short prompts first, so that they do not wait for a long one; the long keep half of a step at
+        least. Prompts that nobody waits for yet come when there are no others.
+        """
+        awaited = [s for s in prefilling if not s.is_prefill_only]
+        short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
+        long = [s for s in awaited if s.n_pending > SHORT_TOKENS]
+        pending = [s.n_pending for s in prefilling]
+        budget = self._chunks.budget(self._batch.room, self._batch.n_tokens, pending)
+        left = self._add_prompts(short, budget, parts)
+        left = self._add_prompts(long, max(left, min(budget // 2, self._batch.room)), parts)
+        if not awaited:
+            self._add_prompts(prefilling, left, parts)
+
+    def _add_prompts(self, prompts: list[Sequence], budget: int, parts: list[Part]) -> int:
+        """Add up to `budget` tokens of them, in order; how much of it is left."""
+        for seq in prompts:
+            if budget <= 0 or self._batch.n_outputs >= self._batch.max_outputs:
+                return budget
+            used = self._batch.n_tokens
+            if not self._kv.make_room(used + min(budget, seq.n_pending)):
+                budget = min(budget, self._kv.free_cells - used)
+                if budget <= 0:
+                    self._preempt_for(seq, parts)
+                    return 0
+            budget -= self._add_chunk(seq, budget, parts)
+        return budget
+
+    def _add_chunk(self, seq: Sequence, budget: int, parts: list[Part]) -> int:
+        assert seq.resident is not None
+        past = seq.n_past
+        if not self._can_cut:
+            budget = min(budget, points.tokens_to_next(past, len(seq.tokens)))
+        tokens = seq.tokens[past : past + budget]
+        complete = past + len(tokens) == len(seq.tokens)
+        wanted = complete and not seq.is_prefill_only
+        row = self._batch.add(tokens, past, seq.resident.seq_id, outputs=int(wanted))
+        parts.append(Part(seq, row + len(tokens) - 1, tokens, has_output=wanted, is_prefill=True))
+        return len(tokens)
+
+    def _preempt_for(self, seq: Sequence, parts: list[Part]) -> None:
+        """No cell is left for a prompt. Those who decode go on and free theirs; without any, the
+        youngest gives way.
+        """
+        if parts:
+            return
+        others = [s for s in self._roster.running if s.resident is not None and s is not seq]
+        if others:
+            self._prefixes.give_up(others[-1], keep=False)

@@ -1,0 +1,156 @@
+"""Gives requests what earlier ones have computed, from memory or from the store of computed blocks.
+
+What they leave behind is kept for later ones.
+"""
+
+from __future__ import annotations
+
+import time
+
+from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
+from edgeinfer.runtime.decoding.blocks.restore import Restore
+from edgeinfer.runtime.decoding.cache import points
+from edgeinfer.runtime.decoding.cache.divergence import closest, describe_divergence
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache, common_prefix
+from edgeinfer.runtime.decoding.metrics import Counters
+from edgeinfer.runtime.decoding.scheduling.chunks import Chunks
+from edgeinfer.runtime.decoding.sequences.sequence import Sequence
+from edgeinfer.runtime.vocab import Vocab
+
+#: Blocks are put back for so long in a step (seconds) beside running streams, and when nobody runs.
+_RESTORE_BESIDE_S = 0.02
+_RESTORE_ALONE_S = 0.1
+#: A step that could only wait for the disk waits so long (seconds).
+_DISK_WAIT_S = 0.02
+
+
+class Prefixes:
+    """Hands prefixes over.
+
+    `blocks` is the store's side, None without one; `chunks` knows what computing costs; `can_cut`:
+    states can be cut anywhere.
+    """
+
+    def __init__(
+        self, kv: KvCache, chunks: Chunks, counters: Counters, vocab: Vocab, *, can_cut: bool
+    ) -> None:
+        self._kv = kv
+        self._chunks = chunks
+        self._counters = counters
+        self._vocab, self._can_cut = vocab, can_cut
+        self.blocks: BlockCache | None = None
+
+    def in_memory(self, seq: Sequence) -> int:
+        """How many of its tokens the cells hold already."""
+        if not seq.request.cache_prompt:
+            return 0
+        return self._kv.match(seq.tokens, seq.adapters, seq.request.cache_salt)[1]
+
+    # taking over
+
+    def take_over(self, seq: Sequence, *, is_alone: bool) -> None:
+        """Give a request a cache sequence with what memory has of its prompt.
+
+        What the store has beyond that begins to be read. Nothing where all sequence ids are in use.
+        """
+        request = seq.request
+        if request.cache_prompt and not seq.clock.started:
+            residents = self._kv.residents
+            seq.closest = closest(residents, seq.tokens, seq.adapters, request.cache_salt)
+        resident = self._kv.claim(
+            seq.tokens, seq.adapters, request.cache_salt, reuse=request.cache_prompt
+        )
+        if resident is None:
+            return
+        seq.resident = resident
+        kept = common_prefix(resident.tokens, seq.tokens[:-1])
+        if not self._kv.truncate(resident, kept):
+            kept = 0
+        if request.cache_prompt and self.blocks is not None:
+            seq.restore = self.blocks.match(
+                seq.tokens, seq.adapters, request.cache_salt, kept, is_alone=is_alone
+            )
+        if seq.restore is None:
+            self._begin(seq, kept, 0)
+            return
+        self._kv.truncate(resident, seq.restore.start)
+        seq.restore.cached = kept if self._can_cut else 0
+
+    def _begin(self, seq: Sequence, cached: int, from_disk: int) -> None:
+        """What could be found is there: the rest is to be computed."""
+        if not seq.clock.started:
+            seq.clock.started = time.monotonic()
+            seq.cached_tokens = cached
+            seq.cached_disk_tokens = from_disk
+            self._counters.prompt_tokens += seq.prompt_tokens
+            self._counters.cached_tokens += cached
+            self._counters.cached_disk_tokens += from_disk
+            if seq.request.cache_prompt:
+                seq.divergence = describe_divergence(
+                    seq.tokens, seq.closest, cached, self._vocab.detokenize
+                )
+        seq.progress()
+
+    def restore(self, running: list[Sequence]) -> None:
+        """Put back blocks that have been read, for a while, so that running streams do not stall."""
+        streams = any(s.is_decoding for s in running)
+        until = time.monotonic() + (_RESTORE_BESIDE_S if streams else _RESTORE_ALONE_S)
+        for seq in [s for s in running if s.restore is not None]:
+            while seq.restore is not None and seq.restore.is_ready and time.monotonic() < until:
+                self._restore_one(seq, seq.restore)
+            block_s = self.blocks.block_tokens * self._chunks.s_per_token if self.blocks else 0.0
+            if seq.restore is not None and seq.restore.is_too_slow(block_s):
+                self._end_restore(seq)
+
+    def _restore_one(self, seq: Sequence, restore: Restore) -> None:
+        assert self.blocks is not None
+        assert seq.resident is not None
+        goes_on = self.blocks.read(restore, seq.resident, seq.tokens)
+        if restore.is_over or not goes_on:
+            restore.has_ended_well = goes_on
+            self._end_restore(seq)
+
+    def _end_restore(self, seq: Sequence) -> None:
+        """Take what has come, and compute the rest."""
+        if seq.restore is None:
+            return
+        restore, seq.restore = seq.restore, None
+        restore.cancel()
+        if self.blocks is not None and seq.resident is not None and not restore.has_ended_well:
+            self.blocks.drop_unfinished(seq.resident)
+        from_memory = min(restore.cached, seq.n_past)
+        self._begin(seq, seq.n_past, seq.n_past - from_memory)
+
+    def wait_for_disk(self, running: list[Sequence]) -> None:
+        """Nothing can be computed now: wait for a block, if one is on its way."""
+        waiting = [s.restore for s in running if s.restore is not None]
+        if waiting:
+            waiting[0].wait(_DISK_WAIT_S)
+
+    # leaving behind
+
+    def take_point(self, seq: Sequence) -> None:
+        """Note where a state that cannot be cut is, where a later request may want to go back to."""
+        worth = seq.request.cache_prompt and points.is_worth_a_point(seq.n_past, len(seq.tokens))
+        if worth and seq.resident is not None:
+            self._kv.take_point(seq.resident)
+
+    def give_up(self, seq: Sequence, *, keep: bool) -> None:
+        """Take the cells of a request that is to go on later; what is not kept is computed again."""
+        self._end_restore(seq)
+        if seq.resident is not None:
+            self._kv.release(seq.resident, keep=keep)
+            seq.resident = None
+
+    def leave_behind(self, seq: Sequence, *, keep: bool) -> None:
+        """A request has ended: what it has computed is there for others, if `keep`."""
+        self._end_restore(seq)
+        if seq.resident is None:
+            return
+        resident, seq.resident = seq.resident, None
+        resident.conversation = seq.request.conversation
+        if keep:
+            self._kv.take_point(resident)
+        self._kv.release(resident, keep=keep)
+        if keep and self.blocks is not None:
+            self.blocks.write(resident, self._chunks.s_per_token)

@@ -1,0 +1,127 @@
+"""The decode loop's step: who joins, what goes into the next batch, and what comes out of it.
+
+Each step is one llama_decode. It carries the next token of every decoding sequence (and guesses behind
+it), and fills what is left of the batch with the prompts of those still prefilling, so a long prompt
+never stalls the others. One thread.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from edgeinfer.errors import EngineError
+from edgeinfer.runtime.decoding.batch import Batch
+from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache
+from edgeinfer.runtime.decoding.drafting.speculative import StepCosts
+from edgeinfer.runtime.decoding.metrics import Counters
+from edgeinfer.runtime.decoding.scheduling.admission import Admission
+from edgeinfer.runtime.decoding.scheduling.chunks import Chunks, Exactness
+from edgeinfer.runtime.decoding.scheduling.execution import Execution
+from edgeinfer.runtime.decoding.scheduling.harvest import Harvest
+from edgeinfer.runtime.decoding.scheduling.planning import Adapters, Planner
+from edgeinfer.runtime.decoding.scheduling.prefill import Prefill
+from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
+from edgeinfer.runtime.decoding.scheduling.roster import Roster
+from edgeinfer.runtime.vocab import Vocab
+
+
+class Scheduler:
+    """Owns the context while it runs. `n_ctx` is what one sequence may use."""
+
+    def __init__(
+        self,
+        *,
+        context: Any,
+        vocab: Vocab,
+        kv: KvCache,
+        batch: Batch,
+        adapters: Adapters,
+        n_parallel: int,
+        n_ctx: int,
+        can_cut: bool,
+        exactness: Exactness,
+    ) -> None:
+        self.kv = kv
+        self._adapters = adapters
+        self.counters = Counters()
+        costs, chunks = StepCosts(), Chunks(exactness)
+        self.prefixes = Prefixes(kv, chunks, self.counters, vocab, can_cut=can_cut)
+        self.roster = Roster(self.prefixes, self.counters)
+        self._admission = Admission(
+            self.roster, self.prefixes, kv, n_parallel=n_parallel, can_cut=can_cut
+        )
+        self._planner = Planner(
+            kv=kv,
+            batch=batch,
+            adapters=adapters,
+            roster=self.roster,
+            prefixes=self.prefixes,
+            prefill=Prefill(kv, batch, chunks, self.roster, self.prefixes, can_cut=can_cut),
+            exactness=exactness,
+            n_ctx=n_ctx,
+            can_cut=can_cut,
+        )
+        self.execution = Execution(
+            context, batch, kv, chunks=chunks, costs=costs, counters=self.counters, can_cut=can_cut
+        )
+        self._harvest = Harvest(
+            context,
+            vocab,
+            kv,
+            roster=self.roster,
+            prefixes=self.prefixes,
+            costs=costs,
+            counters=self.counters,
+        )
+
+    def step(self) -> None:
+        """End what is cancelled or late, let others in, decode one batch, sample from it."""
+        began = time.perf_counter()
+        running = self.roster.running
+        self.roster.end_cancelled_and_late()
+        self._admission.admit()
+        self.prefixes.restore(running)
+        parts = self._planner.plan()
+        if not parts:
+            self.prefixes.wait_for_disk(running)
+            return
+        decode_s = self.execution.run(parts)
+        if decode_s is None:
+            return
+        self._harvest.take(parts)
+        self.counters.steps += 1
+        self.counters.python_s += time.perf_counter() - began - decode_s
+        if self.prefixes.blocks is not None:
+            self.prefixes.blocks.work(is_idle=False)
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether computed blocks wait to be written."""
+        return self.prefixes.blocks is not None and self.prefixes.blocks.has_work
+
+    def do_chore(self) -> None:
+        """Write a piece of what waits to be written. Only while idle."""
+        if self.prefixes.blocks is not None:
+            self.prefixes.blocks.work(is_idle=True)
+
+    def fail_all(self, error: EngineError) -> None:
+        """End every request with `error` and forget the cache."""
+        for seq in [*self.roster.running, *self.roster.waiting]:
+            self.roster.fail(seq, error)
+        self.kv.drop_idle(pinned=True)
+
+    def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
+        """Compute a prefix that many requests will begin with, and keep it; how many tokens. Only while
+        idle.
+        """
+        for old in [r for r in self.kv.residents if r.pinned]:
+            self.kv.drop(old)
+        resident = self.kv.claim(tokens, adapters, reuse=False)
+        if resident is None or not self.kv.make_room(len(tokens)):
+            return 0
+        self._adapters.use(adapters)
+        self.execution.compute(resident, tokens)
+        self.kv.release(resident, keep=True)
+        resident.pinned = True
+        return len(tokens)
