@@ -1,7 +1,8 @@
 """A scripted engine for the tests of the fronts: the same protocol, no model, no llama.cpp.
 
 A script is what one generation does: events, errors, `Delay` and `Gate`. The fake checks requests as
-the engine does, ends a cancelled generation where it stands, and counts.
+the engine does, ends a cancelled generation where it stands, leaves out the reasoning beyond a
+request's budget, and counts.
 
     engine = FakeEngine([["Hel", "lo"], [TextDelta("a"), Gate(event), DecodeError("broken")]])
 """
@@ -220,6 +221,7 @@ class _Player(threading.Thread):
         self._began = time.monotonic()
         self._first_ms = 0.0
         self.prompt_tokens, self.n_tokens = prompt_tokens, 0
+        self.n_reasoning = 0
         self.cancelled = threading.Event()
         self.stream = EventStream(self._cancel)
 
@@ -263,6 +265,10 @@ class _Player(threading.Thread):
                 pass
         elif not isinstance(item, EngineError):
             event = TextDelta(item) if isinstance(item, str) else item
+            if isinstance(event, ReasoningDelta):
+                if self.n_reasoning == self._request.reasoning_budget:
+                    return
+                self.n_reasoning += 1
             self.n_tokens += isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta)
             self._first_ms = self._first_ms or self._elapsed_ms()
             self.stream.put(event)
@@ -271,7 +277,11 @@ class _Player(threading.Thread):
         return (time.monotonic() - self._began) * 1000.0
 
     def _finished(self, reason: FinishReason) -> Finished:
-        usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.n_tokens)
+        usage = Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.n_tokens,
+            reasoning_tokens=self.n_reasoning,
+        )
         timings = Timings(
             ttft_ms=self._first_ms, decode_ms=max(0.0, self._elapsed_ms() - self._first_ms)
         )

@@ -125,6 +125,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     the lowest priority, and cancelling it loses nothing. `cache_prompt` False neither takes nor leaves
     anything, in memory or on disk. Requests share what was computed only under one `cache_salt`.
     `conversation` names whose blocks these are, so that they can be forgotten with it.
+
+    `reasoning_budget` closes a reasoning span that has run for so many tokens, and the answer goes on
+    behind it; 0 lets none begin, None leaves it to the model.
     """
 
     messages: tuple[Message, ...] = ()
@@ -137,6 +140,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    reasoning_budget: int | None = None
     ignore_eos: bool = False
     constraint: Constraint | None = None
     logprobs: int | None = None

@@ -50,6 +50,11 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("tools", "tools need messages")
     if request.max_tokens is not None and not 0 <= request.max_tokens <= 1 << 24:
         _refuse("max_tokens", f"{request.max_tokens} is not between 0 and {1 << 24}")
+    budget = request.reasoning_budget
+    if budget is not None and not request.messages:
+        _refuse("reasoning_budget", "a plain prompt has no reasoning to tell from text; give messages")
+    if budget is not None and not 0 <= budget <= 1 << 24:
+        _refuse("reasoning_budget", f"{budget} is not between 0 and {1 << 24}")
     if request.deadline_s is not None and not (
         math.isfinite(request.deadline_s) and request.deadline_s > 0
     ):

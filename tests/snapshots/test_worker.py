@@ -10,7 +10,7 @@ import pytest
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError, ModelLoadError, QueueFullError
 from edgeinfer.host import Start
-from edgeinfer.runtime.events import Finished, TextDelta
+from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 from edgeinfer.workers.client import RemoteEngine
@@ -56,6 +56,15 @@ def test_events_info_and_start_come_through():
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == "One two"
     assert isinstance(events[-1], Finished)
     assert heard == [("load", 0.5)]
+
+
+def test_a_request_s_reasoning_budget_comes_through():
+    script = (ReasoningDelta("one "), ReasoningDelta("two "), "answer")
+    messages = (Message(role="user", content="hi"),)
+    with remote(FakeEngine([script])) as (engine, _):
+        events = list(engine.submit(GenerateRequest(messages=messages, reasoning_budget=1)))
+    assert [e.text for e in events if isinstance(e, ReasoningDelta)] == ["one "]
+    assert [e.text for e in events if isinstance(e, TextDelta)] == ["answer"]
 
 
 async def test_events_come_through_to_a_loop():

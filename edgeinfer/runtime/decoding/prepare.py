@@ -13,6 +13,7 @@ from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
 from edgeinfer.runtime.decoding.drafting.draft import DraftModel
 from edgeinfer.runtime.decoding.drafting.speculative import Drafter, Drafting, NgramDrafter
 from edgeinfer.runtime.decoding.sequences.output import Output
+from edgeinfer.runtime.decoding.sequences.reasoning_budget import ReasoningBudget
 from edgeinfer.runtime.decoding.sequences.sampler import Sampler
 from edgeinfer.runtime.decoding.sequences.sequence import Sequence
 from edgeinfer.runtime.language.constraints import Constraints, TokenMatcher
@@ -66,7 +67,7 @@ class Preparer:
         prepared = self._conversations.prepare(request) if request.messages else None
         tokens = self._fit(request, self._tokens(request, prepared))
         matcher = self._matcher(request, prepared)
-        stops = (*request.stop, *self._files.stop, *(prepared.stop if prepared else ()))
+        output = self._output(request, prepared)
         s = request.sampling
         fresh = int.from_bytes(random_bytes(4, self.entropy), "little")
         seed = fresh if s.seed is None else s.seed
@@ -74,12 +75,13 @@ class Preparer:
             request=request,
             tokens=tokens,
             sampler=Sampler(self._vocab, s, seed=seed, n_ctx=self._n_ctx),
-            output=Output(self._vocab, stops, prepared.parser if prepared else None),
+            output=output,
             drafting=Drafting(self._drafter(request), limit=self._max_draft),
             adapters=adapters,
             max_tokens=self._max_tokens(request, len(tokens)),
             keep_tokens=lambda: self._keep_tokens(request, tokens),
             matcher=matcher,
+            budget=self._budget(request, prepared, output),
             banned=np.array(self._vocab.eos_tokens, np.int64) if request.ignore_eos else None,
             deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
         )
@@ -146,6 +148,19 @@ class Preparer:
         if constraint is None:
             return None
         return self._constraints.compile(constraint, self._vocab).start()
+
+    def _output(self, request: GenerateRequest, prepared: Prepared | None) -> Output:
+        stops = (*request.stop, *self._files.stop, *(prepared.stop if prepared else ()))
+        return Output(self._vocab, stops, prepared.parser if prepared else None)
+
+    def _budget(
+        self, request: GenerateRequest, prepared: Prepared | None, output: Output
+    ) -> ReasoningBudget | None:
+        n_tokens = request.reasoning_budget
+        if n_tokens is None or prepared is None or prepared.parser is None:
+            return None
+        close = self._vocab.tokenize(prepared.reasoning_close, parse_special=True)
+        return ReasoningBudget(n_tokens, close, opened=output.is_reasoning)
 
     def _drafter(self, request: GenerateRequest) -> Drafter | None:
         if request.speculative == "draft" and self.draft_model is None:

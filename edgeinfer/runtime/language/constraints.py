@@ -85,6 +85,10 @@ class TokenMatcher:
         """Take `token` as the next one; False when the constraint forbids it (nothing changes then)."""
         return bool(self._matcher.try_consume_tokens([token]) == 1)
 
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Whether all of `tokens` may come next, one after another."""
+        return bool(self._matcher.validate_tokens(list(tokens)) == len(tokens))
+
     def forced(self) -> Sequence[int]:
         """The tokens that must come next whatever the model says; empty when there is a choice."""
         return self._matcher.compute_ff_tokens()  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.language.constraints import check_schema, lark_parts, quoted
-from edgeinfer.runtime.language.prepared import Lark, Prepared, StreamParser, TemplateFacts
+from edgeinfer.runtime.language.prepared import Lark, Prepared, TemplateFacts
 from edgeinfer.runtime.language.reasoning import ReasoningParser, Span, is_open
 from edgeinfer.runtime.language.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.language.templates import (
@@ -147,6 +147,9 @@ class Conversations:
         talk = self._with_tools if tools else self._plain
         constraint, certain = self._constraint(request, talk, tools)
         opened = is_open(prompt, talk.span)
+        if opened and request.reasoning_budget == 0:
+            prompt += talk.span.close
+            opened = False
         if talk.knows_span and constraint is not None:
             constraint = _after_reasoning(
                 constraint,
@@ -159,6 +162,7 @@ class Conversations:
             prompt=prompt,
             parser=self._parser(talk, tools, certain=certain, opened=opened),
             constraint=constraint,
+            reasoning_close=talk.span.close,
             stop=TRANSCRIPT_STOP if talk.template.source == TRANSCRIPT else (),
         )
 
@@ -240,7 +244,7 @@ class Conversations:
 
     def _parser(
         self, talk: _Talk, tools: Sequence[Tool], *, certain: bool, opened: bool
-    ) -> StreamParser | None:
+    ) -> ReasoningParser | None:
         if talk.template.source == TRANSCRIPT and not tools:
             return None
         vocab = self._facts.vocab

@@ -48,6 +48,18 @@ class StreamParser(Protocol):
         """What was held back, at the end of the generation."""
 
 
+class AnswerParser(StreamParser, Protocol):
+    """Reads a whole answer, which may begin with reasoning."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside of a reasoning span."""
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the end of the text could still become a marker of the span."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A request made with messages, ready for the engine.
@@ -55,12 +67,13 @@ class Prepared:
     `prompt` is tokenized with special tokens parsed and none added. `constraint` is set when a tool
     call is required, or when the request's has to wait for a reasoning span; it then replaces the
     request's. `stop` are strings the format adds to the request's. `parser` is None when the text needs
-    none.
+    none. `reasoning_close` is the marker that ends a reasoning span.
     """
 
     prompt: str
-    parser: StreamParser | None = None
+    parser: AnswerParser | None = None
     constraint: Constraint | Lark | None = None
+    reasoning_close: str = ""
     stop: tuple[str, ...] = ()
 
 

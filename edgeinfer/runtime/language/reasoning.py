@@ -69,6 +69,16 @@ class ReasoningParser:
         self._said = False
         self.special_tokens = special_tokens or (inner is not None and inner.special_tokens)
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside of the span."""
+        return self._step == self._inside
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the end of the text could still become a marker of the span."""
+        return bool(self._held)
+
     def feed(self, text: str) -> Sequence[Parsed]:
         """Events that are certain after `text`."""
         if self._step == self._after_all:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from edgeinfer.runtime.decoding.sequences.textstream import TextStream
 from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta
-from edgeinfer.runtime.language.prepared import Parsed, StreamParser
+from edgeinfer.runtime.language.prepared import AnswerParser, Parsed
 from edgeinfer.runtime.vocab import Vocab
 
 
@@ -31,7 +31,7 @@ def token_logprobs(
 class Output:
     """One generation's way from tokens to events. The decode loop's thread alone."""
 
-    def __init__(self, vocab: Vocab, stops: Sequence[str], parser: StreamParser | None) -> None:
+    def __init__(self, vocab: Vocab, stops: Sequence[str], parser: AnswerParser | None) -> None:
         self._vocab, self._parser = vocab, parser
         self._text = TextStream(stops)
         self._special = parser is not None and parser.special_tokens
@@ -43,6 +43,16 @@ class Output:
     def stopped_by(self) -> str | None:
         """The stop string that was met, if one was."""
         return self._text.stopped_by
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside of a reasoning span."""
+        return self._parser is not None and self._parser.is_reasoning
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the end of the text waits for what comes next: a character, or a marker."""
+        return self._text.is_holding or (self._parser is not None and self._parser.is_holding)
 
     def feed(self, token: int, logprobs: TokenLogprobs | None = None) -> list[Parsed]:
         """The events that are certain once `token` was sampled."""

@@ -5,7 +5,8 @@ consumer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from edgeinfer.runtime.decoding.cache.divergence import Closest
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, Resident
 from edgeinfer.runtime.decoding.drafting.speculative import Drafting
 from edgeinfer.runtime.decoding.sequences.output import Output, chosen_logprobs, token_logprobs
+from edgeinfer.runtime.decoding.sequences.reasoning_budget import ReasoningBudget
 from edgeinfer.runtime.decoding.sequences.sampler import Sampler
 from edgeinfer.runtime.events import (
     Divergence,
@@ -63,6 +65,7 @@ class Sequence:
     max_tokens: int
     keep_tokens: Callable[[], int]
     matcher: TokenMatcher | None = None
+    budget: ReasoningBudget | None = None
     banned: npt.NDArray[np.int64] | None = None
     deadline: float | None = None
     stream: EventStream = field(init=False)
@@ -125,8 +128,10 @@ class Sequence:
             self._mask(logits)
         token = self.sampler.sample(context, row, logits)
         reason = self._take(vocab, token, chosen_logprobs(vocab, token, *report) if report else None)
+        if reason is None and self.budget is not None and self.budget.is_spent(self.output):
+            reason = self._close_reasoning(vocab, self.budget.close)
         if reason is None and self.matcher is not None and top is None:
-            reason = self._take_forced(vocab)
+            reason = self._take_all(vocab, self.matcher.forced())
         return reason
 
     def _mask(self, logits: npt.NDArray[np.float32]) -> None:
@@ -157,10 +162,15 @@ class Sequence:
         self.constraint_s += time.perf_counter() - started
         return done
 
-    def _take_forced(self, vocab: Vocab) -> FinishReason | None:
-        """Take the tokens that the constraint leaves no choice about, without sampling them."""
-        assert self.matcher is not None
-        for token in self.matcher.forced():
+    def _close_reasoning(self, vocab: Vocab, close: Tokens[int]) -> FinishReason | None:
+        """End the reasoning span, unless a constraint has to see another token before."""
+        if self.matcher is not None and not self.matcher.allows(close):
+            return None
+        return self._take_all(vocab, close)
+
+    def _take_all(self, vocab: Vocab, tokens: Iterable[int]) -> FinishReason | None:
+        """Take tokens that nobody has a choice about, without sampling them."""
+        for token in tokens:
             self.sampler.accept((token,))
             reason = self._take(vocab, token, None)
             if reason is not None:

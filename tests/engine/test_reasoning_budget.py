@@ -1,0 +1,157 @@
+"""A reasoning span ends when its budget is spent, and the answer behind it is the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.decoding.sequences.output import Output
+from edgeinfer.runtime.decoding.sequences.reasoning_budget import ReasoningBudget
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import Event, Finished, ReasoningDelta, TextDelta
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.language.reasoning import THINK, ReasoningParser
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Sampling
+
+OPENS_A_SPAN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}{# </think> #}"
+)
+QUESTION = (Message(role="user", content="Why is the sky blue?"),)
+
+
+def ask(**fields: object) -> GenerateRequest:
+    wanted: dict[str, object] = {
+        "messages": QUESTION,
+        "sampling": Sampling(temperature=0),
+        "max_tokens": 24,
+        "ignore_eos": True,
+        **fields,
+    }
+    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+
+
+def reasoning(events: list[Event]) -> str:
+    return "".join(e.text for e in events if isinstance(e, ReasoningDelta))
+
+
+def text(events: list[Event]) -> str:
+    return "".join(e.text for e in events if isinstance(e, TextDelta))
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path) -> Iterator[LlamaEngine]:
+    """SmolLM2, made to reason: its template opens a span."""
+    files = ModelFiles(name="thinker", paths=(str(smollm2),), chat_template=OPENS_A_SPAN)
+    opened = load_engine(files, LoadOptions(n_ctx=1024, n_parallel=2, kv_type="q8_0"))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("speculative", ["off", "ngram"])
+def test_the_answer_is_what_the_model_says_behind_the_closed_span(
+    engine: LlamaEngine, speculative: str
+) -> None:
+    events = list(engine.submit(ask(reasoning_budget=6, speculative=speculative, logprobs=0)))
+    tokens = [
+        entry.chosen.token_id
+        for event in events
+        if isinstance(event, ReasoningDelta | TextDelta)
+        for entry in event.logprobs
+    ]
+    prompt = engine.tokenize(engine.apply_template(QUESTION), parse_special=True)
+    close = engine.tokenize("</think>", parse_special=True)
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert end.usage.completion_tokens == 24 == len(tokens) + len(close)
+    assert 0 < end.usage.reasoning_tokens <= 6
+    behind = GenerateRequest(
+        prompt=(*prompt, *tokens[:6], *close),
+        sampling=Sampling(temperature=0),
+        max_tokens=len(tokens) - 6,
+        ignore_eos=True,
+        logprobs=0,
+        speculative="off",
+    )
+    answer = list(engine.submit(behind))
+    expected = [t.chosen.token_id for e in answer if isinstance(e, TextDelta) for t in e.logprobs]
+    assert tokens[6:] == expected
+    assert "think>" not in reasoning(events) + text(events)
+    assert reasoning(events) + text(events) != ""
+
+
+def test_without_a_budget_this_model_reasons_to_the_end(engine: LlamaEngine) -> None:
+    events = list(engine.submit(ask()))
+    assert text(events) == ""
+    assert reasoning(events) != ""
+
+
+def test_no_budget_at_all_closes_the_span_in_the_prompt(engine: LlamaEngine) -> None:
+    events = list(engine.submit(ask(reasoning_budget=0)))
+    assert reasoning(events) == ""
+    assert text(events) != ""
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert end.usage.completion_tokens == 24
+
+
+def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"blue": {"type": "boolean"}},
+        "required": ["blue"],
+        "additionalProperties": False,
+    }
+    wanted = ask(reasoning_budget=5, constraint=JsonSchema(schema), ignore_eos=False, max_tokens=60)
+    events = list(engine.submit(wanted))
+    assert reasoning(events) != ""
+    assert isinstance(msgspec.json.decode(text(events))["blue"], bool)
+
+
+def spent(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
+    """Whether the budget is spent, behind each token of what was `said`."""
+    vocab = engine._loaded.vocab
+    output = Output(vocab, (), ReasoningParser(THINK, None, opened=opened))
+    budget = ReasoningBudget(n_tokens, (), opened=opened)
+    found = []
+    for token in vocab.tokenize(said):
+        output.feed(token)
+        found.append(budget.is_spent(output))
+    return found
+
+
+def test_a_span_that_the_model_opens_is_counted_from_its_marker_on(engine: LlamaEngine) -> None:
+    n_marker = len(engine.tokenize("<think>"))
+    found = spent(engine, 2, "<think>one two three")
+    assert found.index(True) == n_marker - 1 + 2
+    assert spent(engine, 0, "<think>one").index(True) == n_marker - 1
+    assert not any(spent(engine, 0, "An answer without a span"))
+
+
+def test_a_span_is_not_closed_within_a_character_or_a_marker(engine: LlamaEngine) -> None:
+    n_bytes = len(engine.tokenize("\U0001f999"))
+    assert n_bytes > 2
+    found = spent(engine, 1, "\U0001f999", opened=True)
+    assert found == [False] * (n_bytes - 1) + [True]
+    assert not any(spent(engine, 1, "</think>", opened=True))
+
+
+def test_the_scripted_engine_keeps_to_it_too() -> None:
+    script = [ReasoningDelta("one "), ReasoningDelta("two "), ReasoningDelta("three"), "answer"]
+    events = list(FakeEngine([script]).submit(ask(reasoning_budget=2)))
+    assert (reasoning(events), text(events)) == ("one two ", "answer")
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert end.usage.reasoning_tokens == 2
+
+
+@pytest.mark.parametrize("fields", [{"reasoning_budget": -1}, {"messages": (), "prompt": "a"}])
+def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        FakeEngine().submit(ask(**{"reasoning_budget": 1, **fields}))
+    assert caught.value.param == "reasoning_budget"
