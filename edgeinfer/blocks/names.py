@@ -76,14 +76,6 @@ class Names:
         """The name of a whole block behind `parent`."""
         return self._hash(b"full", parent, pack_tokens(tokens))
 
-    def chain(self, root: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-        """The names of all whole blocks of `tokens`, in order."""
-        names, parent = [], root
-        for at in range(0, len(tokens) - block_tokens + 1, block_tokens):
-            parent = self.full(parent, tokens[at : at + block_tokens])
-            names.append(parent)
-        return names
-
     def tail(self, parent: bytes, tokens: Sequence[int], kind: str = "tail") -> bytes:
         """The name of what begins with `tokens` behind `parent`, however long: the next write
         supersedes it.

@@ -180,7 +180,7 @@ class LlamaEngine:
         blocks = self._blocks
         if blocks is None or self._loop.inside:
             return
-        blocks.is_leaving = True
+        blocks.writing.is_leaving = True
         self.flush_blocks()
 
     # parking: a snapshot is taken of a process that has no thread of ours and nobody's data
@@ -239,7 +239,7 @@ class LlamaEngine:
             return
         self._closed = True
         if self._blocks is not None:
-            self._blocks.is_leaving = True
+            self._blocks.writing.is_leaving = True
         self._loop.close()
         self._close_blocks()
         self._embedder.close()

@@ -92,9 +92,6 @@ def test_salt_adapters_parent_and_secret_decide_names(tmp_path: Path, blocks: Mo
     assert len(roots) == 5
     assert len({names.full(root, TOKENS) for root in roots}) == 5
     assert names.tail(roots.pop(), TOKENS) != names.tail(roots.pop(), TOKENS)
-    assert names.chain(names.root(), TOKENS * 2 + [1], 256)[1] == names.full(
-        names.full(names.root(), TOKENS), TOKENS
-    )
 
 
 @pytest.mark.parametrize("at", [0, 5, 9, 13, 17, 30, 200, 5000, -1])

@@ -155,7 +155,7 @@ def test_whose_blocks_are_is_noted_when_they_are_written(
     assert engine.flush_blocks()
     written = [block.path.stem for block in list_blocks(store.root) if block.path not in others]
     resident = next(r for r in engine._scheduler.kv.residents if r.conversation == "talk")
-    assert written[-1] == blocks._chain(resident.tokens, (), "")[1].hex()
+    assert written[-1] == blocks.names.chain(resident.tokens, (), "")[1].hex()
     assert len(written) > 1
     assert forget_conversation(store.root, "talk") > 0
     assert {block.path for block in list_blocks(store.root)} == others
@@ -213,7 +213,7 @@ def test_damaged_blocks_are_computed_again(engine: LlamaEngine, store: BlockStor
     wanted, _ = heard(engine, ask(tokens))
     assert engine.flush_blocks()
     engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
-    second = engine._scheduler.prefixes.blocks._chain(list(tokens), (), "")[2]  # type: ignore[union-attr]
+    second = engine._scheduler.prefixes.blocks.names.chain(list(tokens), (), "")[2]  # type: ignore[union-attr]
     path = engine._scheduler.prefixes.blocks.blocks.path(second)  # type: ignore[union-attr]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -262,11 +262,13 @@ def test_a_model_whose_check_fails_keeps_nothing(
 ) -> None:
     blocks = engine._scheduler.prefixes.blocks
     assert blocks is not None
-    monkeypatch.setattr(blocks._check, "step", lambda: "after a restore the next logits differ by 2")
+    monkeypatch.setattr(
+        blocks.proof._check, "step", lambda: "after a restore the next logits differ by 2"
+    )
     tokens = tuple(engine.tokenize(text(600)))
     heard(engine, ask(tokens))
     assert engine.flush_blocks()
-    assert blocks.is_refused
+    assert blocks.proof.is_refused
     assert list_blocks(store.root) == []
     assert blocks.blocks.read_check() == "after a restore the next logits differ by 2"
 

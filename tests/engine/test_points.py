@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks import block_cache, restore
+from edgeinfer.runtime.decoding.blocks import block_writing, restore
 from edgeinfer.runtime.decoding.cache.points import Points, tokens_to_next
 from edgeinfer.runtime.engine import LlamaEngine
 
@@ -128,7 +128,7 @@ def test_a_fresh_engine_goes_on_from_a_point_of_the_store(
     hybrid: Path, tmp_path: Path, kv_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
-    monkeypatch.setattr(block_cache, "_WORTH_WRITING_S", 0.0)
+    monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
     store = BlockStore(tmp_path / "blocks", ROOMY)
     engine = load(hybrid, store, kv_type=kv_type)
     question = tuple(engine.tokenize(text(600)))
@@ -137,7 +137,7 @@ def test_a_fresh_engine_goes_on_from_a_point_of_the_store(
     heard(engine, ask(question, max_tokens=50))
     assert engine.flush_blocks()
     assert engine._scheduler.prefixes.blocks is not None
-    assert engine._scheduler.prefixes.blocks.checked == "exact"
+    assert engine._scheduler.prefixes.blocks.proof.found == "exact"
     engine._scheduler.prefixes.blocks = None
     other = question + tuple(engine.tokenize("the answer without its reasoning, and a question"))
     wanted = [heard(engine, ask(request))[0] for request in (question, other)]

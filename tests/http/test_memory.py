@@ -18,7 +18,7 @@ from made_models import make_llama
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.paths import config_dir
-from edgeinfer.runtime.decoding.blocks import block_cache, restore
+from edgeinfer.runtime.decoding.blocks import block_writing, restore
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import FakeEngine
@@ -50,7 +50,7 @@ STORY = " ".join(f"{WORDS[i * i % 11]}{i * 7 % 13}" for i in range(180))
 def _patient(monkeypatch):
     """A busy machine may read slower than it computes, and a fast one compute too fast to write."""
     monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
-    monkeypatch.setattr(block_cache, "_WORTH_WRITING_S", 0.0)
+    monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
 
 
 def _load(path: Path, folder: Path, name: str = "smol"):

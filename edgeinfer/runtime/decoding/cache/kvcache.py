@@ -86,7 +86,8 @@ class Resident:
 
     A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's
     next cell. Requests with another `salt` cannot use it. `conversation` is whose it was last.
-    One that was shifted has keys that were turned, not computed where they are.
+    One that was shifted has keys that were turned, not computed where they are. Of its tokens the first
+    `n_unchanged` have stood since whoever writes them last looked.
     """
 
     seq_id: int
@@ -94,6 +95,7 @@ class Resident:
     salt: str = ""
     conversation: str = ""
     is_shifted: bool = False
+    n_unchanged: int = 0
     points: list[Point] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
@@ -220,6 +222,7 @@ class KvCache:
             n = 0
         self._give_back(resident.cells[n:])
         del resident.tokens[n:], resident.cells[n:]
+        resident.n_unchanged = min(resident.n_unchanged, n)
         if self.points is not None:
             self.points.forget(resident.points, n)
         return cut
@@ -260,6 +263,7 @@ class KvCache:
         resident.is_shifted = True
         self._give_back(resident.cells[keep : keep + drop])
         del resident.tokens[keep : keep + drop], resident.cells[keep : keep + drop]
+        resident.n_unchanged = min(resident.n_unchanged, keep)
         return True
 
     def release(self, resident: Resident, *, keep: bool) -> None:

@@ -153,4 +153,4 @@ class Prefixes:
             self._kv.take_point(resident)
         self._kv.release(resident, keep=keep)
         if keep and self.blocks is not None:
-            self.blocks.write(resident, self._chunks.s_per_token)
+            self.blocks.writing.add(resident, self._chunks.s_per_token)

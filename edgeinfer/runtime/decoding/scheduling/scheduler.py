@@ -93,17 +93,17 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.python_s += time.perf_counter() - began - decode_s
         if self.prefixes.blocks is not None:
-            self.prefixes.blocks.work(is_idle=False)
+            self.prefixes.blocks.writing.work(is_idle=False)
 
     @property
     def has_chores(self) -> bool:
         """Whether computed blocks wait to be written."""
-        return self.prefixes.blocks is not None and self.prefixes.blocks.has_work
+        return self.prefixes.blocks is not None and self.prefixes.blocks.writing.has_work
 
     def do_chore(self) -> None:
         """Write a piece of what waits to be written. Only while idle."""
         if self.prefixes.blocks is not None:
-            self.prefixes.blocks.work(is_idle=True)
+            self.prefixes.blocks.writing.work(is_idle=True)
 
     def fail_all(self, error: EngineError) -> None:
         """End every request with `error` and forget the cache."""

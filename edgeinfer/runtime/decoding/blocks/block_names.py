@@ -1,0 +1,43 @@
+"""Names the blocks of sequences: a chain of whole ones, and what is left behind the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgeinfer.blocks.format import unpack_tokens
+from edgeinfer.blocks.names import TAIL_KEY_TOKENS
+from edgeinfer.blocks.store import ModelBlocks
+from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, common_prefix
+
+
+class BlockNames:
+    """Names of one model's blocks of `block_tokens`. `name_adapters` tells sets of LoRA files apart."""
+
+    def __init__(
+        self, blocks: ModelBlocks, block_tokens: int, name_adapters: Callable[[AdapterKey], str]
+    ) -> None:
+        self._blocks = blocks
+        self._name_adapters = name_adapters
+        self.block_tokens = block_tokens
+
+    def root(self, adapters: AdapterKey, salt: str) -> bytes:
+        """The name that a chain begins with."""
+        return self._blocks.names.root(salt, self._name_adapters(adapters))
+
+    def chain(self, tokens: list[int], adapters: AdapterKey, salt: str) -> list[bytes]:
+        """The root, and the name of every whole block."""
+        chain = [self.root(adapters, salt)]
+        self.extend(chain, tokens)
+        return chain
+
+    def extend(self, chain: list[bytes], tokens: list[int]) -> None:
+        """Add the names of the whole blocks of `tokens` that `chain` lacks."""
+        size = self.block_tokens
+        for at in range((len(chain) - 1) * size, len(tokens) - size + 1, size):
+            chain.append(self._blocks.names.full(chain[-1], tokens[at : at + size]))
+
+    def tail(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
+        """The unfinished block behind `parent` that begins like `tokens`, and how far it agrees."""
+        name = self._blocks.names.tail(parent, tokens)
+        header = self._blocks.header(name) if len(tokens) >= TAIL_KEY_TOKENS else None
+        return name, common_prefix(unpack_tokens(header.tokens), tokens) if header else 0

@@ -1,0 +1,236 @@
+"""Copies what sequences hold out to the store of computed blocks, a block at a time, between steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from edgeinfer.blocks.format import Block, Header, Kind, pack_tokens, unpack_tokens
+from edgeinfer.blocks.names import TAIL_KEY_TOKENS
+from edgeinfer.blocks.store import ModelBlocks
+from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
+from edgeinfer.runtime.decoding.blocks.proof import Proof
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident
+from edgeinfer.runtime.decoding.cache.states import SequenceStates
+
+#: What is computed again in less time than this (seconds) is not written: a file costs as much.
+_WORTH_WRITING_S = 0.05
+#: Beside running streams, copying blocks out takes at most this share of the time.
+_WRITE_SHARE = 0.02
+#: A full queue of the writer is waited for in pieces of this length (seconds).
+_WAIT_S = 0.05
+
+#: A block to be written: what it says of itself, its first position, and the tail whose place it takes.
+_Missing = tuple[Header, int, bytes | None]
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One sequence's way to the store.
+
+    `chain` names the root and its whole blocks, of which the first `n_seen` need no more looking at.
+    `conversations` are whose they are.
+    """
+
+    chain: list[bytes]
+    n_seen: int = 0
+    conversations: set[str] = field(default_factory=set)
+
+
+class BlockWriting:
+    """Writes what sequences that have ended leave in `kv`, once this model is proven. One thread."""
+
+    def __init__(
+        self,
+        *,
+        blocks: ModelBlocks,
+        states: SequenceStates,
+        kv: KvCache,
+        names: BlockNames,
+        proof: Proof,
+    ) -> None:
+        self._blocks, self._states = blocks, states
+        self._kv, self._names = kv, names
+        self._proof = proof
+        self._passes: dict[Resident, _Pass] = {}
+        self._queued: set[bytes] = set()
+        self._rest_until = 0.0
+        #: The process is about to end: what is there is written, and checked by another.
+        self.is_leaving = False
+        kv.before_drop = self._before_drop
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something waits to be written."""
+        return bool(self._passes)
+
+    def add(self, resident: Resident, s_per_token: float) -> None:
+        """Have what `resident` holds written, if computing it again would take long enough."""
+        n = len(resident.tokens)
+        if self._proof.is_refused or resident.is_shifted or n < TAIL_KEY_TOKENS:
+            return
+        if n * s_per_token < _WORTH_WRITING_S:
+            return
+        found = self._passes.get(resident)
+        if found is None:
+            root = self._names.root(resident.adapters, resident.salt)
+            found = self._passes[resident] = _Pass([root])
+            resident.n_unchanged = 0
+        if resident.conversation:
+            found.conversations.add(resident.conversation)
+
+    def work(self, *, is_idle: bool) -> None:
+        """Do one piece of what waits: copy a block out, or check this model a little further.
+
+        Beside running streams only now and then. The check waits until nobody runs; what was written
+        before is read when it has ended well, and deleted else.
+        """
+        if not self._passes or (not is_idle and time.monotonic() < self._rest_until):
+            return
+        if not self._proof.found and is_idle and not self.is_leaving:
+            self._proof.go_on()
+            return
+        if not self._blocks.writer.has_room:
+            if is_idle:
+                self._blocks.writer.wait_for_room(_WAIT_S)
+            return
+        if self._proof.is_refused or not self._blocks.can_write:
+            self._passes.clear()
+            return
+        began = time.monotonic()
+        resident = next(iter(self._passes))
+        if not self._write_one(resident, self._passes[resident]):
+            del self._passes[resident]
+            self._end_pass()
+        took_s = time.monotonic() - began
+        self._rest_until = began + took_s / _WRITE_SHARE
+
+    def _before_drop(self, resident: Resident) -> None:
+        """Write what would be lost, as far as the writer takes it."""
+        found = self._passes.pop(resident, None)
+        if found is None:
+            return
+        while self._blocks.can_write and self._blocks.writer.has_room:
+            if not self._write_one(resident, found):
+                break
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        """All of a sequence has been handed over. Each block is, once: what a small limit or a full
+        disk takes away again is not written for ever.
+        """
+        if self._blocks.writer.is_idle:
+            self._queued.clear()
+
+    def _write_one(self, resident: Resident, found: _Pass) -> bool:
+        """Write the first block of `resident` that is not there. False when all are."""
+        if self._proof.is_refused or resident.is_shifted:
+            return False
+        if resident not in self._kv.residents or resident.ghost:
+            return False
+        missing = next(self._missing(resident, found), None)
+        if missing is None:
+            self._note_owners(resident, found)
+            return False
+        header, start, superseded = missing
+        self._queued.add(header.name + header.tokens)
+        parts = self._read_parts(resident, header, start)
+        if parts is None:
+            return False
+        sizes = tuple(len(part) for part in parts)
+        self._blocks.write(Block(msgspec.structs.replace(header, sizes=sizes), parts))
+        if superseded is not None:
+            self._blocks.writer.put(lambda: self._blocks.remove(superseded))
+        return True
+
+    def _read_parts(
+        self, resident: Resident, header: Header, start: int
+    ) -> tuple[memoryview, ...] | None:
+        """The state of a block, and where it ends at a point, the state there; None when llama.cpp does
+        not have it whole.
+        """
+        end = start + len(unpack_tokens(header.tokens))
+        state = self._states.read(resident.seq_id, start, end)
+        if state is None or self._kv.points is None or header.kind == "full":
+            return None if state is None else (state,)
+        point = next((point for point in resident.points if point.n_tokens == end), None)
+        return None if point is None else (state, point.state)
+
+    def _missing(self, resident: Resident, found: _Pass) -> Iterator[_Missing]:
+        """The blocks of `resident` that are not in the store."""
+        tokens = resident.tokens
+        self._name(resident, found)
+        yield from self._missing_whole(tokens, found)
+        if self._kv.points is not None:
+            yield from self._missing_points(resident, found.chain)
+        elif not resident.active:
+            yield from self._missing_tail(tokens, found.chain)
+
+    def _name(self, resident: Resident, found: _Pass) -> None:
+        """Name the blocks that came since the last look, and again those whose tokens have changed."""
+        n_same = resident.n_unchanged // self._names.block_tokens
+        del found.chain[n_same + 1 :]
+        found.n_seen = min(found.n_seen, n_same)
+        self._names.extend(found.chain, resident.tokens)
+        resident.n_unchanged = len(resident.tokens)
+
+    def _missing_whole(self, tokens: list[int], found: _Pass) -> Iterator[_Missing]:
+        size, chain = self._names.block_tokens, found.chain
+        for i in range(found.n_seen, len(chain) - 1):
+            found.n_seen = i + 1
+            if self._blocks.has(chain[i + 1]):
+                continue
+            part = tokens[i * size : (i + 1) * size]
+            header = self._header("full", chain[i + 1], chain[i], part)
+            if not self._is_queued(header):
+                tail, n = self._names.tail(chain[i], part)
+                yield header, i * size, tail if n else None
+
+    def _missing_tail(self, tokens: list[int], chain: list[bytes]) -> Iterator[_Missing]:
+        start = (len(chain) - 1) * self._names.block_tokens
+        rest = tokens[start:]
+        if len(rest) < TAIL_KEY_TOKENS:
+            return
+        tail, n = self._names.tail(chain[-1], rest)
+        header = self._header("tail", tail, chain[-1], rest)
+        if n < len(rest) and not self._is_queued(header):
+            yield header, start, None
+
+    def _missing_points(self, resident: Resident, chain: list[bytes]) -> Iterator[_Missing]:
+        """The points of a state that cannot be cut: the one at its end, and those before it."""
+        size, tokens = self._names.block_tokens, resident.tokens
+        for point in resident.points:
+            i = point.n_tokens // size
+            rest = tokens[i * size : point.n_tokens]
+            if resident.active or len(rest) < TAIL_KEY_TOKENS:
+                continue
+            kind: Kind = "tail" if point.n_tokens == len(tokens) else "point"
+            name = self._blocks.names.tail(chain[i], rest, kind)
+            header = self._header(kind, name, chain[i], rest)
+            there = None if self._is_queued(header) else self._blocks.header(name)
+            if not self._is_queued(header) and (there is None or there.tokens != header.tokens):
+                yield header, i * size, None
+
+    def _header(self, kind: Kind, name: bytes, parent: bytes, tokens: list[int]) -> Header:
+        return Header(kind, name, parent, self._blocks.names.identity, pack_tokens(tokens), ())
+
+    def _is_queued(self, header: Header) -> bool:
+        """Whether the writer has been given this block lately."""
+        return header.name + header.tokens in self._queued
+
+    def _note_owners(self, resident: Resident, found: _Pass) -> None:
+        """Note whose the blocks are, and that the beginning was used last, once all are written."""
+        chain, conversations = found.chain, found.conversations
+        rest = resident.tokens[(len(chain) - 1) * self._names.block_tokens :]
+
+        def note() -> None:  # the tail, for one, is there only now
+            tail, n = self._names.tail(chain[-1], rest)
+            kept = [*chain[1:], *([tail] if n else [])]
+            self._blocks.touch(kept)
+            for conversation in conversations:
+                self._blocks.own(conversation, kept)
+
+        self._blocks.writer.put(note)

@@ -1,0 +1,135 @@
+"""What is handed to the store, and at what cost: real books and a real folder, states of zeros."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.blocks.limits import Limits, list_blocks
+from edgeinfer.blocks.names import Names
+from edgeinfer.blocks.store import BlockStore, ModelBlocks
+from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
+from edgeinfer.runtime.decoding.blocks.block_writing import BlockWriting
+from edgeinfer.runtime.decoding.blocks.proof import Proof
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache
+
+from .test_kvcache import CountingMemory, claim, fill, make
+
+SIZE = 256
+LONG_S = 1.0
+
+
+class _States:
+    def read(self, seq_id: int, start: int, end: int) -> memoryview:
+        return memoryview(bytes(end - start))
+
+
+class _Check:
+    n_tokens = 96
+
+    def step(self) -> str:
+        return "exact"
+
+
+class Side:
+    """The parts between books and store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = BlockStore(folder, Limits(max_bytes=1 << 30, margin_bytes=0))
+        self.blocks: ModelBlocks = self.store.model("sha", {})
+        self.kv: KvCache
+        self.memory: CountingMemory
+        self.kv, self.memory = make(n_cells=1 << 16)
+        self.names = BlockNames(self.blocks, SIZE, lambda adapters: "")
+        self.writing = BlockWriting(
+            blocks=self.blocks,
+            states=_States(),  # type: ignore[arg-type]
+            kv=self.kv,
+            names=self.names,
+            proof=Proof(self.blocks, _Check()),  # type: ignore[arg-type]
+        )
+
+    def write_all(self) -> None:
+        while self.writing.has_work:
+            self.writing.work(is_idle=True)
+        assert self.blocks.writer.flush(60)
+
+    def there(self, tokens: list[int]) -> int:
+        """Tokens of a text that the store has, in whole blocks."""
+        chain = self.names.chain(tokens, (), "")[1:]
+        return SIZE * sum(self.blocks.has(name) for name in chain)
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Side:
+    return Side(tmp_path / "blocks")
+
+
+def test_each_block_is_named_and_looked_for_once(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing n blocks takes n hashes, or a long conversation would spend its time with its names."""
+    counts = {"full": 0, "has": 0}
+    full, has = Names.full, ModelBlocks.has
+
+    def counted_full(names: Names, parent: bytes, tokens: list[int]) -> bytes:
+        counts["full"] += 1
+        return full(names, parent, tokens)
+
+    def counted_has(blocks: ModelBlocks, name: bytes) -> bool:
+        counts["has"] += 1
+        return has(blocks, name)
+
+    monkeypatch.setattr(Names, "full", counted_full)
+    monkeypatch.setattr(ModelBlocks, "has", counted_has)
+    n_blocks = 100
+    resident = claim(side.kv, side.memory, list(range(n_blocks * SIZE + 40)))
+    side.kv.release(resident, keep=True)
+    side.writing.add(resident, LONG_S)
+    side.write_all()
+    assert counts == {"full": n_blocks, "has": n_blocks}
+    assert len(list_blocks(side.store.root)) == n_blocks + 1
+
+
+def test_a_cut_on_the_way_to_the_store_is_noticed(side: Side) -> None:
+    first = list(range(10 * SIZE))
+    resident = claim(side.kv, side.memory, first)
+    side.kv.release(resident, keep=True)
+    side.writing.add(resident, LONG_S)
+    for _ in range(8):  # the check's step, and seven blocks
+        side.writing.work(is_idle=True)
+    resident.active = True
+    assert side.kv.truncate(resident, 3 * SIZE + 10)
+    other = first[: 3 * SIZE + 10] + list(range(50_000, 50_000 + 5 * SIZE))
+    fill(side.kv, side.memory, resident, other)
+    side.kv.release(resident, keep=True)
+    side.writing.add(resident, LONG_S)
+    side.write_all()
+    assert side.there(first) == 7 * SIZE
+    assert side.there(other) == 8 * SIZE
+    assert all(
+        side.blocks.read(bytes.fromhex(block.path.stem)) is not None
+        for block in list_blocks(side.store.root)
+    )
+
+
+def test_a_shift_on_the_way_to_the_store_ends_it(side: Side) -> None:
+    """Keys that were turned are not what was computed."""
+    resident = claim(side.kv, side.memory, list(range(10 * SIZE)))
+    side.kv.release(resident, keep=True)
+    side.writing.add(resident, LONG_S)
+    side.writing.work(is_idle=True)
+    resident.active = True
+    assert side.kv.shift(resident, SIZE, 4 * SIZE)
+    side.write_all()
+    assert side.there(resident.tokens) <= SIZE
+
+
+def test_two_conversations_that_share_a_sequence_both_own_it(side: Side) -> None:
+    resident = claim(side.kv, side.memory, list(range(4 * SIZE)))
+    for conversation in ("one", "two"):
+        resident.conversation = conversation
+        resident.active = True
+        side.kv.release(resident, keep=True)
+        side.writing.add(resident, LONG_S)
+    side.write_all()
+    assert len(list((side.store.root / "owners").iterdir())) == 2
