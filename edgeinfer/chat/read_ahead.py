@@ -1,7 +1,8 @@
 """Has the engine read a question before it is asked: while the user types, once a file is attached.
 
 Enter then waits for the last words alone. What was read stays in the engine's KV cache, so a text that
-changes costs nothing: the next one is read from where they differ.
+changes costs nothing: the next one is read from where they differ. Nothing of it reaches the disk
+before it is sent: who deletes a line that was typed has left it nowhere.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class ReadAhead:
         if request is None:
             return False
         self._read_at = self._clock()
-        self._wanted = (session.engine, msgspec.structs.replace(request, max_tokens=0))
+        is_stored = not (words or attachments or editing is not None)
+        early = msgspec.structs.replace(request, max_tokens=0, cache_on_disk=is_stored)
+        self._wanted = (session.engine, early)
         return True
 
     def read(self) -> None:

@@ -123,7 +123,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_tokens` 0 computes the prompt, keeps it for whoever begins like it, and ends with no token: at
     the lowest priority, and cancelling it loses nothing. `cache_prompt` False neither takes nor leaves
-    anything, in memory or on disk. Requests share what was computed only under one `cache_salt`.
+    anything, in memory or on disk; `cache_on_disk` False leaves what it computes in memory only, until
+    another that begins like it may write it. Requests share what was computed only under one
+    `cache_salt`.
     `conversation` names whose blocks these are, so that they can be forgotten with it.
 
     `reasoning_budget` closes a reasoning span that has run for so many tokens, and the answer goes on
@@ -147,6 +149,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     overflow: Literal["refuse", "shift"] = "refuse"
     deadline_s: float | None = None
     cache_prompt: bool = True
+    cache_on_disk: bool = True
     cache_salt: str = ""
     conversation: str = ""
     lora: tuple[tuple[str, float], ...] | None = None

@@ -70,6 +70,7 @@ def test_what_stands_still_is_read_once_and_begins_what_is_asked(composer, engin
     assert not composer.stand_still("Why is the sky", [NOTES])
     (read,) = engine.read
     assert read.max_tokens == 0
+    assert not read.cache_on_disk  # it may be deleted again
     answer(composer.session, "Why is the sky blue?", [NOTES])
     whole, part = (engine.apply_template(r.messages) for r in (engine.requests[0], read))
     assert whole.startswith(part.removesuffix("\nassistant:"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.blocks.format import unpack_tokens
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.names import Names
 from edgeinfer.blocks.store import BlockStore, ModelBlocks
@@ -106,10 +107,7 @@ def test_a_cut_on_the_way_to_the_store_is_noticed(side: Side) -> None:
     side.write_all()
     assert side.there(first) == 7 * SIZE
     assert side.there(other) == 8 * SIZE
-    assert all(
-        side.blocks.read(bytes.fromhex(block.path.stem)) is not None
-        for block in list_blocks(side.store.root)
-    )
+    assert all(side.blocks.read(name) is not None for name in _names(side))
 
 
 def test_a_shift_on_the_way_to_the_store_ends_it(side: Side) -> None:
@@ -133,3 +131,43 @@ def test_two_conversations_that_share_a_sequence_both_own_it(side: Side) -> None
         side.writing.add(resident, LONG_S)
     side.write_all()
     assert len(list((side.store.root / "owners").iterdir())) == 2
+
+
+def test_what_is_only_read_ahead_is_written_once_it_is_sent(side: Side) -> None:
+    """Typed behind a conversation that is still on its way to the store."""
+    said = list(range(3 * SIZE + 100))
+    typed = said + list(range(50_000, 50_000 + 2 * SIZE))
+    resident = claim(side.kv, side.memory, said)
+    side.kv.release(resident, keep=True)
+    side.writing.add(resident, LONG_S)
+    resident.active = True
+    side.kv.keep_in_memory(resident)
+    fill(side.kv, side.memory, resident, typed)
+    side.kv.release(resident, keep=True)
+    side.write_all()
+    assert side.there(typed) == 3 * SIZE
+    tail = next(b for b in map(side.blocks.header, _names(side)) if b is not None and b.kind == "tail")
+    assert unpack_tokens(tail.tokens) == said[3 * SIZE :]
+
+    resident.memory_only_from = None
+    side.writing.add(resident, LONG_S)
+    side.write_all()
+    assert side.there(typed) == 5 * SIZE
+
+
+def test_who_shares_what_was_read_ahead_keeps_it_in_memory_too(side: Side) -> None:
+    early = side.kv.claim(list(range(50)), ())
+    assert early is not None
+    side.kv.keep_in_memory(early)
+    fill(side.kv, side.memory, early, list(range(50)))
+    later = side.kv.claim([*range(40), 99], ())
+    assert later is not None
+    assert (len(later.tokens), later.memory_only_from) == (40, 0)
+    fill(side.kv, side.memory, later, list(range(60)))
+    later.memory_only_from = 55
+    assert side.kv.truncate(later, 30)
+    assert later.memory_only_from == 30
+
+
+def _names(side: Side) -> list[bytes]:
+    return [bytes.fromhex(block.path.stem) for block in list_blocks(side.store.root)]

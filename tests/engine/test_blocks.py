@@ -171,6 +171,21 @@ def test_a_prompt_of_no_answer_is_kept_for_the_next(engine: LlamaEngine) -> None
     assert usage.cached_tokens == len(tokens)
 
 
+def test_what_is_read_ahead_in_memory_is_on_disk_when_it_was_sent(
+    engine: LlamaEngine, store: BlockStore
+) -> None:
+    tokens = tuple(engine.tokenize(text(600)))
+    list(engine.submit(ask(tokens, max_tokens=0, cache_on_disk=False)))
+    assert engine.flush_blocks()
+    assert list_blocks(store.root) == []
+    _, usage = heard(engine, ask(tokens))
+    assert usage.cached_tokens == len(tokens) - 1
+    assert engine.flush_blocks()
+    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    _, usage = heard(engine, ask(tokens))
+    assert usage.cached_disk_tokens == len(tokens) - 1
+
+
 def test_cache_prompt_false_neither_takes_nor_leaves(engine: LlamaEngine, store: BlockStore) -> None:
     tokens = tuple(engine.tokenize(text(600)))
     heard(engine, ask(tokens, cache_prompt=False))

@@ -161,20 +161,20 @@ class BlockWriting:
 
     def _missing(self, resident: Resident, found: _Pass) -> Iterator[_Missing]:
         """The blocks of `resident` that are not in the store."""
-        tokens = resident.tokens
-        self._name(resident, found)
+        tokens = _writable(resident)
+        self._name(resident, tokens, found)
         yield from self._missing_whole(tokens, found)
         if self._kv.points is not None:
-            yield from self._missing_points(resident, found.chain)
+            yield from self._missing_points(resident, tokens, found.chain)
         elif not resident.active:
             yield from self._missing_tail(tokens, found.chain)
 
-    def _name(self, resident: Resident, found: _Pass) -> None:
+    def _name(self, resident: Resident, tokens: list[int], found: _Pass) -> None:
         """Name the blocks that came since the last look, and again those whose tokens have changed."""
         n_same = resident.n_unchanged // self._names.block_tokens
         del found.chain[n_same + 1 :]
         found.n_seen = min(found.n_seen, n_same)
-        self._names.extend(found.chain, resident.tokens)
+        self._names.extend(found.chain, tokens)
         resident.n_unchanged = len(resident.tokens)
 
     def _missing_whole(self, tokens: list[int], found: _Pass) -> Iterator[_Missing]:
@@ -199,10 +199,12 @@ class BlockWriting:
         if n < len(rest) and not self._is_queued(header):
             yield header, start, None
 
-    def _missing_points(self, resident: Resident, chain: list[bytes]) -> Iterator[_Missing]:
+    def _missing_points(
+        self, resident: Resident, tokens: list[int], chain: list[bytes]
+    ) -> Iterator[_Missing]:
         """The points of a state that cannot be cut: the one at its end, and those before it."""
-        size, tokens = self._names.block_tokens, resident.tokens
-        for point in resident.points:
+        size = self._names.block_tokens
+        for point in [p for p in resident.points if p.n_tokens <= len(tokens)]:
             i = point.n_tokens // size
             rest = tokens[i * size : point.n_tokens]
             if resident.active or len(rest) < TAIL_KEY_TOKENS:
@@ -224,7 +226,7 @@ class BlockWriting:
     def _note_owners(self, resident: Resident, found: _Pass) -> None:
         """Note whose the blocks are, and that the beginning was used last, once all are written."""
         chain, conversations = found.chain, found.conversations
-        rest = resident.tokens[(len(chain) - 1) * self._names.block_tokens :]
+        rest = _writable(resident)[(len(chain) - 1) * self._names.block_tokens :]
 
         def note() -> None:  # the tail, for one, is there only now
             tail, n = self._names.tail(chain[-1], rest)
@@ -234,3 +236,9 @@ class BlockWriting:
                 self._blocks.own(conversation, kept)
 
         self._blocks.writer.put(note)
+
+
+def _writable(resident: Resident) -> list[int]:
+    """The tokens whose blocks may be on disk."""
+    end = resident.memory_only_from
+    return resident.tokens if end is None else resident.tokens[:end]

@@ -87,7 +87,8 @@ class Resident:
     A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's
     next cell. Requests with another `salt` cannot use it. `conversation` is whose it was last.
     One that was shifted has keys that were turned, not computed where they are. Of its tokens the first
-    `n_unchanged` have stood since whoever writes them last looked.
+    `n_unchanged` have stood since whoever writes them last looked; those from `memory_only_from` on are
+    not to be written.
     """
 
     seq_id: int
@@ -96,6 +97,7 @@ class Resident:
     conversation: str = ""
     is_shifted: bool = False
     n_unchanged: int = 0
+    memory_only_from: int | None = None
     points: list[Point] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
@@ -197,6 +199,8 @@ class KvCache:
                 return
             self.points.keep(target.points, point)
         target.is_shifted = source.is_shifted
+        if source.memory_only_from is not None and source.memory_only_from < n:
+            target.memory_only_from = source.memory_only_from
         target.tokens = source.tokens[:n]
         target.cells = source.cells[:n]
         for cell in target.cells:
@@ -223,6 +227,8 @@ class KvCache:
         self._give_back(resident.cells[n:])
         del resident.tokens[n:], resident.cells[n:]
         resident.n_unchanged = min(resident.n_unchanged, n)
+        if resident.memory_only_from is not None:
+            resident.memory_only_from = min(resident.memory_only_from, n)
         if self.points is not None:
             self.points.forget(resident.points, n)
         return cut
@@ -235,6 +241,11 @@ class KvCache:
         if self.points is None or point is None or point.n_tokens != n:
             return False
         return self.points.go_back(resident.seq_id, point)
+
+    def keep_in_memory(self, resident: Resident) -> None:
+        """Let nothing be written of what comes behind the tokens that are there."""
+        if resident.memory_only_from is None:
+            resident.memory_only_from = len(resident.tokens)
 
     def take_point(self, resident: Resident) -> None:
         """Note where `resident` is, so that a state that cannot be cut can come back to here."""

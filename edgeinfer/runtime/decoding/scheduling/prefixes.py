@@ -70,11 +70,13 @@ class Prefixes:
             seq.restore = self.blocks.match(
                 seq.tokens, seq.adapters, request.cache_salt, kept, is_alone=is_alone
             )
+        if seq.restore is not None:
+            self._kv.truncate(resident, seq.restore.start)
+            seq.restore.cached = kept if self._can_cut else 0
+        if not request.cache_on_disk:
+            self._kv.keep_in_memory(resident)
         if seq.restore is None:
             self._begin(seq, kept, 0)
-            return
-        self._kv.truncate(resident, seq.restore.start)
-        seq.restore.cached = kept if self._can_cut else 0
 
     def _begin(self, seq: Sequence, cached: int, from_disk: int) -> None:
         """What could be found is there: the rest is to be computed."""
@@ -152,5 +154,8 @@ class Prefixes:
         if keep:
             self._kv.take_point(resident)
         self._kv.release(resident, keep=keep)
+        if not seq.request.cache_on_disk:
+            return
+        resident.memory_only_from = None
         if keep and self.blocks is not None:
             self.blocks.writing.add(resident, self._chunks.s_per_token)
