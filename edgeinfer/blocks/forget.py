@@ -1,6 +1,7 @@
 """Deleting what was kept: everything, one model's, or one conversation's that no other has read too.
 
-A process that has something of it in its own memory keeps that until it ends.
+A process that has something of it in its own memory keeps that until it ends. The secret stays: names
+that running processes make from now on must be those that the next process looks for.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from edgeinfer.blocks.store import model_folder
 
 
 def forget_all(root: Path) -> int:
-    """Delete every block and the secret; the bytes that were freed."""
+    """Delete all but the secret that names are keyed with; the bytes that were freed."""
     freed = sum(block.n_bytes for block in limits.list_blocks(root))
-    shutil.rmtree(root, ignore_errors=True)
+    if root.is_dir():
+        for folder in [path for path in root.iterdir() if path.is_dir()]:
+            shutil.rmtree(folder, ignore_errors=True)
     return freed
 
 

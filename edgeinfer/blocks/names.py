@@ -20,15 +20,15 @@ SECRET_BYTES = 32
 TAIL_KEY_TOKENS = 32
 
 
-def read_secret(path: Path) -> bytes:
-    """The user's secret in `path`, made when it is not there (0600). Raises OSError."""
+def read_secret(path: Path, own: bytes = b"") -> bytes:
+    """The user's secret in `path` (0600); where there is none, `own` or a new one. Raises OSError."""
     for _ in range(2):
         try:
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
             with open(os.open(path, flags), "rb") as file:
                 secret = file.read()
         except FileNotFoundError:
-            _make_secret(path)
+            _write_secret(path, own or os.urandom(SECRET_BYTES))
             continue
         if len(secret) == SECRET_BYTES:
             return secret
@@ -36,12 +36,12 @@ def read_secret(path: Path) -> bytes:
     raise OSError(f"no secret can be kept in {path}")
 
 
-def _make_secret(path: Path) -> None:
-    """Put 32 random bytes there, whole or not at all; whoever is first wins."""
+def _write_secret(path: Path, secret: bytes) -> None:
+    """Put a secret there, whole or not at all; whoever is first wins."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
-        file.write(os.urandom(SECRET_BYTES))
+        file.write(secret)
     try:
         os.link(temporary, path)
     except FileExistsError:

@@ -11,6 +11,7 @@ Files and folders are this user's alone, and what is not is refused.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -30,7 +31,7 @@ from edgeinfer.blocks.format import Block, Header
 from edgeinfer.blocks.limits import Limits
 from edgeinfer.blocks.names import Names, owner_name, read_secret
 from edgeinfer.blocks.writer import Writer
-from edgeinfer.errors import BlockDamagedError
+from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 
 #: Files are read, and their checksums computed, by so many threads: one gives some 4 GB/s.
 _READERS = 2
@@ -114,11 +115,33 @@ class BlockStore:
             self._warn(f"{reason}: what models read now will be computed again after a restart")
 
     def note_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        """Add blocks to the list of what a conversation has read. Raises OSError."""
-        folder = paths.private_dir(self.root / "owners")
+        """Add blocks to the list of what a conversation has read.
+
+        Raises OSError, SnapshotUnsafeError.
+        """
+        self.make_root()
+        paths.private_dir(self.root / "owners")
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        with open(os.open(folder / owner_name(self.secret, conversation), flags, 0o600), "wb") as file:
+        with open(os.open(self._owner_list(conversation), flags, 0o600), "wb") as file:
             file.write(b"".join(name.hex().encode() + b"\n" for name in names))
+
+    def has_owner(self, conversation: str) -> bool:
+        """Whether there is a list of what a conversation has read."""
+        return self._owner_list(conversation).exists()
+
+    def _owner_list(self, conversation: str) -> Path:
+        return self.root / "owners" / owner_name(self.secret, conversation)
+
+    def make_root(self) -> None:
+        """Make the folder again where somebody has deleted it.
+
+        Raises OSError, another process's secret in it included; SnapshotUnsafeError.
+        """
+        paths.private_dir(self.root)
+        if read_secret(self.root / "secret", self.secret) != self.secret:
+            raise OSError(
+                errno.ESTALE, "their folder was deleted, and another process has made its own"
+            )
 
 
 def model_folder(model: str) -> str:
@@ -135,7 +158,8 @@ class ModelBlocks:
         self.names = names
         self.writer = Writer()
         self._readers: ThreadPoolExecutor | None = None
-        self._owned: set[tuple[str, bytes]] = set()
+        self._owned: dict[str, set[bytes]] = {}
+        self._checked = ""
 
     @property
     def traffic(self) -> Traffic:
@@ -216,36 +240,45 @@ class ModelBlocks:
 
     def write(self, block: Block) -> bool:
         """Have a block written soon; False when too much is waiting already."""
-        return self.writer.put(lambda: self._write(block), block.n_bytes)
+        return self.writer.put(lambda: self._try(lambda: self._write(block)), block.n_bytes)
 
     def own(self, conversation: str, names: Sequence[bytes]) -> None:
         """Note that these blocks hold what a conversation has read, so that they go with it."""
-        new = [name for name in names if (conversation, name) not in self._owned]
-        self._owned.update((conversation, name) for name in new)
-        if new:
-            self.writer.put(lambda: self._own(conversation, new))
+        self.writer.put(lambda: self._try(lambda: self._own(conversation, names)))
 
     def _own(self, conversation: str, names: Sequence[bytes]) -> None:
-        try:
-            self._store.note_owner(conversation, names)
-        except OSError as error:
-            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
+        if not self._store.has_owner(conversation):  # not yet, or it was forgotten and goes on
+            self._owned.pop(conversation, None)
+        known = self._owned.setdefault(conversation, set())
+        new = [name for name in names if name not in known]
+        if new:
+            self._store.note_owner(conversation, new)
+            known.update(new)
 
     def _write(self, block: Block) -> None:
         """In the writer's thread: the file, whole or not at all."""
-        path = self.path(block.header.name)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+        if self._store.has_room_for(block.n_bytes):
+            n_bytes = _write_file(self.path(block.header.name), format.encode(block), is_durable=True)
+            self.traffic.blocks_written += 1
+            self.traffic.bytes_written += n_bytes
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Write something; again once the folder is made again, where it was deleted under this process
+        (`edgeinfer forget`). What cannot be mended ends the writing for a while.
+        """
         try:
-            if not self._store.has_room_for(block.n_bytes):
-                return
-            n_bytes = _write_file(temporary, block)
-            temporary.replace(path)
+            try:
+                work()
+            except FileNotFoundError:
+                self._store.make_root()
+                paths.private_dir(self._folder.parent)
+                paths.private_dir(self._folder)
+                self._write_check()
+                work()
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
-            return
-        self.traffic.blocks_written += 1
-        self.traffic.bytes_written += n_bytes
+        except SnapshotUnsafeError as error:
+            self._store.stop_writing(f"computed blocks cannot be written ({error.message})")
 
     def remove(self, name: bytes) -> None:
         """Delete a block, if it is there."""
@@ -263,21 +296,19 @@ class ModelBlocks:
         """What the check of this identity found: "exact", why it is refused, or "" before any."""
         try:
             with open(_open_own(self._folder / "checked"), encoding="utf-8") as file:
-                return file.read()
+                self._checked = file.read()
         except OSError:
-            return ""
+            self._checked = ""
+        return self._checked
 
     def note_check(self, found: str) -> None:
         """Keep what the check found. A disk without room only means that it is made again."""
-        temporary = self._folder / f".checked.{os.getpid()}.new"
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            with open(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-                file.write(found)
-            temporary.replace(self._folder / "checked")
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
+        self._checked = found
+        self._try(self._write_check)
+
+    def _write_check(self) -> None:
+        if self._checked:
+            _write_file(self._folder / "checked", [self._checked.encode()])
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Write what waits and end the threads; False when that took longer. It may be used again."""
@@ -297,13 +328,21 @@ def _open_own(path: Path) -> int:
     return descriptor
 
 
-def _write_file(path: Path, block: Block) -> int:
-    """Write a block durably; the file's bytes."""
+def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable: bool = False) -> int:
+    """Put a file there, whole or not at all; its bytes. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
-        for buffer in format.encode(block):
-            view = memoryview(buffer)
-            while view:
-                view = view[file.write(view) :]
-        os.fdatasync(file.fileno())
-        return file.tell()
+    try:
+        with open(os.open(temporary, flags, 0o600), "wb", buffering=0) as file:
+            for buffer in buffers:
+                view = memoryview(buffer)
+                while view:
+                    view = view[file.write(view) :]
+            if is_durable:
+                os.fdatasync(file.fileno())
+            size = file.tell()
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return size

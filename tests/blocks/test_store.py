@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -300,7 +302,48 @@ def test_forget_a_model_and_all(store: BlockStore, blocks: ModelBlocks) -> None:
     assert forget.forget_model(store.root, "sha") > 0
     assert (blocks.has(name), other.has(kept)) == (False, True)
     assert forget.forget_all(store.root) > 0
-    assert not store.root.exists()
+    assert [path.name for path in store.root.iterdir()] == ["secret"]
+
+
+@pytest.mark.parametrize(
+    "delete", [forget.forget_all, lambda root: forget.forget_model(root, "sha"), shutil.rmtree]
+)
+def test_a_process_goes_on_when_its_folder_was_deleted(
+    tmp_path: Path, delete: Callable[[Path], object]
+) -> None:
+    """Forgotten under it, and so its next block, its owner and what is known of the model are there."""
+    said: list[str] = []
+    store = BlockStore(tmp_path / "blocks", ROOMY, said.append)
+    blocks = store.model("sha", {"kv": "f16"})
+    blocks.note_check("exact")
+    first = put(blocks, make_block(blocks, TOKENS))
+    blocks.own("talk", [first])
+    assert blocks.writer.flush(30)
+    delete(store.root)
+    assert not blocks.has(first)
+
+    second = put(blocks, make_block(blocks, [2] * 256))
+    blocks.own("talk", [second])
+    assert blocks.writer.flush(30)
+    another = BlockStore(store.root, ROOMY).model("sha", {"kv": "f16"})
+    assert another.read(second) is not None
+    assert another.names.root() == blocks.names.root()
+    assert another.read_check() == "exact"
+    assert said == []
+    assert forget.forget_conversation(store.root, "talk") > 0
+    assert not blocks.has(second)
+
+
+def test_a_process_whose_folder_is_another_s_now_writes_nothing(tmp_path: Path) -> None:
+    """Its names would be found by nobody, `forget` included."""
+    said: list[str] = []
+    store = BlockStore(tmp_path / "blocks", ROOMY, said.append)
+    blocks = store.model("sha", {})
+    shutil.rmtree(store.root)
+    BlockStore(store.root, ROOMY)
+    put(blocks, make_block(blocks, TOKENS))
+    assert limits.list_blocks(store.root) == []
+    assert "another process" in said[0]
 
 
 def test_the_check_of_an_identity_is_remembered(store: BlockStore, blocks: ModelBlocks) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer.blocks.forget import forget_conversation
+from edgeinfer.blocks.forget import forget_all, forget_conversation
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime.decoding.blocks import restore
@@ -221,6 +221,20 @@ def test_a_parked_engine_has_no_store_and_nobody_s_words(engine: LlamaEngine) ->
     engine.park()
     assert engine._scheduler.prefixes.blocks is None
     assert engine.metrics().kv_used_tokens == 0
+
+
+def test_an_engine_remembers_what_it_reads_after_all_was_forgotten(
+    engine: LlamaEngine, store: BlockStore
+) -> None:
+    heard(engine, ask(tuple(engine.tokenize(text(600)))))
+    assert engine.flush_blocks()
+    assert forget_all(store.root) > 0
+    tokens = tuple(engine.tokenize(text(600, 2000)))
+    heard(engine, ask(tokens))
+    assert engine.flush_blocks()
+    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    _, usage = heard(engine, ask(tokens))
+    assert usage.cached_disk_tokens == len(tokens) - 1
 
 
 def test_damaged_blocks_are_computed_again(engine: LlamaEngine, store: BlockStore) -> None:
