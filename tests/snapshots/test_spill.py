@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.runtime.loading import mappings
+from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.building.digests import digest
 from edgeinfer.snapshots.building.spill import BLOCK_BYTES, HUGE_PAGE_BYTES, STRETCH_BYTES, spill
 
@@ -71,6 +72,50 @@ def test_zeros_are_given_back(buffer, tmp_path):
     spill([(at + PAGE, at + SIZE)], str(tmp_path / "buffers.img"), lambda _: None)
     assert _resident(low, high) == 0
     assert area[STRETCH_BYTES : 2 * STRETCH_BYTES] == bytes(STRETCH_BYTES)
+
+
+@pytest.fixture
+def sparse():
+    """Anonymous memory of which a part is never touched, and a page of the next is only read."""
+    area = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area[:STRETCH_BYTES] = b"x" * STRETCH_BYTES
+    assert area[2 * STRETCH_BYTES] == 0
+    area[-PAGE:] = b"y" * PAGE
+    anchor = ctypes.c_char.from_buffer(area)
+    yield ctypes.addressof(anchor), area
+    del anchor
+
+
+@pytest.mark.parametrize("kernel_says", [True, False])
+def test_memory_that_was_never_touched_is_not_looked_at(sparse, tmp_path, monkeypatch, kernel_says):
+    """Where the kernel does not say what was touched the result is the same, and all is compared."""
+    at, area = sparse
+    before = bytes(area[:STRETCH_BYTES]) + bytes(area[-PAGE:])
+    compared: list[int] = []
+    equal = linux.equal
+
+    def noted(at, zeros, n):
+        compared.append(n)
+        return equal(at, zeros, n)
+
+    monkeypatch.setattr(linux, "equal", noted)
+    if not kernel_says:
+        monkeypatch.setattr(mappings.Untouched, "holds", lambda self, low, high: False)
+    path = tmp_path / "buffers.img"
+    spilled = spill([(at, at + SIZE)], str(path), lambda _: None)
+    assert bytes(area[:STRETCH_BYTES]) + bytes(area[-PAGE:]) == before
+    assert bytes(area[STRETCH_BYTES:-PAGE]) == bytes(SIZE - STRETCH_BYTES - PAGE)
+    assert spilled.written == expected_bytes(at)
+    least, most = (0, STRETCH_BYTES + 4 * BLOCK_BYTES) if kernel_says else (SIZE, SIZE)
+    assert least <= sum(compared) <= most
+
+
+def expected_bytes(at: int) -> int:
+    """What has to be written of `sparse`: whole blocks with something in them."""
+    blocks = {a // BLOCK_BYTES for a in range(at, at + STRETCH_BYTES, PAGE)}
+    blocks.add((at + SIZE - PAGE) // BLOCK_BYTES)
+    low, high = at, at + SIZE
+    return sum(min(high, (block + 1) * BLOCK_BYTES) - max(low, block * BLOCK_BYTES) for block in blocks)
 
 
 def test_what_is_written_later_is_this_processs_own(buffer, tmp_path):

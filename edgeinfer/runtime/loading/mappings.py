@@ -5,7 +5,11 @@ Linux; elsewhere there are none.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import ctypes
+import mmap
+import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -15,6 +19,10 @@ HUGEPAGE = 14
 PAGEOUT = 21
 #: Smaller allocations and mappings are not worth the trouble.
 LARGE_BYTES = 32 << 20
+#: /proc/self/pagemap has an entry of so many bytes a page; the least of its highest bits that say the
+#: page is somewhere: swapped, and above it present.
+_ENTRY_BYTES = 8
+_SWAPPED = 1 << 6
 
 
 class Range(NamedTuple):
@@ -87,6 +95,47 @@ class HugePages:
             low = known_high
         if low < high:
             yield Range(low, high)
+
+
+class Untouched:
+    """Tells anonymous memory that was never touched, and so holds zeros and takes no page.
+
+    Of what is anonymous when this is made. Nothing is untouched where the kernel does not say.
+    """
+
+    def __init__(self) -> None:
+        self._anonymous = _joined(_anonymous())
+        self._lows = [low for low, _ in self._anonymous]
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    def holds(self, low: int, high: int) -> bool:
+        """Whether no page of this range was ever touched."""
+        at = bisect.bisect_right(self._lows, low) - 1
+        if self._fd < 0 or at < 0 or high > self._anonymous[at].high:
+            return False
+        first = low // mmap.PAGESIZE
+        wanted = (-(-high // mmap.PAGESIZE) - first) * _ENTRY_BYTES
+        entries = os.pread(self._fd, wanted, first * _ENTRY_BYTES)
+        # the highest byte of an entry is its last; it has a bit for "present" and one for "swapped"
+        return len(entries) == wanted and max(entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES]) < _SWAPPED
+
+    def close(self) -> None:
+        """Close what the kernel says. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Ranges in order, neighbours made one."""
+    joined: list[Range] = []
+    for low, high in ranges:
+        if joined and joined[-1].high == low:
+            low = joined.pop().low
+        joined.append(Range(low, high))
+    return joined
 
 
 def _anonymous() -> Iterator[Range]:

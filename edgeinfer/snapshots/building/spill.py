@@ -5,17 +5,19 @@ would not allow (docs/decisions/040-bake-the-images.md). It writes megabytes at 
 an offset that equals its address modulo the size of a huge page. That is the point: where the file
 system has large folios the page cache then holds huge pages, which a resume maps 512 pages at a fault
 and reads without missing the TLB. CRIU writes page by page (decision 043 has the figures). Zeros, which
-are what llama.cpp leaves in an empty KV cache, are given back instead.
+are what llama.cpp leaves in an empty KV cache, are given back instead; memory that was never touched is
+not even looked at, which takes 0.45 s a GiB.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from edgeinfer.runtime.loading.mappings import Range
+from edgeinfer.runtime.loading.mappings import Range, Untouched
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.building.digests import Hashing
 
@@ -64,22 +66,25 @@ def _stretches(buffers: list[Range], progress: Callable[[float], None]) -> Itera
     """Address and length of what is not zeros; blocks of zeros are given back."""
     zeros = ctypes.create_string_buffer(BLOCK_BYTES)
     total, seen = sum(high - low for low, high in buffers), 0
-    for low, high in buffers:
-        begin = at = low
-        while at < high:
-            end = min(at - at % BLOCK_BYTES + BLOCK_BYTES, high)
-            empty = linux.equal(at, zeros, end - at)
-            if at > begin and (empty or at % STRETCH_BYTES == 0):
-                yield begin, at - begin
-                begin = at
-                progress((seen + at - low) / total)
-            if empty:
-                linux.forget_pages(at, end - at)
-                begin = end
-            at = end
-        if begin < high:
-            yield begin, high - begin
-        seen += high - low
+    with contextlib.closing(Untouched()) as untouched:
+        for low, high in buffers:
+            begin = at = low
+            while at < high:
+                end = min(at - at % BLOCK_BYTES + BLOCK_BYTES, high)
+                is_untouched = untouched.holds(at, end)
+                empty = is_untouched or linux.equal(at, zeros, end - at)
+                if at > begin and (empty or at % STRETCH_BYTES == 0):
+                    yield begin, at - begin
+                    begin = at
+                    progress((seen + at - low) / total)
+                if empty:
+                    begin = end
+                if empty and not is_untouched:
+                    linux.forget_pages(at, end - at)
+                at = end
+            if begin < high:
+                yield begin, high - begin
+            seen += high - low
     progress(1.0)
 
 
