@@ -76,11 +76,18 @@ class Names:
         """The name of a whole block behind `parent`."""
         return self._hash(b"full", parent, pack_tokens(tokens))
 
-    def tail(self, parent: bytes, tokens: Sequence[int], kind: str = "tail") -> bytes:
+    def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """The name of what begins with `tokens` behind `parent`, however long: the next write
         supersedes it.
         """
-        return self._hash(kind.encode(), parent, pack_tokens(tokens[:TAIL_KEY_TOKENS]))
+        return self._hash(b"tail", parent, pack_tokens(tokens[:TAIL_KEY_TOKENS]))
+
+    def point(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The name of a point at the end of `tokens` behind `parent`: one that is a few tokens further
+        on supersedes it.
+        """
+        n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
+        return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 
     def _hash(self, kind: bytes, *parts: bytes) -> bytes:
         state = hashlib.blake2b(key=self._secret, digest_size=NAME_BYTES, person=kind.ljust(16, b"\0"))

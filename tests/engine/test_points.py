@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf
-import numpy as np
-import numpy.typing as npt
 import pytest
+from made_decoders import make_lfm2
 
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime.decoding.blocks import block_writing, restore
@@ -17,68 +15,10 @@ from edgeinfer.runtime.engine import LlamaEngine
 
 from .test_blocks import ROOMY, ask, heard, load, text
 
-_WIDTH = 64
-_FF = 128
-_HEADS = 2
-_HEAD = 32
-_LAYERS = 4
-_ATTENTION = (1, 3)
-
-
-def write_hybrid(path: Path, tokenizer: Path) -> None:
-    """A tiny model of LFM2's shape with random weights: short convolutions, and attention in between."""
-    rng = np.random.default_rng(5)
-
-    def random(*shape: int) -> npt.NDArray[np.float32]:
-        return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-
-    w = gguf.GGUFWriter(path, "lfm2")
-    n_vocab = 0
-    for name, entry in gguf.GGUFReader(tokenizer).fields.items():
-        if name.startswith("tokenizer.") and "chat_template" not in name:
-            value, kind = entry.contents(), entry.types[0]
-            n_vocab = len(value) if name == "tokenizer.ggml.tokens" else n_vocab
-            sub = entry.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            w.add_key_value(name, value, kind, sub_type=sub)
-    w.add_context_length(4096)
-    w.add_embedding_length(_WIDTH)
-    w.add_block_count(_LAYERS)
-    w.add_feed_forward_length(_FF)
-    w.add_head_count(_HEADS)
-    w.add_head_count_kv([int(i in _ATTENTION) for i in range(_LAYERS)])
-    w.add_layer_norm_rms_eps(1e-6)
-    w.add_rope_freq_base(1e4)
-    w.add_vocab_size(n_vocab)
-    w.add_file_type(0)
-    w.add_shortconv_l_cache(3)
-    w.add_tensor("token_embd.weight", random(n_vocab, _WIDTH) * 8)
-    w.add_tensor("output.weight", random(n_vocab, _WIDTH))
-    w.add_tensor("token_embd_norm.weight", np.ones(_WIDTH, np.float32))
-    for i in range(_LAYERS):
-        shapes = {"ffn_gate": (_FF, _WIDTH), "ffn_up": (_FF, _WIDTH), "ffn_down": (_WIDTH, _FF)}
-        norms = {"attn_norm": _WIDTH, "ffn_norm": _WIDTH}
-        if i in _ATTENTION:
-            shapes |= {"attn_q": (_HEADS * _HEAD, _WIDTH), "attn_output": (_WIDTH, _HEADS * _HEAD)}
-            shapes |= {"attn_k": (_HEAD, _WIDTH), "attn_v": (_HEAD, _WIDTH)}
-            norms |= {"attn_q_norm": _HEAD, "attn_k_norm": _HEAD}
-        else:
-            shapes |= {"shortconv.conv": (_WIDTH, 3), "shortconv.in_proj": (3 * _WIDTH, _WIDTH)}
-            shapes |= {"shortconv.out_proj": (_WIDTH, _WIDTH)}
-        for name, shape in shapes.items():
-            w.add_tensor(f"blk.{i}.{name}.weight", random(*shape))
-        for name, n in norms.items():
-            w.add_tensor(f"blk.{i}.{name}.weight", np.ones(n, np.float32))
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
-
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
-    path = tmp_path_factory.mktemp("hybrid") / "lfm2.gguf"
-    write_hybrid(path, smollm2)
-    return path
+    return make_lfm2(tmp_path_factory.mktemp("hybrid") / "lfm2.gguf", smollm2)
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgeinfer.blocks.format import unpack_tokens
-from edgeinfer.blocks.names import TAIL_KEY_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
@@ -97,18 +95,9 @@ class BlockCache:
         """
         size = self.block_tokens
         for i in range(len(chain) - 1, -1, -1):
-            rest = tokens[i * size : -1]
-            if len(rest) < TAIL_KEY_TOKENS:
-                continue
-            found = []
-            for kind in ("tail", "point"):
-                name = self.blocks.names.tail(chain[i], rest, kind)
-                header = self.blocks.header(name)
-                its = unpack_tokens(header.tokens) if header else []
-                if its and common_prefix(its, rest) == len(its):
-                    found.append((len(its), name))
-            if found:
-                n, name = max(found)
+            end = min((i + 1) * size, len(tokens) - 1)
+            name, n = self.names.last_point(chain[i], tokens[i * size : end])
+            if n:
                 return i, name, n
         return 0, b"", 0
 

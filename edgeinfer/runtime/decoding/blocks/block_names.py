@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from edgeinfer.blocks.format import unpack_tokens
 from edgeinfer.blocks.names import TAIL_KEY_TOKENS
@@ -35,6 +35,26 @@ class BlockNames:
         size = self.block_tokens
         for at in range((len(chain) - 1) * size, len(tokens) - size + 1, size):
             chain.append(self._blocks.names.full(chain[-1], tokens[at : at + size]))
+
+    def last_point(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
+        """The longest of the points behind `parent` that `tokens` begin with, and its own tokens; 0 for
+        none.
+        """
+        best, n_best = b"", 0
+        for name in self._places(parent, tokens):
+            header = self._blocks.header(name)
+            its = unpack_tokens(header.tokens) if header else []
+            if len(its) > n_best and common_prefix(its, tokens) == len(its):
+                best, n_best = name, len(its)
+        return best, n_best
+
+    def _places(self, parent: bytes, tokens: list[int]) -> Iterator[bytes]:
+        """Where points may be that `tokens` begin with: each has a place by its length."""
+        names = self._blocks.names
+        if len(tokens) >= TAIL_KEY_TOKENS:
+            yield names.tail(parent, tokens)
+        for n in range(len(tokens), TAIL_KEY_TOKENS - 1, -TAIL_KEY_TOKENS):
+            yield names.point(parent, tokens[:n])
 
     def tail(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
         """The unfinished block behind `parent` that begins like `tokens`, and how far it agrees."""

@@ -203,18 +203,24 @@ class BlockWriting:
         self, resident: Resident, tokens: list[int], chain: list[bytes]
     ) -> Iterator[_Missing]:
         """The points of a state that cannot be cut: the one at its end, and those before it."""
-        size = self._names.block_tokens
-        for point in [p for p in resident.points if p.n_tokens <= len(tokens)]:
-            i = point.n_tokens // size
-            rest = tokens[i * size : point.n_tokens]
-            if resident.active or len(rest) < TAIL_KEY_TOKENS:
+        if resident.active:
+            return
+        size, names = self._names.block_tokens, self._blocks.names
+        found: dict[bytes, tuple[Header, int]] = {}
+        for n_tokens in sorted(p.n_tokens for p in resident.points if p.n_tokens <= len(tokens)):
+            i = n_tokens // size
+            rest = tokens[i * size : n_tokens]
+            if len(rest) < TAIL_KEY_TOKENS:
                 continue
-            kind: Kind = "tail" if point.n_tokens == len(tokens) else "point"
-            name = self._blocks.names.tail(chain[i], rest, kind)
-            header = self._header(kind, name, chain[i], rest)
-            there = None if self._is_queued(header) else self._blocks.header(name)
+            if n_tokens == len(tokens):
+                header = self._header("tail", names.tail(chain[i], rest), chain[i], rest)
+            else:
+                header = self._header("point", names.point(chain[i], rest), chain[i], rest)
+            found[header.name] = header, i * size
+        for header, start in found.values():
+            there = None if self._is_queued(header) else self._blocks.header(header.name)
             if not self._is_queued(header) and (there is None or there.tokens != header.tokens):
-                yield header, i * size, None
+                yield header, start, None
 
     def _header(self, kind: Kind, name: bytes, parent: bytes, tokens: list[int]) -> Header:
         return Header(kind, name, parent, self._blocks.names.identity, pack_tokens(tokens), ())
