@@ -114,6 +114,10 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         dict[str, str],
         about('Other names for models, e.g. `"gpt-4o" = "qwen3-4b"`, `"claude-*" = "default"`.'),
     ] = {}
+    store_responses: Annotated[
+        bool,
+        about("Keep answers of /v1/responses in memory for an hour, to go on from and read again."),
+    ] = False
     settled_lines: Annotated[
         tuple[SettledLine, ...],
         about("Lines that agents change, which are cut or moved behind what their requests share."),

@@ -22,6 +22,7 @@ from edgeinfer.host import Host, LoadProgress
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.server.core.exchange import Endpoint
+from edgeinfer.server.core.kept import KeptAnswers
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.model_pool import Loaded, Models, Pulled, Sources
 from edgeinfer.server.guards import crash_replies, keys, sockets
@@ -106,6 +107,8 @@ async def _serve(
         refuse_unknown=_pick(options.unknown_fields, host.config.serve.unknown_fields) == "refuse",
     )
     endpoint.settled_lines = host.config.serve.settled_lines
+    if host.config.serve.store_responses:
+        endpoint.stored = KeptAnswers(endpoint.limits)
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )

@@ -30,10 +30,23 @@ class RepeatMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["edgeinfer"]
-        name = exchange.headers.get("idempotency-key")
-        if not exchange.uses_model or scope["method"] != "POST" or name is None:
+        operation = exchange.operation
+        if operation is None or not operation.uses_model or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        name = exchange.headers.get("idempotency-key")
+        if name is not None:
+            await self._repeat(name, scope, receive, send)
+        elif operation.may_store and self._endpoint.stored is not None:
+            kept = Kept(b"", self._endpoint.limits)
+            kept.start(self._app, scope, await read_body(Request(scope, receive)))
+            await kept.read(receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _repeat(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request with a key, or let it join the one that came first."""
+        exchange: Exchange = scope["edgeinfer"]
         if not _KEY.fullmatch(name):
             raise Problem(
                 400,
@@ -53,7 +66,7 @@ class RepeatMiddleware:
 
     def _begin(self, exchange: Exchange, name: str, fingerprint: bytes) -> Kept:
         limits = self._endpoint.limits
-        kept = Kept(exchange, fingerprint, limits)
+        kept = Kept(fingerprint, limits)
         kept.unread_s = limits.unread_s
         self._endpoint.repeatable.add(exchange.key, name, kept)
         return kept

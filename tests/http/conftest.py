@@ -23,6 +23,7 @@ from edgeinfer.host import Copies, HandOver, Start
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.core.exchange import Endpoint
+from edgeinfer.server.core.kept import KeptAnswers
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.model_pool import Loaded, Models, Progress, Pulled, Sources
 from edgeinfer.server.core.shelf import Shelf
@@ -60,6 +61,7 @@ class Setup:
     wait_ready: bool = True
     refuse_unknown: bool = False
     aliases: dict[str, str] = field(default_factory=dict)
+    store_responses: bool = False
 
 
 @dataclass
@@ -136,6 +138,8 @@ def served(setup: Setup) -> Iterator[Served]:
             refuse_unknown=setup.refuse_unknown,
         )
         endpoint.shelf = setup.shelf
+        if setup.store_responses:
+            endpoint.stored = KeptAnswers(setup.limits)
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
         started.set()
         return await run(endpoint, setup.gate, [listener], setup.options, setup.copies, setup.hand_over)

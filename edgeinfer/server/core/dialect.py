@@ -25,8 +25,8 @@ Envelope = Callable[[Problem, str], bytes]
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
-    `is_list`: the answer is a list of `reply`. `also` are further JSON answers by status, for the
-    OpenAPI document.
+    `may_store`: its answers may be kept, to be read again by id. `is_list`: the answer is a list of
+    `reply`. `also` are further JSON answers by status, for the OpenAPI document.
     """
 
     path: str
@@ -39,6 +39,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     query: type[msgspec.Struct] | None = None
     streams: bool = False
     uses_model: bool = True
+    may_store: bool = False
     reply_type: str = "application/json"
     also: Mapping[str, type[msgspec.Struct]] = {}
 

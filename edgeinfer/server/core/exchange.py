@@ -61,6 +61,8 @@ class Endpoint:
         self.refuse_unknown = refuse_unknown
         #: Answers to requests with an Idempotency-Key.
         self.repeatable = KeptAnswers(limits)
+        #: Answers that a dialect's clients may come back to by id; None where that is switched off.
+        self.stored: KeptAnswers | None = None
         self.metrics = Metrics(models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
         self.draining = False

@@ -29,8 +29,9 @@ _WHOLE = frozenset(get_args(FinishReason)) - {"cancelled"} | {""}
 class Kept:
     """One answer, as the ASGI messages that tell it. Lives on the event loop."""
 
-    def __init__(self, exchange: Exchange, fingerprint: bytes, limits: Limits) -> None:
-        self.exchange = exchange
+    def __init__(self, fingerprint: bytes, limits: Limits) -> None:
+        #: What a dialect keeps beside the answer.
+        self.about: object = None
         self.fingerprint = fingerprint
         #: Seconds for which it goes on with nobody reading; 0 ends it when its reader leaves.
         self.unread_s = 0.0
@@ -39,6 +40,7 @@ class Kept:
         self.is_too_long = False
         self.ended_at = 0.0
         self._limit_bytes = limits.kept_bytes
+        self._how = ""
         self._messages: list[Message] = []
         self._error: BaseException | None = None
         self._readers: dict[object, int] = {}
@@ -55,10 +57,12 @@ class Kept:
         """Have `app` answer the request, whose body was read."""
         # the way past the event loop writes to one connection, and this answer has none of its own
         inner = {key: value for key, value in scope.items() if key != "connection"}
-        self.exchange.kept = self
+        exchange: Exchange = scope["edgeinfer"]
+        exchange.kept = self
         self._task = asyncio.get_running_loop().create_task(self._make(app, inner, body))
 
     async def _make(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
+        exchange: Exchange = scope["edgeinfer"]
         unread = [body]
 
         async def receive() -> Message:
@@ -76,6 +80,7 @@ class Kept:
             self._error = error
         finally:
             self.is_done = True
+            self._how = exchange.how
             self.ended_at = time.monotonic()
             for told in self.when_ended:
                 told(self)
@@ -123,7 +128,7 @@ class Kept:
             and self._error is None
             and self.status == 200
             and not self.is_too_long
-            and self.exchange.how in _WHOLE
+            and self._how in _WHOLE
         )
 
     @property

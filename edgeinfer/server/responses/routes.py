@@ -1,37 +1,47 @@
-"""OpenAI's Responses route."""
+"""OpenAI's Responses routes."""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.core.begin import Job
-from edgeinfer.server.core.bodies import decode
+from edgeinfer.server.core.bodies import decode, decode_query
 from edgeinfer.server.core.exchange import exchange_of, with_engine
+from edgeinfer.server.core.kept import Cut, Kept
+from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
-from edgeinfer.server.responses import translate
+from edgeinfer.server.responses import stored, translate
 from edgeinfer.server.responses.render import ResponseRenderer
-from edgeinfer.server.responses.wire import InputTokensReply, ResponsesRequest
+from edgeinfer.server.responses.wire import (
+    DeletedResponse,
+    InputTokensReply,
+    ResponsesRequest,
+    StoredQuery,
+)
 
 
 async def responses(request: Request) -> Response:
     exchange = exchange_of(request)
-    body = await decode(request, ResponsesRequest)
+    body = stored.go_on(exchange, await decode(request, ResponsesRequest))
+    name = stored.store(exchange, body)
+    is_stored = exchange.kept is not None and exchange.kept.about is not None
     job = Job(
         model=body.model,
         keep_alive_s=body.keep_alive,
         stream=bool(body.stream),
         requests=lambda info: [translate.response_request(body, info)],
-        renderer=lambda model, info: ResponseRenderer(f"resp_{exchange.plain_id}", model, body),
+        renderer=lambda model, info: ResponseRenderer(name, model, body, stored=is_stored),
     )
     return await answer(exchange, job)
 
 
 async def input_tokens(request: Request) -> Response:
     exchange = exchange_of(request)
-    body = await decode(request, ResponsesRequest)
+    body = stored.go_on(exchange, await decode(request, ResponsesRequest))
     turns, tools = exchange.settle(translate.conversation(body)), translate.tools_of(body)
 
     def work(engine: Engine) -> InputTokensReply:
@@ -39,3 +49,33 @@ async def input_tokens(request: Request) -> Response:
         return InputTokensReply(input_tokens=len(engine.tokenize(prompt, parse_special=True)))
 
     return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))
+
+
+async def stored_response(request: Request) -> Response:
+    query = decode_query(request, StoredQuery)
+    _, kept = stored.find(exchange_of(request), request.path_params["id"])
+    if query.stream:
+        if not kept.is_stream:
+            raise Problem(400, "This response is not a stream.", param="stream", code="invalid_value")
+        return _Again(kept, stored.after(-1 if query.starting_after is None else query.starting_after))
+    return Response(stored.reply_of(kept), media_type="application/json")
+
+
+async def delete_response(request: Request) -> Response:
+    exchange, name = exchange_of(request), request.path_params["id"]
+    answers, kept = stored.find(exchange, name)
+    answers.remove(exchange.key, name)
+    kept.give_up()
+    return json_reply(DeletedResponse(id=name))
+
+
+class _Again(Response):
+    """A kept stream for another reader."""
+
+    def __init__(self, kept: Kept, cut: Cut) -> None:
+        super().__init__()
+        self._kept = kept
+        self._cut = cut
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._kept.read(receive, send, self._cut)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API (its OpenAPI document), stateless: what stores is refused."""
+"""OpenAI's Responses API (its OpenAPI document); responses are stored where that is switched on."""
 
 from __future__ import annotations
 
@@ -230,12 +230,10 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
             "user",
         }
     )
-    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"store": (True,)}
     refused: ClassVar[Mapping[str, str]] = {
         "background": "answers are made while the client waits",
         "conversation": "conversations are not stored",
         "moderation": "nothing is moderated",
-        "previous_response_id": "responses are not stored, send the conversation",
         "prompt": "prompts are not stored",
     }
     known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -257,11 +255,21 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     reasoning: ReasoningConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=8)] | None = None
-    store: Literal[False, "none"] | None = None
+    store: bool | Literal["none"] | None = None
+    previous_response_id: ShortText | None = None
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
     deadline_s: Deadline | None = None
     keep_alive: KeepAlive | None = None
+
+
+class StoredQuery(Wire, frozen=True, kw_only=True):
+    """GET /v1/responses/{id}: the response, or its stream from behind an event."""
+
+    hints: ClassVar = frozenset({"include", "include_obfuscation"})
+
+    stream: bool | None = None
+    starting_after: Annotated[int, Meta(ge=0)] | None = None
 
 
 # --- responses
@@ -360,7 +368,7 @@ class ResponseReply(Reply, frozen=True, kw_only=True):
     truncation: str
     incomplete_details: IncompleteDetails | None = None
     error: ResponseError | None = None
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
     store: bool = False
@@ -368,3 +376,11 @@ class ResponseReply(Reply, frozen=True, kw_only=True):
     service_tier: str = "default"
     object: Literal["response"] = "response"
     timings: WireTimings | None = None
+
+
+class DeletedResponse(Reply, frozen=True, kw_only=True):
+    """The answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
