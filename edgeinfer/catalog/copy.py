@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.catalog import names, store
+from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.store import PulledFile, PulledModel
@@ -24,7 +25,7 @@ def copy(text: str, name: str) -> PulledModel:
     ref = names.reference(name)
     source = store.find_pulled(text)
     if source is None:
-        raise store.missing(text, load_catalog())
+        raise _not_ours(text)
     with model_lock(ref):
         folder = store.folder_of(ref)
         if store.read_record(folder) is not None:
@@ -36,6 +37,13 @@ def copy(text: str, name: str) -> PulledModel:
         sync(folder)
         store.write_record(record)
     return record
+
+
+def _not_ours(text: str) -> CatalogError | UsageError:
+    found = stores.find(text)
+    if found is None:
+        return store.missing(text, load_catalog())
+    return UsageError(f"{found.name} belongs to {found.store}: it is used where it is, under its name")
 
 
 def _linked(source: PulledModel, file: PulledFile, folder: Path) -> PulledFile:

@@ -1,4 +1,7 @@
-"""The official OpenAI package for Node against the real small model. Skipped where there is no node."""
+"""The official packages of OpenAI and Ollama for Node against the real small model.
+
+Skipped where there is no node.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +18,34 @@ pytestmark = [
 ]
 
 CACHE = Path(os.environ.get("EDGEINFER_TEST_NODE") or "/var/tmp/edgeinfer-node")
-SCRIPT = Path(__file__).with_name("openai_client.mjs")
+PACKAGES = ("openai@^7", "ollama@^0.6")
 
 
 @pytest.fixture(scope="session")
 def packages() -> Path:
-    """The `openai` package, installed once from the registry by name."""
-    if not (CACHE / "node_modules/openai/package.json").is_file():
+    """The packages, installed once from the registry by name."""
+    names = [package.partition("@")[0] for package in PACKAGES]
+    if not all((CACHE / "node_modules" / name / "package.json").is_file() for name in names):
         CACHE.mkdir(parents=True, exist_ok=True)
         (CACHE / "package.json").write_text(
             '{"name": "edgeinfer-tests", "private": true, "type": "module"}'
         )
-        npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "openai@^7"]
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", *PACKAGES]
         subprocess.run(npm, cwd=CACHE, check=True, capture_output=True, timeout=240)
     return CACHE
 
 
-def test_the_node_client_runs_every_route(real, packages):
-    script = packages / "openai_client.mjs"
-    shutil.copyfile(SCRIPT, script)
-    done = subprocess.run(
-        ["node", script, f"{real.url}/v1"], capture_output=True, text=True, timeout=240
-    )
+def _words(packages: Path, name: str, url: str) -> list[str]:
+    """What a script beside this file prints."""
+    script = packages / name
+    shutil.copyfile(Path(__file__).with_name(name), script)
+    done = subprocess.run(["node", script, url], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [
+    return done.stdout.split()
+
+
+def test_openais_client_runs_every_route(real, packages):
+    assert _words(packages, "openai_client.mjs", f"{real.url}/v1") == [
         "models",
         "chat",
         "stream",
@@ -51,5 +58,20 @@ def test_the_node_client_runs_every_route(real, packages):
         "embedding",
         "response",
         "response-stream",
+        "errors",
+    ]
+
+
+def test_ollamas_client_runs_every_route(real, packages):
+    assert _words(packages, "ollama_client.mjs", real.url) == [
+        "list",
+        "show",
+        "chat",
+        "stream",
+        "format",
+        "tool",
+        "generate",
+        "embed",
+        "ps",
         "errors",
     ]

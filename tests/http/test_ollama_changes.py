@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 from fake_hub import Fault, FaultServer
+from found_stores import OllamaStore
 from made_models import FIM, make_llama
 
 from edgeinfer.catalog import store
@@ -203,6 +205,30 @@ def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method,
     answer = serve(FakeEngine()).client.request(method, path, json=body)
     assert answer.status_code == 403
     assert "serve --ollama" in answer.json()["error"]
+
+
+def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(here, gguf):
+    kept = OllamaStore(Path.home(), gguf.read_bytes())
+    assert "tiny:1b" in _names(here)
+    ask = {
+        "model": "tiny:1b",
+        "prompt": "x",
+        "raw": True,
+        "stream": False,
+        "options": {"num_predict": 2},
+    }
+    said = _post(here, "/api/generate", **ask).json()
+    assert (said["model"], said["done"]) == ("tiny:1b", True)
+    assert _post(here, "/v1/completions", model="tiny:1b", prompt="x", max_tokens=1).status_code == 200
+    assert [model["name"] for model in here.client.get("/api/ps").json()["models"]][-1] == "tiny:1b"
+    for method, path, body in (
+        ("DELETE", "/api/delete", {"model": "tiny:1b"}),
+        ("POST", "/api/copy", {"source": "tiny:1b", "destination": "mine"}),
+    ):
+        refused = here.client.request(method, path, json=body)
+        assert refused.status_code == 400
+        assert "belongs to Ollama" in refused.json()["error"]
+    assert kept.file.exists()
 
 
 def test_the_root_says_who_is_here(here, serve):

@@ -101,17 +101,21 @@ def test_the_background_never_fills_the_disk(user):
     assert "stay free" in user.logged("not built")
 
 
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Endpoint:
     """A running `serve` with the port it was given."""
 
-    def __init__(self, person, *words: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+    def __init__(self, person, *words: str, **settings) -> None:
+        self.port = _free_port()
         self.log = person.home / "serve.log"
         with open(self.log, "wb") as log:
             self.process = person.popen(
-                "serve", *words, "--port", str(self.port), stderr=log, stdout=log
+                "serve", *words, "--port", str(self.port), stderr=log, stdout=log, **settings
             )
 
     def ask(self, model: str = MODEL, tokens: int = 3) -> dict:
@@ -238,6 +242,24 @@ def test_a_killed_endpoint_is_resumed_and_no_client_is_refused(warm):
             assert endpoint.ask()["usage"]["completion_tokens"] == 3
         assert endpoint.apps()[0] != app
     assert endpoint.process.returncode == 0
+
+
+def test_ollamas_place_is_held_by_a_resumed_endpoint_and_across_its_death(warm):
+    port = _free_port()
+    place = {"EDGEINFER_OLLAMA_PORT": str(port)}
+    with Endpoint(warm, MODEL, "--ollama", "--resume=always", env=place) as endpoint:
+        for _ in range(2):
+            link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            with contextlib.closing(link):
+                asked = {"model": MODEL, "prompt": "Hello", "options": {"num_predict": 3}}
+                link.request("POST", "/api/generate", json.dumps(asked))
+                last = link.getresponse().read().splitlines()[-1]
+            assert json.loads(last)["eval_count"] == 3
+            app = endpoint.apps()[0]
+            handle = os.pidfd_open(app)
+            os.kill(app, signal.SIGKILL)
+            assert select.select([handle], [], [], 30)[0]
+            os.close(handle)
 
 
 def test_a_client_that_connects_at_once_waits_instead_of_failing(warm):

@@ -20,13 +20,12 @@ from edgeinfer.machine import read_memory
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.aliases import DEFAULT, Aliases
+from edgeinfer.server.core.model_names import spellings
 from edgeinfer.server.core.wire import Reply
 
 Progress = Callable[[str, float | None], None]
 Where = Literal["process", "worker"]
 
-#: The tag that a name without one has for clients of Ollama.
-LATEST = ":latest"
 #: Left free for the page cache, the endpoint itself and everybody else.
 _RESERVE_BYTES = 512 << 20
 #: Models that are being unloaded when the endpoint ends have this long.
@@ -173,10 +172,10 @@ class Models:
     def resolve(self, name: str | None) -> str:
         """Name the model that `name` means, or the default, never a path. Raises UnknownModelError.
 
-        An exact alias goes before a model's own name, which goes before a pattern. `x:latest` is `x`,
-        as clients of Ollama write it.
+        An exact alias goes before a model's own name, which goes before a pattern. A name may be
+        spelled as clients of Ollama do.
         """
-        name = self.default if name is None else self._untagged(name)
+        name = self.default if name is None else self._spelled(name)
         if name == self.default:
             return self.default
         meant = self._aliases.exact.get(name, name)
@@ -192,9 +191,15 @@ class Models:
             hint=f"`edgeinfer pull {meant}`, or GET /v1/models",
         )
 
-    def _untagged(self, name: str) -> str:
-        known = name in self._aliases.exact or self._is_here(name)
-        return name if known else name.removesuffix(LATEST)
+    def _spelled(self, name: str) -> str:
+        """The first spelling of a name that is an alias or a model; a loaded one is found at once."""
+        found = spellings(name)
+        for known in (self._aliases.exact, (DEFAULT, self.default), self._slots):
+            for spelled in found:
+                if spelled in known:
+                    return spelled
+        here = {pulled.name for pulled in self._sources.pulled()}
+        return next((spelled for spelled in found if spelled in here), found[1])
 
     def _named(self, meant: str) -> str:
         return self.default if meant == DEFAULT else meant

@@ -17,7 +17,7 @@ from edgeinfer.catalog.progress import OnProgress, PullProgress
 from edgeinfer.errors import EdgeInferError, InvalidRequestError
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.exchange import Exchange, exchange_of
-from edgeinfer.server.core.model_pool import LATEST
+from edgeinfer.server.core.model_names import LATEST, spellings
 from edgeinfer.server.core.problems import Problem, from_error, internal
 from edgeinfer.server.core.shelf import Shelf
 from edgeinfer.server.ollama import wire
@@ -104,7 +104,7 @@ async def delete(request: Request) -> Response:
     models = exchange.endpoint.models
     name = named(body.model, body.name)
     shelf, model = _shelf(exchange), find(models, name)
-    if model.name != name.removesuffix(LATEST):
+    if model.name not in spellings(name):
         raise InvalidRequestError(f"model: {name} is another name of {model.name}", param="model")
     await models.unload(model.name)
     await exchange.endpoint.in_thread(shelf.remove, model.name)

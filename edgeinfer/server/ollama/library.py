@@ -11,7 +11,8 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.language import reasoning
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.server.core.model_pool import LATEST, Pulled
+from edgeinfer.server.core.model_names import listed_name
+from edgeinfer.server.core.model_pool import Pulled
 from edgeinfer.server.ollama import wire_replies as wire
 from edgeinfer.server.ollama.render import stamp
 
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
     from edgeinfer.catalog.gguf import GgufHeader
 
 _FIM_KEY = "tokenizer.ggml.fim_pre_token_id"
-
-
-def tagged(name: str) -> str:
-    """A name as Ollama lists it: with a tag."""
-    return name if ":" in name else name + LATEST
 
 
 def details(model: Pulled, info: EngineInfo | None = None) -> wire.ModelDetails:
@@ -43,8 +39,12 @@ def _size(n_params: int) -> str:
     return f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M"
 
 
-def listed(model: Pulled) -> wire.ListedModel:
-    name = tagged(model.name)
+def listed(models: Sequence[Pulled]) -> wire.OllamaTags:
+    own = {model.name for model in models}
+    return wire.OllamaTags(models=[_listed(model, listed_name(model.name, own)) for model in models])
+
+
+def _listed(model: Pulled, name: str) -> wire.ListedModel:
     return wire.ListedModel(
         name=name,
         model=name,

@@ -16,6 +16,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
+from edgeinfer.server.core.model_names import listed_name
 from edgeinfer.server.core.model_pool import LoadedModel, Models, Pulled
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.replies import json_reply
@@ -135,7 +136,7 @@ def _shortened(vector: Sequence[float], dimensions: int | None) -> list[float]:
 async def tags(request: Request) -> Response:
     models = exchange_of(request).endpoint.models
     pulled = await exchange_of(request).endpoint.in_thread(models.pulled)
-    return json_reply(replies.OllamaTags(models=[library.listed(model) for model in pulled]))
+    return json_reply(library.listed(pulled))
 
 
 async def show(request: Request) -> Response:
@@ -174,7 +175,7 @@ async def running(request: Request) -> Response:
 
 
 def _running(models: Models, loaded: LoadedModel) -> replies.RunningModel:
-    pulled, name = find(models, loaded.id), library.tagged(loaded.id)
+    pulled, name = find(models, loaded.id), listed_name(loaded.id)
     info = next(engine.info for id, engine in models.engines() if id == loaded.id)
     left_s = _FOR_EVER_S if loaded.expires_in_s is None else loaded.expires_in_s
     return replies.RunningModel(

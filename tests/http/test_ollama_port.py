@@ -1,0 +1,105 @@
+"""`serve --ollama`: the second address, from the launcher and without it, and what it cannot share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+from made_models import make_llama
+
+START = {
+    "launcher": [sys.executable, "-m", "edgeinfer"],
+    "alone": [sys.executable, "-c", "import sys; from edgeinfer.cli import main; sys.exit(main())"],
+}
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Ollama's address, taken until the test gives it away."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("EDGEINFER_OLLAMA_PORT", str(port))
+        yield taken, port
+
+
+@contextlib.contextmanager
+def _serving(start: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    command = [*START[start], "serve", *words, "--port", "0", "--log", "json", "--resume", "never"]
+    with subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+
+
+def _urls(process: subprocess.Popen[str]) -> list[str]:
+    for line in process.stderr:
+        said = json.loads(line) if line.startswith("{") else {}
+        if said.get("event") == "listening":
+            return said["url"].split()
+    pytest.fail("the endpoint did not come up")
+
+
+@pytest.mark.parametrize("start", START)
+def test_both_addresses_answer(place, tmp_path, start):
+    taken, port = place
+    taken.close()
+    model = make_llama(tmp_path / "made.gguf")
+    with _serving(start, str(model), "--ctx", "256", "--threads", "1", "--ollama") as process:
+        own, ollamas = _urls(process)
+        assert ollamas == f"http://127.0.0.1:{port}"
+        assert httpx2.get(ollamas).text == httpx2.get(own).text == "Ollama is running"
+        (listed,) = httpx2.get(f"{ollamas}/api/tags").json()["models"]
+        asked = {
+            "model": listed["model"],
+            "prompt": "x",
+            "options": {"num_predict": 2},
+            "stream": False,
+        }
+        answer = httpx2.post(f"{ollamas}/api/generate", json=asked, timeout=60)
+        assert answer.json()["eval_count"] == 2
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("start", START)
+def test_a_place_that_is_taken_is_said(place, tmp_path, start):
+    _, port = place
+    model = make_llama(tmp_path / "made.gguf")
+    command = [*START[start], "serve", str(model), "--port", "0", "--ollama", "--resume", "never"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+    assert "leave out --ollama" in done.stderr
+
+
+def test_it_speaks_no_tls(place, tmp_path):
+    model = make_llama(tmp_path / "made.gguf")
+    (tmp_path / "pem").touch()
+    words = ["--ollama", "--tls-cert", str(tmp_path / "pem"), "--tls-key", str(tmp_path / "pem")]
+    command = [*START["alone"], "serve", str(model), "--port", "0", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "plain HTTP" in done.stderr
+
+
+def test_without_the_option_nobody_is_there(place, tmp_path):
+    taken, port = place
+    taken.close()
+    model = make_llama(tmp_path / "made.gguf")
+    with _serving("alone", str(model), "--ctx", "256", "--threads", "1") as process:
+        (own,) = _urls(process)
+        assert httpx2.get(own).text == "edgeinfer is running"
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port)):
+            pass
