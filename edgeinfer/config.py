@@ -75,7 +75,8 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
         float, about("Seconds without work after which memory is given back; 0 never.", ge=0)
     ] = 30.0
     hand_over: Annotated[
-        bool, about("Let `serve` go on in a resumed process once its snapshot is built.")
+        bool,
+        about("Let a cold `serve` or `chat` go on in a resumed process once its snapshot is built."),
     ] = True
 
 
@@ -140,6 +141,9 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
         dict[str, dict[str, float | int]],
         about("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
     ] = {}
+    read_ahead: Annotated[
+        bool, about("Have the model read what is typed, attached or opened before it is asked.")
+    ] = True
     mouse: Annotated[bool, about("Take the mouse; off leaves it to the terminal.")] = True
 
 

@@ -20,6 +20,7 @@ import msgspec
 from edgeinfer import paths
 from edgeinfer.config import Config, load_config
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
+from edgeinfer.last_prompt import LastPrompt, Shared
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
@@ -72,14 +73,18 @@ class HandOver(Protocol):
     def is_successor(self) -> bool:
         """Whether this process is to take over from one that still works."""
 
+    @property
+    def predecessor(self) -> socket.socket | None:
+        """What leads to that one, where it gave a channel with `idle`."""
+
     def listen(self) -> int:
         """Say that this process may be succeeded; a descriptor to be polled for `receive`."""
 
     def receive(self) -> Literal["offer", "leave", "end"]:
         """Read what comes: a successor is on offer, it has begun, nobody speaks any more."""
 
-    def idle(self) -> None:
-        """Say that a successor may come now."""
+    def idle(self, channel: socket.socket | None = None) -> None:
+        """Say that a successor may come now; it gets `channel`."""
 
     def ready(self) -> None:
         """Say that this process, the successor, could answer."""
@@ -114,6 +119,7 @@ class Host:
     ) -> None:
         self.start = start or Start(reason="started without the launcher")
         self._config = config
+        self._last_prompt = Shared()
         # what this process has computed since exec: it has hardly waited
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
@@ -178,6 +184,10 @@ class Host:
             _log.warning("computed blocks are not kept: %s", error)
             return
         atexit.register(engine.leave_blocks)
+
+    def note_prompt(self, last: LastPrompt) -> None:
+        """Leave what was remembered of the latest prompt where `edgeinfer ps` finds it."""
+        self._last_prompt.write(last)
 
     def _reached(self, stage: str) -> None:
         """Note that the first engine has come to this stage."""

@@ -13,6 +13,7 @@ import msgspec
 from edgeinfer.chat.store import Store
 from edgeinfer.chat.values import Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
+from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.interface import Generation
@@ -21,7 +22,8 @@ from edgeinfer.runtime.interface import Generation
 class Answer:
     """One generation into one turn.
 
-    `turn` is the stored turn as it stood when this began; `done` is it, ended.
+    `turn` is the stored turn as it stood when this began; `done` is it, ended, and `last_prompt` what
+    was remembered then.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Answer:
         self.turn = turn
         self.generation = generation
         self.done: Turn | None = None
+        self.last_prompt: LastPrompt | None = None
         self.store_error: StoreError | None = None
         self._store = store
         self._n_ctx = n_ctx
@@ -105,6 +108,7 @@ class Answer:
             tokens_per_s=end.timings.decode_tokens_per_s(end.usage.completion_tokens),
             n_ctx=self._n_ctx,
         )
+        self.last_prompt = LastPrompt.of(self.turn.model, end)
         self._end(statuses.get(end.reason, "complete"), "", stats)
 
     def _end(self, status: Status, error: str, stats: Stats) -> Turn:

@@ -70,7 +70,8 @@ class Front(Protocol):
 class Commander:
     """Runs parsed commands.
 
-    `config` is what the user saved; what is saved here is seen from the next command on.
+    `config` is what the user saved; what is saved here is seen from the next command on. `deleted` is
+    the conversation that an undo brings back.
     """
 
     def __init__(self, session: ChatSession, front: Front, config: ChatConfig) -> None:
@@ -78,7 +79,7 @@ class Commander:
         self.front = front
         self.prompts = dict(config.system_prompts)
         self.presets: dict[str, Mapping[str, presets.Value]] = {**presets.PRESETS, **config.presets}
-        self._deleted: int | None = None
+        self.deleted: int | None = None
 
     def run(self, line: str) -> None:
         """Run one command line.
@@ -226,7 +227,7 @@ class Commander:
         if not conversation_id:
             raise UsageError("this conversation is not stored yet", hint="")
         self.session.store.delete(conversation_id)
-        self._deleted = conversation_id
+        self.deleted = conversation_id
         if conversation_id == self.session.conversation.id:
             self.session.new()
             self.front.show_changed()
@@ -237,9 +238,9 @@ class Commander:
 
     def undelete(self) -> int:
         """Bring back what was deleted last; its number."""
-        if self._deleted is None:
+        if self.deleted is None:
             raise UsageError("nothing was deleted", hint="")
-        found, self._deleted = self._deleted, None
+        found, self.deleted = self.deleted, None
         self.session.store.undelete(found)
         return found
 
@@ -365,6 +366,9 @@ def stats_text(session: ChatSession, started: str) -> str:
             ("first", f"{stats.ttft_ms:,.0f} ms"),
             ("speed", f"{stats.tokens_per_s:.1f} tokens/s over {stats.completion_tokens:,} tokens"),
         ]
+    last = session.answer.last_prompt if session.answer is not None else None
+    if last is not None and last.divergence.cause != "off":
+        rows.append(("prefix", last.words))
     rows.append(("sampling", presets.describe(session.conversation.sampling)))
     if engine is not None:
         rows += [

@@ -22,7 +22,7 @@ class Engines:
         self.options = options
         self.engine: Engine | None = None
         self._home: Engine | None = None
-        self._first_model = ""
+        self._first: tuple[str, int] | None = None
         self._loading = threading.Lock()
         self._home_key: tuple[str, int] | None = None
 
@@ -37,10 +37,10 @@ class Engines:
 
     def _get(self, model: str, n_ctx: int | None, progress: LoadProgress | None) -> Engine:
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
-        if model != (self._first_model or model):
+        if self._first is not None and model != self._first[0]:
             options = options.for_another_model()
-        self._first_model = self._first_model or model
         key = (model, options.n_ctx)
+        self._first = self._first or key
         if self._home is not None and key == self._home_key:
             new = self._home
         elif self._home is None:
@@ -63,6 +63,11 @@ class Engines:
                 return
             self._home = self._home_key = None
         engine.close()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the engine in use is the one that this launch was for."""
+        return self.engine is not None and self._home_key == self._first and self.engine is self._home
 
     def close(self) -> None:
         """Close every engine. Idempotent."""

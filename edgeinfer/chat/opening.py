@@ -10,14 +10,17 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.chat.store import Store
 from edgeinfer.chat.values import Attachment, Conversation
 from edgeinfer.config import ChatConfig
-from edgeinfer.host import Host, Start
+from edgeinfer.host import HandOver, Host, Start
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_ms
 
 
 @dataclass
 class Launch:
-    """One start of the chat, for either front. `terminal` is the descriptor of the terminal to use."""
+    """One start of the chat, for either front. `terminal` is the descriptor of the terminal to use.
+
+    `hand_over` is the way to a resumed process, or from one that started cold.
+    """
 
     host: Host
     model: str
@@ -27,6 +30,7 @@ class Launch:
     continue_last: bool = False
     conversation: Conversation = field(default_factory=Conversation)
     attachments: list[Attachment] = field(default_factory=list)
+    hand_over: HandOver | None = None
     terminal: int = 0
 
     def session(self) -> ChatSession:

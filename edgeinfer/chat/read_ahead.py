@@ -17,6 +17,7 @@ from edgeinfer.chat import slash
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.chat.values import Attachment
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 
@@ -27,13 +28,18 @@ _Wanted = tuple[Engine, GenerateRequest]
 
 
 class ReadAhead:
-    """Reads what would be asked, at the engine's lowest priority; at most one request at a time."""
+    """Reads what would be asked, at the engine's lowest priority; at most one request at a time.
+
+    `remembered` counts the tokens of it that need not be computed any more, once the engine has said.
+    """
 
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
         self.enabled = True  # a rehearsal before a park turns it off: no thread may be left over
+        self.remembered = 0
         self._lock = threading.Lock()
+        self._conversation = 0
         self._state: tuple[object, ...] = ()
         self._text = ""
         self._read_at = 0.0
@@ -41,7 +47,7 @@ class ReadAhead:
         self._running: Generation | None = None
 
     def look(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
-        """Look at what stands in the composer, some times a second. Return whether to call `read`.
+        """Look at what stands in the composer, some times a second. Return whether to call `begin`.
 
         True once the text has stood still since the last look, or `ALONG_S` after the last time; only
         for whole words, and only while no answer is being written.
@@ -52,9 +58,11 @@ class ReadAhead:
         if not paused and self._clock() - self._read_at < ALONG_S:
             return False
         session = self._session
+        if session.conversation.id != self._conversation:
+            self._conversation = session.conversation.id
+            self.remembered = 0
         words = "" if slash.is_command(text.strip()) else whole_words(text)
-        said = (session.conversation.head_id, session.conversation.system_prompt)
-        state = (session.engine, session.busy, *said, words, *attachments, editing)
+        state = self._state_of(words, attachments, editing)
         if state == self._state:
             return False
         self.stop()
@@ -70,8 +78,42 @@ class ReadAhead:
         self._wanted = (session.engine, early)
         return True
 
+    def rest(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> None:
+        """Take this as read: nothing is read before something changes."""
+        words = "" if slash.is_command(text.strip()) else whole_words(text)
+        self._state = self._state_of(words, attachments, editing)
+
+    def _state_of(
+        self, words: str, attachments: Sequence[Attachment], editing: int | None
+    ) -> tuple[object, ...]:
+        session = self._session
+        said = (session.conversation.head_id, session.conversation.system_prompt)
+        return (session.engine, session.busy, *said, words, *attachments, editing)
+
+    def begin(self) -> None:
+        """Have the engine read what is wanted, and follow that, in a thread of its own."""
+        threading.Thread(target=self._read_and_follow, name="read ahead", daemon=True).start()
+
+    def _read_and_follow(self) -> None:
+        self.read()
+        running = self._running
+        if running is None:
+            return
+        try:
+            for event in running:
+                if running is self._running:
+                    self._note(event)
+        except EdgeInferError:  # shown when it is asked
+            return
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Progress) and not event.queued:
+            self.remembered = event.done_tokens
+        elif isinstance(event, Finished) and event.reason not in ("cancelled", "deadline"):
+            self.remembered = event.usage.prompt_tokens
+
     def read(self) -> None:
-        """Have the engine read what is wanted. Blocks while it is tokenized: call it from a thread."""
+        """Have the engine read what is wanted. Blocks while it is tokenized."""
         with self._lock:
             wanted = self._wanted
             if wanted is None:

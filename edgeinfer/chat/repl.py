@@ -18,6 +18,7 @@ from edgeinfer.chat import attachments, context, slash
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.opening import Launch, started
+from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.chat.safe_text import without_controls
 from edgeinfer.chat.settings import save
 from edgeinfer.chat.shelf import shelf, size_words
@@ -38,6 +39,7 @@ class Repl:
         self._engines = launch.engines()
         self._source = source
         self._out = out
+        self._read_ahead = ReadAhead(self.session)
         self._attachments: list[Attachment] = list(launch.attachments)
         self._editing: int | None = None
         self._leaving = False
@@ -57,6 +59,7 @@ class Repl:
                     break
                 self._take(line)
         finally:
+            self._read_ahead.stop()
             if self.session.answer is not None and self.session.busy:
                 self.session.answer.abandon()
             self._engines.close()
@@ -74,6 +77,10 @@ class Repl:
     def _read(self) -> str | None:
         """One line; None at the end. A line that ends in a backslash goes on in the next."""
         lines: list[str] = []
+        if self.launch.config.read_ahead and self._read_ahead.look(
+            "", self._attachments, self._editing
+        ):
+            self._read_ahead.begin()
         while True:
             self._write("\n> " if not lines else "… ")
             try:
@@ -99,6 +106,7 @@ class Repl:
         return line.rstrip("\n") if line else None
 
     def _take(self, line: str) -> None:
+        self._read_ahead.stop()
         try:
             if slash.is_command(line.strip()):
                 self.commander.run(line.strip())
@@ -177,6 +185,8 @@ class Repl:
                 self._trouble(error)
                 return
         self._write("\n")
+        if answer.last_prompt is not None:
+            self.launch.host.note_prompt(answer.last_prompt)
         done = answer.done or answer.abandon()
         if done.status in ("stopped", "length"):
             self.show_text(

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from edgeinfer import requesting
+from edgeinfer import process, requesting
 from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.values import Attachment, Conversation
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.host import Host
+from edgeinfer.host import HandOver, Host
 from edgeinfer.result import Result
+
+if TYPE_CHECKING:
+    from edgeinfer.tui.app import ChatApp
+    from edgeinfer.tui.conversation.relay import Taking
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
@@ -30,12 +35,39 @@ def chat(options: argparse.Namespace, host: Host) -> ChatResult:
 
     Raises EdgeInferError when the app broke; the conversation is stored then too.
     """
+    hand_over = host.hand_over()
+    if hand_over is not None and hand_over.predecessor is not None:
+        return _go_on(options, host, hand_over, hand_over.predecessor)
     launch = _launch(options, host)
     piped = _piped(plain=options.plain)
     if piped is not None:
         launch.attachments.append(piped)
     if options.plain or os.environ.get("TERM") == "dumb":
         return _plain(launch)
+    launch.hand_over = hand_over
+    return _on_screen(launch)
+
+
+def _go_on(
+    options: argparse.Namespace, host: Host, hand_over: HandOver, channel: socket.socket
+) -> ChatResult:
+    """Go on with the chat of a process that started cold.
+
+    Raises SystemExit where that one keeps it: there is nobody to tell.
+    """
+    from edgeinfer.tui.conversation.relay import Taking
+
+    taking = Taking(hand_over, channel)
+    if not taking.chat:
+        raise SystemExit(0)
+    try:
+        launch = _launch(options, host)
+    except EdgeInferError:
+        raise SystemExit(1) from None
+    return _on_screen(launch, taking)
+
+
+def _on_screen(launch: Launch, taking: Taking | None = None) -> ChatResult:
     from edgeinfer.tui.app import ChatApp  # 0.3 s: Textual; a parked process has it
 
     driver = None
@@ -43,10 +75,19 @@ def chat(options: argparse.Namespace, host: Host) -> ChatResult:
         from edgeinfer.tui.driver import TerminalDriver, claim_terminal
 
         driver, TerminalDriver.out = TerminalDriver, claim_terminal()
+        TerminalDriver.waits = taking is not None
         if TerminalDriver.out is None:
             return _plain(launch)
-    app = ChatApp(launch, driver)
+    app = ChatApp(launch, driver, taking)
     app.run(mouse=launch.config.mouse)
+    if taking is not None and not taking.has_terminal:
+        raise SystemExit(1 if app.crash else app.return_code)
+    if app.is_succeeded:
+        process.silence()  # the terminal is another's now
+    return _ended(app)
+
+
+def _ended(app: ChatApp) -> ChatResult:
     if app.crash is not None:
         if os.environ.get("EDGEINFER_DEBUG") == "1":
             raise app.crash

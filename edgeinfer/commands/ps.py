@@ -1,4 +1,4 @@
-"""`edgeinfer ps`: what runs."""
+"""`edgeinfer ps`: what runs, and what it remembered of its latest prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ class PsResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         if not self.running:
             return "nothing is running"
-        return table([("PID", "AGE", "PRIVATE", "SHARED", "COMMAND"), *map(_row, self.running)])
+        rows = [("PID", "AGE", "PRIVATE", "SHARED", "COMMAND"), *map(_row, self.running)]
+        remembered = [
+            f"{process.pid} {last.model}: {last.words}"
+            for process in self.running
+            for last in process.last_prompts
+        ]
+        return "\n\n".join([table(rows), *(["\n".join(remembered)] if remembered else [])])
 
 
 def _row(process: Running) -> tuple[str, ...]:

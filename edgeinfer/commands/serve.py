@@ -109,6 +109,8 @@ async def _serve(
     endpoint.settled_lines = host.config.serve.settled_lines
     if host.config.serve.store_responses:
         endpoint.stored = KeptAnswers(endpoint.limits)
+    endpoint.note_prompt = host.note_prompt
+    endpoint.warm_models = host.warm_models
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )

@@ -9,6 +9,8 @@ from edgeinfer.host import HandOver
 from edgeinfer.server.core.exchange import Endpoint
 
 _LOOK_S = 0.05
+#: How often, in seconds, it is looked whether other models have their snapshots by now.
+_LOOK_AT_OTHERS_S = 5.0
 
 
 class HandingOver:
@@ -38,11 +40,17 @@ class HandingOver:
         self._task = asyncio.get_running_loop().create_task(work)
 
     async def _say_when_idle(self) -> None:
-        while not self._is_idle():
+        while not await self._others_return_at_once():
+            await asyncio.sleep(_LOOK_AT_OTHERS_S)
+        while self._is_busy():
             await asyncio.sleep(_LOOK_S)
         self._hand_over.idle()
 
-    def _is_idle(self) -> bool:
-        """Whether nobody is answered, and no other model would have to be loaded again."""
+    def _is_busy(self) -> bool:
+        return bool(self._endpoint.in_flight or self._endpoint.models.loading())
+
+    async def _others_return_at_once(self) -> bool:
+        """Whether every other loaded model has a snapshot: it goes with this process."""
         models = self._endpoint.models
-        return not (self._endpoint.in_flight or models.loading()) and len(models.engines()) <= 1
+        others = {name for name, _ in models.engines()} - {models.default}
+        return not others or others <= await self._endpoint.in_thread(self._endpoint.warm_models)

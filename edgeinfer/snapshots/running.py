@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer import places
+from edgeinfer.last_prompt import LastPrompt, left_by
 from edgeinfer.launch_verbs import LAUNCH_VERBS
 
 _APP_NAMES = ("edgeinfer",)
@@ -23,6 +24,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
 
     `private_bytes` is memory nobody else has, `shared_bytes` is of files: shared or droppable.
+    `last_prompts` are the latest of each of its apps that was asked something.
     """
 
     pid: int
@@ -32,6 +34,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     apps: int
     private_bytes: int
     shared_bytes: int
+    last_prompts: tuple[LastPrompt, ...] = ()
 
 
 def processes() -> list[Running]:
@@ -44,15 +47,17 @@ def processes() -> list[Running]:
             continue
         below = _below(pid, parents)
         sizes = [_memory(child) for child in (pid, *below)]
+        apps = [child for child in below if _comm(child) in _APP_NAMES]
         found.append(
             Running(
                 pid=pid,
                 verb=typed[0],
                 arguments=tuple(typed[1:]),
                 age_s=_age_s(pid),
-                apps=sum(1 for child in below if _comm(child) in _APP_NAMES),
+                apps=len(apps),
                 private_bytes=sum(private for private, _ in sizes),
                 shared_bytes=max((shared for _, shared in sizes), default=0),
+                last_prompts=tuple(last for last in map(left_by, apps) if last is not None),
             )
         )
     return sorted(found, key=lambda running: -running.age_s)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual import on
 from textual.app import App, SystemCommand
@@ -17,16 +17,24 @@ from textual.screen import Screen
 from edgeinfer.chat import slash
 from edgeinfer.chat.opening import Launch
 from edgeinfer.tui.bindings import BY_ID
+from edgeinfer.tui.conversation.carrying import unpacked
 from edgeinfer.tui.conversation.chat_screen import ChatScreen
+from edgeinfer.tui.conversation.loading import Loader
+from edgeinfer.tui.conversation.relay import Giving, Taking
 from edgeinfer.tui.textual_internals import ParsedStyles, use_parsed
 from edgeinfer.tui.themes import DARK, LIGHT
 
 if TYPE_CHECKING:
     from textual.driver import Driver
 
+    from edgeinfer.tui.driver import TerminalDriver
+
 #: Parsed style sheets by theme, left by `edgeinfer.tui.preload` in a process that will be parked: 10 ms
 #: of the first paint.
 PARSED: dict[str, ParsedStyles] = {}
+
+#: How often the app looks whether it could be succeeded, in seconds.
+_LOOK_S = 0.25
 
 
 class ChatApp(App[None]):
@@ -39,14 +47,26 @@ class ChatApp(App[None]):
         Binding("ctrl+q", "leave", "Quit", show=False, priority=True, id="leave")
     ]
 
-    def __init__(self, launch: Launch, driver_class: type[Driver] | None = None) -> None:
+    def __init__(
+        self, launch: Launch, driver_class: type[Driver] | None = None, taking: Taking | None = None
+    ) -> None:
         super().__init__(driver_class=driver_class)
         self.crash: Exception | None = None
+        self._launch = launch
+        self._taking = taking
+        self._giving: Giving | None = None
+        carried = unpacked(taking.chat) if taking is not None else None
+        self._modes_before = carried.modes if carried is not None else []
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self._styled_for = self._begin_with(launch.config.theme)
+        self._styled_for = self._begin_with(carried.theme if carried else launch.config.theme)
         self.set_keymap({name: keys for name, keys in launch.config.keys.items() if name in BY_ID})
-        self.chat = ChatScreen(launch)
+        self.chat = ChatScreen(launch, carried)
+
+    @property
+    def is_succeeded(self) -> bool:
+        """Whether the chat goes on in another process."""
+        return self._giving is not None and self._giving.is_over
 
     def _begin_with(self, theme: str) -> str:
         """Take the theme before anything is styled, so that every style is parsed and applied once."""
@@ -72,6 +92,42 @@ class ChatApp(App[None]):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             loop.add_signal_handler(number, self.leave)
+        hand_over = self._launch.hand_over
+        rest_s = self._launch.host.config.snapshots.idle_release_s
+        if hand_over is not None and self._taking is None and rest_s > 0:
+            terminal = self._terminal
+            self._giving = Giving(
+                hand_over,
+                terminal,
+                rest_s,
+                lambda: self.chat.at_rest,
+                lambda: self.chat.carrying.carried(self.theme, terminal.modes).packed(),
+                self.exit,
+            )
+            self.set_interval(_LOOK_S, self._giving.look)
+
+    # the chat from one process to another
+
+    @on(Loader.Loaded)
+    def _could_go_on(self) -> None:
+        if self._taking is not None and not self._taking.has_terminal:
+            self.run_worker(self._take(self._taking))
+
+    @property
+    def _terminal(self) -> TerminalDriver:
+        """The driver, of a launch that may be succeeded or succeeds."""
+        return cast("TerminalDriver", self._driver)
+
+    async def _take(self, taking: Taking) -> None:
+        if not await taking.take(self._terminal, self._modes_before):
+            self.exit()
+
+    @on(Loader.Failed)
+    def _could_not(self) -> None:
+        if self._taking is not None and not self._taking.has_terminal:
+            self.exit(return_code=1)
+
+    # the palette
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette offers the commands that need no argument."""
@@ -97,6 +153,8 @@ class ChatApp(App[None]):
     def on_unmount(self) -> None:
         with contextlib.suppress(Exception):
             self.chat.leave()
+        if self._giving is not None:
+            self._giving.close()
         self.chat.loader.close()
 
     def _handle_exception(self, error: Exception) -> None:

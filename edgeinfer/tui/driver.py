@@ -23,15 +23,26 @@ from edgeinfer.tui.textual_internals import XTermParser
 
 
 class TerminalDriver(LinuxDriver):
-    """LinuxDriver on the terminal that `claim_terminal` found."""
+    """LinuxDriver on the terminal that `claim_terminal` found.
+
+    `heard` counts the bytes that came from it.
+    """
 
     out: ClassVar[TextIO | None] = None
+
+    #: Whether another process has the terminal still: it is left alone until `claim`.
+    waits: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.out is not None:
             self._file: Any = self.out
         self._waker: tuple[int, int] | None = None
+        self._parser = XTermParser(self._debug)
+        self._decode = getincrementaldecoder("utf-8")(errors="replace").decode
+        self._away = self.waits
+        self._muted = self.waits
+        self.heard = 0
 
     def _get_terminal_size(self) -> tuple[int, int]:
         """Return the window's size now; COLUMNS and LINES are those the shell started with."""
@@ -41,6 +52,52 @@ class TerminalDriver(LinuxDriver):
                 return columns, rows
         return 80, 24
 
+    # the terminal from one process to another
+
+    @property
+    def modes(self) -> list[Any]:
+        """The terminal's modes before the app, as `termios` has them; put back when it ends."""
+        return self.attrs_before or []
+
+    def release(self) -> None:
+        """Leave the terminal to another process as it is; what is typed now waits there to be read."""
+        self._stop_reading()
+        self._away = self._muted = True
+        super().close()  # what was written is on the terminal then
+
+    def claim(self, modes: list[Any]) -> None:
+        """Go on with a terminal that another process has set up, and left."""
+        self._away = False
+        super().start_application_mode()  # type: ignore[no-untyped-call]  # muted: it is in its modes
+        self.attrs_before = modes or None
+        self._muted = False
+        self._request_terminal_sync_mode_support()
+        self._query_in_band_window_resize()
+
+    def start_application_mode(self) -> None:
+        """Textual's, unless another process has the terminal."""
+        if self._away:
+            self._size = self._get_terminal_size()
+        else:
+            super().start_application_mode()  # type: ignore[no-untyped-call]
+
+    def stop_application_mode(self) -> None:
+        """Textual's, unless another process has the terminal."""
+        if not self._away:
+            super().stop_application_mode()
+
+    def close(self) -> None:
+        """Textual's, unless another process has the terminal."""
+        if not self._away:
+            super().close()
+
+    def write(self, data: str) -> None:
+        """Textual's, unless another process has the terminal or has set it up."""
+        if not self._muted:
+            super().write(data)
+
+    # keys
+
     def run_input_thread(self) -> None:
         """Read keys until told to stop.
 
@@ -48,8 +105,6 @@ class TerminalDriver(LinuxDriver):
         it may be; and a terminal that is gone ends the app instead of breaking it.
         """
         self._waker = os.pipe()
-        parser = XTermParser(self._debug)
-        decode = getincrementaldecoder("utf-8")(errors="replace").decode
         poller = select.poll()
         for fd in (self.fileno, self._waker[0]):
             poller.register(fd, select.POLLIN)
@@ -60,9 +115,10 @@ class TerminalDriver(LinuxDriver):
                 if not data:
                     self._app.call_later(self._app.action_quit)
                     return
-                for event in parser.feed(decode(data)):
+                self.heard += len(data)
+                for event in self._parser.feed(self._decode(data)):
                     self.process_message(event)
-            for event in parser.tick():
+            for event in self._parser.tick():
                 self.process_message(event)
 
     def _read(self) -> bytes:
@@ -73,6 +129,16 @@ class TerminalDriver(LinuxDriver):
 
     def disable_input(self) -> None:
         """Textual's, with the thread woken."""
+        if self._away:
+            return
+        self._stop_reading()
+        with contextlib.suppress(ValueError):  # only the main thread may set handlers
+            signal.signal(signal.SIGWINCH, signal.SIG_DFL)
+        self._disable_mouse_support()
+        with contextlib.suppress(termios.error):
+            termios.tcflush(self.fileno, termios.TCIFLUSH)
+
+    def _stop_reading(self) -> None:
         self.exit_event.set()
         if self._waker is not None:
             os.write(self._waker[1], b"!")
@@ -81,11 +147,6 @@ class TerminalDriver(LinuxDriver):
             self._key_thread = None
             self._close_waker()  # not by the thread: it may end between the look and the write above
         self.exit_event.clear()
-        with contextlib.suppress(ValueError):  # only the main thread may set handlers
-            signal.signal(signal.SIGWINCH, signal.SIG_DFL)
-        self._disable_mouse_support()
-        with contextlib.suppress(termios.error):
-            termios.tcflush(self.fileno, termios.TCIFLUSH)
 
     def _close_waker(self) -> None:
         for fd in self._waker or ():

@@ -21,6 +21,7 @@ from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.store import Store
 from edgeinfer.config import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
+from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
@@ -69,6 +70,9 @@ class _RehearsalHost(Host):
 
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
         return self._fake
+
+    def note_prompt(self, last: LastPrompt) -> None:
+        """Leave nothing: a process that is parked holds no descriptor."""
 
 
 def rehearse() -> None:

@@ -23,7 +23,12 @@ READ_IN = {"textual": "8.2", "rich": "15.0"}
 METHODS: dict[str, tuple[str, ...]] = {
     "textual.app:App": ("_handle_exception", "_fatal_error", "_close_messages_no_wait"),
     "textual.widgets:TextArea": ("_on_key", "_toggle_cursor_blink_visible"),
-    "textual.drivers.linux_driver:LinuxDriver": ("_get_terminal_size", "_sigtstp_application"),
+    "textual.drivers.linux_driver:LinuxDriver": (
+        "_get_terminal_size",
+        "_sigtstp_application",
+        "_request_terminal_sync_mode_support",
+        "_query_in_band_window_resize",
+    ),
 }
 
 #: Style sheets by their text, as Textual's parser leaves them.

@@ -133,6 +133,25 @@ def test_nothing_is_read_while_an_answer_is_written_or_without_an_engine(compose
     assert composer.stand_still("One two three ")
 
 
+def test_how_much_is_remembered_is_known_once_it_is_read(composer, engine):
+    answer(composer.session, "first")
+    assert composer.ahead.look("", (), None)
+    composer.ahead._read_and_follow()
+    assert composer.ahead.remembered == len(
+        engine.tokenize(engine.apply_template(engine.read[0].messages))
+    )
+    composer.session.new()
+    composer.look("")
+    assert composer.ahead.remembered == 0
+
+
+def test_what_is_taken_as_read_is_read_when_it_changes(composer, engine):
+    answer(composer.session, "first")
+    composer.ahead.rest("and ", [NOTES], None)
+    assert not composer.stand_still("and ", [NOTES])
+    assert composer.stand_still("and then ", [NOTES])
+
+
 def test_what_the_engine_refuses_is_silent_and_a_later_stop_wins(composer, engine):
     composer.look("One two ")
     composer.ahead.stop()

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from made_gguf import gguf_bytes
 
 from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.chat.repl import Repl
+from edgeinfer.chat.values import Attachment
 from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import FakeEngine
@@ -33,6 +35,31 @@ def test_a_question_and_its_answer(tmp_path):
     assert "Resumed in 84 ms" in out
     assert "> Answer: Hello you" in out
     assert [t.content for t in repl.session.path] == ["Hi there", "Hello you "]
+
+
+class Patient(io.StringIO):
+    """A person who types the next line when the model has read what is there."""
+
+    def __init__(self, text, engine):
+        super().__init__(text)
+        self._engine = engine
+
+    def readline(self, *_):
+        waiting = threading.Event()
+        while not self._engine.read:
+            waiting.wait(0.001)
+        return super().readline()
+
+
+def test_an_opened_conversation_and_files_are_read_before_a_line_is_typed(tmp_path):
+    talk(tmp_path, "Hi there", "/quit")
+    engine = FakeEngine()
+    notes = Attachment(name="notes.txt", text="the word is swordfish")
+    launch = make_launch(tmp_path, FixedHost(engine), continue_last=True, attachments=[notes])
+    Repl(launch, Patient("/quit\n", engine), io.StringIO()).run()
+    contents = [m.content for m in engine.read[0].messages]
+    assert contents[:2] == ["Hi there", "Hello you "]
+    assert "swordfish" in contents[2]
 
 
 def test_a_backslash_goes_on_in_the_next_line(tmp_path):
@@ -128,7 +155,8 @@ def test_files_ride_along(tmp_path):
 def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):
     class Interrupting(FakeEngine):
         def submit(self, request):
-            os.kill(os.getpid(), signal.SIGINT)  # arrives once the handler is in place, or at once
+            if request.max_tokens != 0:  # nor is a question that is read ahead interrupted
+                os.kill(os.getpid(), signal.SIGINT)  # arrives once the handler is in place, or at once
             return super().submit(request)
 
     before = signal.getsignal(signal.SIGINT)

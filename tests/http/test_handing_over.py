@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.server import handing_over
 from edgeinfer.snapshots.launching.hand_over import LEAVE, OFFER
 from edgeinfer.snapshots.resumed.hand_over import HandOver
 
@@ -54,6 +55,26 @@ def test_idle_is_said_when_the_stream_has_ended(serve, until, launcher):
         assert "two" in "".join(answer.iter_text())
     until(lambda: launcher.told == ["hand-over", "idle"], "the endpoint to say that it is idle")
     assert here.chat().status_code == 200
+
+
+def test_another_model_is_waited_for_until_it_has_a_snapshot(serve, until, launcher, monkeypatch):
+    monkeypatch.setattr(handing_over, "_LOOK_AT_OTHERS_S", 0.0)
+    here = serve(FakeEngine([["one"]] * 2), names=("fake", "other"), hand_over=launcher.hand_over)
+    for model in ("fake", "other"):
+        assert here.chat(model=model).status_code == 200
+    asked = []
+    warm: set[str] = set()
+
+    def warm_models():
+        asked.append(1)
+        return frozenset(warm)
+
+    here.endpoint.warm_models = warm_models
+    launcher.say(OFFER)
+    until(lambda: len(asked) > 1, "the endpoint to look again")
+    assert launcher.told == ["hand-over"]
+    warm.add("other")
+    until(lambda: launcher.told == ["hand-over", "idle"], "the endpoint to say that it is idle")
 
 
 def test_it_leaves_its_clients_an_answer_and_nobody_else(serve, until, launcher):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 PROMPT = "ready$ "
@@ -25,12 +26,14 @@ def shell_environment(home):
 class Terminal:
     """An 80 by 24 terminal with an interactive bash.
 
-    Everything is found on the screen; nothing is waited for by time.
+    Everything is found on the screen; nothing is waited for by time. `become` are the words before a
+    command that has to run as somebody else.
     """
 
-    def __init__(self, folder: Path, environment: dict[str, str]):
+    def __init__(self, folder: Path, environment: dict[str, str], become: Sequence[str] = ()):
         self._socket = str(folder / "tmux")
         shell = [
+            *become,
             "env",
             "-i",
             *(f"{k}={v}" for k, v in environment.items()),
@@ -39,7 +42,8 @@ class Terminal:
             "--noprofile",
             "-i",
         ]
-        self._tmux("new-session", "-d", "-x", "80", "-y", "24", *shell)
+        size = ("-x", "80", "-y", "24")
+        self._tmux("new-session", "-d", *size, "-c", environment["HOME"], *shell)
         self._tmux("set-option", "-g", "escape-time", "0")
         self.until(lambda: "ready$" in self.screen())
 

@@ -43,6 +43,16 @@ async def test_a_question_is_answered_and_stored(drive, tmp_path):
     store.close()
 
 
+async def test_what_is_remembered_of_an_opened_conversation_is_said(drive):
+    async with drive(FakeEngine([words("Hello **you**")])) as d:
+        await d.ready()
+        await d.ask("Hi there")
+        number = d.session.conversation.id
+        d.chat.run_command("/new")
+        d.chat.run_command(f"/open {number}")
+        await d.until(lambda: any("tokens remembered" in p.text for p in d.chat.status._parts))
+
+
 async def test_one_may_ask_before_the_model_is_there(drive):
     gate = threading.Event()
 

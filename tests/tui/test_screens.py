@@ -231,6 +231,24 @@ class TestSettings:
             await d.until(lambda: d.app.screen is screen)
             assert d.session.conversation.sampling == {"temperature": 0.0}
 
+    async def test_reading_ahead_is_switched_off_at_once_and_kept(self, drive):
+        async with drive() as d:
+            screen = await self.open(d)
+            listed = screen.query_one("#settings")
+            listed.highlighted = listed.get_option_index("read-ahead")
+            await d.press("enter")
+            assert load_config().chat.read_ahead is False
+            await d.press("escape")
+            await d.ready()
+            await d.type("One two three ")
+            d.chat._tick()
+            d.chat._tick()
+            assert d.host.fake.read == []
+            await self.open(d)
+            await d.press("down", "down", "down", "enter", "escape")
+            d.chat._tick()
+            await d.until(lambda: d.host.fake.read)
+
     async def test_a_key_is_rebound_at_once_and_kept(self, drive):
         async with drive(FakeEngine([["a"], ["b"]])) as d:
             await d.ready()

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from edgeinfer.config import SettledLine
 from edgeinfer.errors import EngineClosedError, QueueFullError
 from edgeinfer.host import Start
+from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import Message
@@ -83,6 +84,10 @@ class Endpoint:
         self._by_key: Counter[str] = Counter()
         #: The latest generations that have ended, with the names of their keys.
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
+        #: Told of each of them; set by whoever runs the endpoint.
+        self.note_prompt: Callable[[LastPrompt], None] = lambda last: None
+        #: Names of the models that start from a snapshot; set by whoever runs the endpoint.
+        self.warm_models: Callable[[], frozenset[str]] = frozenset
 
     def enter(self, key: str) -> None:
         """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""
@@ -230,6 +235,7 @@ class Exchange:
         self.completion_tokens += end.usage.completion_tokens
         self.how = end.reason
         self.endpoint.slots.appendleft((self.key, _slot(self, end)))
+        self.endpoint.note_prompt(LastPrompt.of(self.model, end))
         self.endpoint.metrics.generation_ended(self.model, self.version, end)
         self.endpoint.tracer.generation(self.headers, self.model, self.route, self.started_ns, end)
 

@@ -24,11 +24,10 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.building import build_order
-from edgeinfer.snapshots.shelf import choose, failures
+from edgeinfer.snapshots.shelf import build_log, choose, failures
 from edgeinfer.units import format_bytes
 
-LOG, LOCK = "auto-warm.log", ".auto-warm.lock"
-_LOG_BYTES = 256 << 10
+LOCK = ".auto-warm.lock"
 
 
 def step_back() -> None:
@@ -78,21 +77,11 @@ def build(model: str, options: LoadOptions) -> str:
     return f"{details.name}: built in {took}, {format_bytes(details.disk_bytes)} on disk"
 
 
-def log(words: str) -> None:
-    """Add a line to the log; an old one is started over when it has grown."""
-    path = paths.private_dir(paths.state_dir()) / LOG
-    if path.exists() and path.stat().st_size > _LOG_BYTES:
-        path.replace(path.with_suffix(".old.log"))
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(f"{stamp} {words}\n")
-
-
 def main() -> None:
     """The background process; one at a time."""
     step_back()
     with locked(paths.private_dir(paths.state_dir()) / LOCK):
-        log(build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions)))
+        build_log.add(build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions)))
 
 
 if __name__ == "__main__":

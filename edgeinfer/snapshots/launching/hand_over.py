@@ -2,21 +2,28 @@
 
 What is said, in this order: the launcher offers a resumed process (`OFFER`), the app says on its link
 when it is idle (`{"op": "idle"}`), a successor is resumed and says that it could go on (`"ready"`), and
-the first one is told to go (`LEAVE`). Whatever fails before that leaves it where it is.
+the first one is told to go (`LEAVE`). Whatever fails before that leaves it where it is. What rides with
+`idle` is for the successor alone: a chat's end of a socket between the two.
 
 Standard library only, and of that what is cheap: the launcher imports this.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
 import os
 import sys
+import time
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.snapshots.launching.apps import App, Apps, Verb, quietly
 
 #: What the launcher writes on the pipe of an app that may be succeeded, a byte each.
 OFFER, LEAVE = b"o", b"l"
+#: Seconds from a successor's start until it could go on; one that takes longer is killed.
+LIMIT_S = 60.0
+#: How a successor ends that found its predecessor at work again: there is nothing to tell.
+_WITHDRAWN = "exit 0"
 
 
 class Succession:
@@ -26,6 +33,7 @@ class Succession:
         self.successor: App | None = None
         self._verb = verb
         self._apps = apps
+        self._was_late = False
 
     def offer(self, main: App | None) -> None:
         """Offer the app a successor, when there is a snapshot now that fits its launch."""
@@ -39,19 +47,35 @@ class Succession:
             return
         quietly(os.write, main.offers_fd, OFFER)
 
-    def start(self) -> None:
-        """Resume the verb a second time, with the same listening sockets."""
-        if self.successor is not None:
-            return
+    def start(self, fds: list[int]) -> None:
+        """Resume the verb a second time, with the same listening sockets; `fds` are its alone."""
+        if self.successor is None:
+            self._start(fds)
+        for fd in fds:
+            os.close(fd)
+
+    def _start(self, fds: list[int]) -> None:
         self._apps.begin_again()
+        self._was_late = False
         verb = self._verb
+        request = verb.request | {"succeeds": 1, "channels": len(fds)}
         try:
             folder, manifest = verb.choice.find()
-            self.successor = self._apps.resume(
-                folder, manifest, verb.request | {"succeeds": 1}, verb.fds
-            )
+            self.successor = self._apps.resume(folder, manifest, request, [*verb.fds, *fds])
         except (EdgeInferError, OSError) as error:
             self.stay(str(error))
+
+    def wait_ms(self) -> int | None:
+        """For how long nobody needs to look; None while there is no successor."""
+        if self.successor is None:
+            return None
+        return max(0, int(1000 * (self.successor.began + LIMIT_S - time.monotonic()))) + 1
+
+    def look(self) -> None:
+        """Kill a successor whose time is over; its end is told as that of any other."""
+        if self.successor is not None and time.monotonic() > self.successor.began + LIMIT_S:
+            self._was_late = True
+            quietly(os.kill, self.successor.child.pid, _signal.SIGKILL)
 
     def hand_over(self, first: App | None) -> App | None:
         """Make the successor the verb's app, which is returned; the first one goes with its clients."""
@@ -63,5 +87,18 @@ class Succession:
     def stay(self, why: str) -> None:
         """There is no successor: the app goes on as if nothing had been."""
         self.successor = None
-        sys.stderr.write(f"edgeinfer: no hand-over to the snapshot: {why[:300]}\n")
+        if why == _WITHDRAWN:
+            return
+        if self._was_late:
+            why = f"the resumed process could not go on within {LIMIT_S:g} s"
+        words = f"no hand-over to the snapshot: {why[:300]}"
+        if self._verb.argv[0] == "chat":  # the terminal is the app's
+            from edgeinfer.snapshots.shelf import build_log  # 15 ms
+
+            try:  # noqa: SIM105  contextlib costs 3 ms
+                build_log.add(words)
+            except (EdgeInferError, OSError):
+                pass
+            return
+        sys.stderr.write(f"edgeinfer: {words}\n")
         sys.stderr.flush()

@@ -3,8 +3,8 @@
 One loop over pipes and sockets. An app is resumed from a snapshot or started cold (`apps`); either way
 it has a supervisor that reports on a pipe, and a link on which it may ask for workers
 (`{"op": "worker"}`), name the snapshot that would have helped (`"warm"`), and say that it has ended
-(`"exit"`). A `serve` that started cold is succeeded by a resumed one when its snapshot is built
-(`hand_over`).
+(`"exit"`). A `serve` or `chat` that started cold is succeeded by a resumed one when its snapshot is
+built (`hand_over`).
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -74,7 +74,8 @@ class Launcher:
         """Wait for something to happen, and deal with it. Signals are handled in between."""
         # one that starts meanwhile may have a descriptor that was another's at the poll
         apps = list(self._apps.running)
-        for fd, _ in self._poll.poll():
+        self._succession.look()
+        for fd, _ in self._poll.poll(self._succession.wait_ms()):
             if self._warming.has_ended(fd):
                 self._succession.offer(self._main)
                 continue
@@ -177,7 +178,7 @@ class Launcher:
         elif op == b"hand-over":
             app.offers_fd = fds[0]
         elif op == b"idle" and app is self._main and not self._asked_to_end:
-            self._succession.start()
+            self._succession.start(fds)
         elif op == b"ready" and app is self._succession.successor:
             self._main = self._succession.hand_over(self._main)
         elif op == b"warm-now":
@@ -190,9 +191,10 @@ class Launcher:
                 self._warming.start_wanted()
 
     def _is_succeeded(self) -> bool:
-        """Whether an app that was succeeded still has clients."""
+        """Whether an app that was succeeded still has clients; a chat has none."""
         ours = (self._main, self._succession.successor)
-        return any(app.role == "verb" and app not in ours for app in self._apps.running)
+        others = any(app.role == "verb" and app not in ours for app in self._apps.running)
+        return others and self._serves
 
     # --- ending
 

@@ -62,12 +62,14 @@ class AppHost(Host):
         exec_ns: int = 0,
         named: bool = False,
         succeeds: bool = False,
+        predecessor: socket.socket | None = None,
         long_lived: bool = True,
     ) -> None:
         super().__init__(start, exec_ns=exec_ns)
         self._link = link
         self._named = named
         self._succeeds = succeeds
+        self._predecessor = predecessor
         self._loaded = loaded
         self._listeners = listeners
         self._long_lived = long_lived
@@ -189,7 +191,9 @@ class AppHost(Host):
     def hand_over(self) -> HandOver | None:
         """None where the configuration says so, or where nothing would be gained."""
         wanted = self.start.how == "cold" and self.config.snapshots.hand_over
-        return HandOver(self._tell, is_successor=self._succeeds) if wanted or self._succeeds else None
+        if not (wanted or self._succeeds):
+            return None
+        return HandOver(self._tell, is_successor=self._succeeds, predecessor=self._predecessor)
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
         """Tell the launcher which snapshot would have served this cold start.
@@ -304,6 +308,7 @@ def _play(
 
         argv = frames.split(fields["argv"])
         long_lived = argv[0] in ("chat", "serve")
+        predecessor = sockets.pop() if int(fields.get("channels", b"0")) else None
         return cli.main(
             argv,
             AppHost(
@@ -314,6 +319,7 @@ def _play(
                 exec_ns=exec_ns,
                 named=fields.get("named") == b"1",
                 succeeds=fields.get("succeeds") == b"1",
+                predecessor=predecessor,
                 long_lived=long_lived,
             ),
         )

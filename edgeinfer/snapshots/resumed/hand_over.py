@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
 class HandOver:
     """What an app says to its launcher and hears from it; `launching.hand_over` has the order."""
 
-    def __init__(self, tell: Tell, *, is_successor: bool) -> None:
+    def __init__(
+        self, tell: Tell, *, is_successor: bool, predecessor: socket.socket | None = None
+    ) -> None:
         self.is_successor = is_successor
+        self.predecessor = predecessor
         self._tell = tell
         self._pipe = -1
 
@@ -36,9 +40,9 @@ class HandOver:
             return "offer"
         return "leave" if word == LEAVE else "end"
 
-    def idle(self) -> None:
-        """Say that a successor may come now."""
-        self._tell({"op": "idle"}, ())
+    def idle(self, channel: socket.socket | None = None) -> None:
+        """Say that a successor may come now; it gets `channel`."""
+        self._tell({"op": "idle"}, () if channel is None else (channel.fileno(),))
 
     def ready(self) -> None:
         """Say that this process, the successor, could answer."""

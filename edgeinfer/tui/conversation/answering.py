@@ -74,6 +74,7 @@ class Answering:
 
     async def _stream(self, streaming: Streaming) -> None:
         turn, error = await streaming.run()
+        self._view.note_prompt(streaming.answer)
         if self._view.streaming is streaming:
             self._view.streaming = None
         if turn.conversation_id == self._session.conversation.id:

@@ -48,6 +48,16 @@ class Attaching:
         named = [read(path) for path in mentioned(text)]
         return [self._counted(a) for a in (*self._kept, *named)]
 
+    @property
+    def kept(self) -> list[Attachment]:
+        """What rides along without being named in the text."""
+        return self._kept
+
+    def keep(self, attachments: Sequence[Attachment]) -> None:
+        """Keep these for the next question, and no others."""
+        self._kept = list(attachments)
+        self.show()
+
     def clear(self) -> None:
         """Forget them: they were sent."""
         self._kept, self._named = [], {}

@@ -28,6 +28,7 @@ from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledE
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.conversation.answering import Answering
 from edgeinfer.tui.conversation.attaching import Attaching
+from edgeinfer.tui.conversation.carrying import Carried, Carrying
 from edgeinfer.tui.conversation.front import AppFront
 from edgeinfer.tui.conversation.loading import Loader
 from edgeinfer.tui.conversation.streaming import Streaming
@@ -53,9 +54,10 @@ class ChatScreen(Screen[None]):
     class Left(Message):
         """The user wants to leave the chat."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, carried: Carried | None = None) -> None:
         super().__init__()
         self.launch = launch
+        self._carried = carried
         self.session = launch.session()
         self.loader = Loader(launch.engines(), self.post_message)
         self._interrupted = 0.0
@@ -74,6 +76,7 @@ class ChatScreen(Screen[None]):
             self.app, self.launch, self.view, self.answering, self.attaching, self._leave_app
         )
         self.turns = TurnActions(self.view, self.front)
+        self.carrying = Carrying(self.view, self.attaching, self.front.commander)
         yield self.view.header
         yield self.transcript
         yield self.completions
@@ -89,12 +92,10 @@ class ChatScreen(Screen[None]):
     def _begin(self) -> None:
         """After the first paint, show what was said before, and load the model."""
         try:
-            if self.launch.continue_last and not self.session.open_last():
-                self.front.show_text("There is no conversation yet to continue.")
-            self.composer.set_past(library.typed(self.session.store))
-            if self.session.path:
-                self.view.show_session()
-            self.composer.fill(self.session.conversation.draft or self.composer.text)
+            if self._carried is None:
+                self._open()
+            else:
+                self.carrying.restore(self._carried)
         except StoreError as error:
             self.view.show_error(error)
         self.attaching.show()
@@ -102,6 +103,14 @@ class ChatScreen(Screen[None]):
         self.refresh_status()
         self.set_interval(0.25, self._tick)
         self.set_timer(2.0, self._clean_up)
+
+    def _open(self) -> None:
+        if self.launch.continue_last and not self.session.open_last():
+            self.front.show_text("There is no conversation yet to continue.")
+        self.composer.set_past(library.typed(self.session.store))
+        if self.session.path:
+            self.view.show_session()
+        self.composer.fill(self.session.conversation.draft or self.composer.text)
 
     def _clean_up(self) -> None:
         with contextlib.suppress(StoreError):
@@ -111,11 +120,16 @@ class ChatScreen(Screen[None]):
                 self.run_worker(lambda: _forget(gone), thread=True, group="forget")
 
     def _tick(self) -> None:
-        if self.streaming is not None or self.loader.progress:
+        remembered = self.view.remembered
+        self.view.remembered = self.read_ahead.remembered
+        if self.streaming is not None or self.loader.progress or remembered != self.view.remembered:
             self.refresh_status()
         self._save_draft()
-        if self.read_ahead.look(self.composer.text, self.attaching.found, self.composer.editing):
-            self.run_worker(self.read_ahead.read, thread=True, group="read-ahead")
+        typed = self.composer.text
+        if self.launch.config.read_ahead and self.read_ahead.look(
+            typed, self.attaching.found, self.composer.editing
+        ):
+            self.read_ahead.begin()
 
     def _save_draft(self) -> None:
         draft = "" if self.composer.editing else self.composer.text
@@ -127,6 +141,19 @@ class ChatScreen(Screen[None]):
     def streaming(self) -> Streaming | None:
         """The answer that is being written, if any."""
         return self.view.streaming
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing goes on that another process could not go on with."""
+        engine = self.session.engine
+        if engine is None or not self.loader.is_first or self.loader.progress:
+            return False
+        if self.streaming is not None or self.view.summarising is not None or self.session.busy:
+            return False
+        if self.app.screen is not self or self.completions.found or self.get_selected_text():
+            return False
+        metrics = engine.metrics()
+        return not (metrics.running or metrics.queued)
 
     def refresh_status(self) -> None:
         """Show header and status line from what is now."""
@@ -143,6 +170,8 @@ class ChatScreen(Screen[None]):
             self.session.set(model=message.model)
         self.attaching.show()
         self.refresh_status()
+        if self._carried is not None:  # memory is taken once there is something to read
+            self.read_ahead.rest(self.composer.text, self.attaching.found, self.composer.editing)
         if self.answering.unanswered:
             self.answering.answer_question()
 

@@ -148,7 +148,7 @@ class AppFront:
     def show_settings(self) -> None:
         from edgeinfer.tui.screens.settings import SettingsScreen
 
-        self._app.push_screen(SettingsScreen(self._session, self.commander))
+        self._app.push_screen(SettingsScreen(self._launch, self._session, self.commander))
 
     def show_stats(self) -> None:
         self.show_text(stats_text(self._session, self._view.started))

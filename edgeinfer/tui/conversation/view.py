@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from textual.widgets import Static
 
+from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.chat.values import Turn
@@ -23,7 +24,7 @@ class View:
     """Shows `session` in the widgets of the chat screen.
 
     `streaming` is the answer being written and `summarising` the summary, None where there is none;
-    `Answering` sets them.
+    `Answering` sets them. `remembered` are tokens that the model has read of what is open.
     """
 
     def __init__(self, launch: Launch, session: ChatSession, loader: Loader) -> None:
@@ -35,6 +36,7 @@ class View:
         self.status = Status(id="status")
         self.streaming: Streaming | None = None
         self.summarising: Generation | None = None
+        self.remembered = 0
         self._launch = launch
 
     @property
@@ -54,20 +56,26 @@ class View:
 
     def show_session(self) -> None:
         """Show the branch the session is on."""
-        entries = [self._entry(turn) for turn in self.session.path]
+        entries = [self.entry(turn) for turn in self.session.path]
         if not entries:
             self.show_welcome()
             return
         self.transcript.show(entries)
         self.refresh_status()
 
-    def _entry(self, turn: Turn) -> Entry:
+    def entry(self, turn: Turn) -> Entry:
+        """Return what shows this turn."""
         page = self.session.alternatives(turn.id)
         if turn.role == "user":
             return Question(turn, page)
         if self.streaming is not None and self.streaming.answer.turn.id == turn.id:
             return self.streaming.entry
         return AnswerEntry(turn, page)
+
+    def note_prompt(self, answer: Answer) -> None:
+        """Leave what was remembered of its prompt for `edgeinfer ps`."""
+        if answer.last_prompt is not None:
+            self._launch.host.note_prompt(answer.last_prompt)
 
     def add_remark(self, entry: Entry) -> None:
         """Show words of ours, at the tail."""
@@ -95,9 +103,12 @@ class View:
         """Show header and status line from what is now."""
         state, at_right = self._state()
         writing = self.streaming is not None
-        parts = (Part(self.model, 9, "bold"), *state, *numbers(self.session, writing=writing))
+        parts = (Part(self.model, 9, "bold"), *state, *self._numbers(writing))
         self.status.show(parts, at_right)
         self.header.update(self.session.conversation.title)
+
+    def _numbers(self, writing: bool) -> list[Part]:
+        return numbers(self.session, writing=writing, remembered=self.remembered)
 
     def _state(self) -> tuple[list[Part], str]:
         """Return what goes on now, and the hint at the right edge."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -18,6 +19,7 @@ from textual.widgets.option_list import Option
 
 from edgeinfer.chat import presets
 from edgeinfer.chat.commander import Commander
+from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.chat.settings import save
 from edgeinfer.error_text import hint
@@ -51,8 +53,9 @@ class SettingsScreen(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f4", "dismiss", "Leave", show=False)]
 
-    def __init__(self, session: ChatSession, commander: Commander) -> None:
+    def __init__(self, launch: Launch, session: ChatSession, commander: Commander) -> None:
         super().__init__()
+        self._launch = launch
         self._session = session
         self._commander = commander
 
@@ -85,6 +88,7 @@ class SettingsScreen(ModalScreen[None]):
                 "System prompt",
                 (prompt[:50] + "…" if len(prompt) > 50 else prompt) or "the model's own",
             ),
+            _option("read-ahead", "Read ahead", "on" if self._launch.config.read_ahead else "off"),
         ]
         rebound = keymap(self.app)
         for where, heading in HEADINGS.items():
@@ -102,6 +106,7 @@ class SettingsScreen(ModalScreen[None]):
         words = {
             "theme": "Colours. Any of Textual's themes, and two of our own.",
             "preset": "How freely words are chosen in this conversation. /set changes one option.",
+            "read-ahead": "The model reads what you type, attach or open before you ask.",
             "prompt": "What the model is told first. /system TEXT sets it, /save-system NAME keeps it.",
         }.get(kind, "")
         self.query_one(".detail", Static).update(
@@ -134,6 +139,11 @@ class SettingsScreen(ModalScreen[None]):
             self.app.push_screen(
                 ChoiceScreen("System prompt", "", [none, *found_prompts]), self._prompt
             )
+
+        elif kind == "read-ahead":
+            wanted = not self._launch.config.read_ahead
+            self._launch.config = msgspec.structs.replace(self._launch.config, read_ahead=wanted)
+            self._save(("chat", "read-ahead"), wanted)
 
     def _theme(self, name: str | None) -> None:
         if name:
@@ -170,7 +180,7 @@ class SettingsScreen(ModalScreen[None]):
     def _keys_of(self, name: str) -> list[str]:
         return keymap(self.app).get(name, BY_ID[name].keys).split(",")
 
-    def _save(self, keys: tuple[str, ...], value: str) -> None:
+    def _save(self, keys: tuple[str, ...], value: str | bool) -> None:
         try:
             save(keys, value)
         except EdgeInferError as error:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import contextlib
 from typing import ClassVar
 
+import msgspec
 from textual import events
 from textual.binding import Binding
 from textual.message import Message
 from textual.reactive import reactive
 from textual.widgets import TextArea
+from textual.widgets.text_area import Selection
 
 from edgeinfer.tui.bindings import bindings
+
+
+class Typed(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in a composer: text, marked range, and where Up and Down have come to."""
+
+    text: str
+    start: tuple[int, int]
+    end: tuple[int, int]
+    editing: int | None
+    past: list[str]
+    at: int
+    unsent: str
 
 
 class Composer(TextArea):
@@ -64,6 +78,28 @@ class Composer(TextArea):
     def before_cursor(self) -> str:
         """The text up to the cursor."""
         return self.get_text_range((0, 0), self.cursor_location)
+
+    @property
+    def typed(self) -> Typed:
+        """Everything that `take` puts into another composer."""
+        return Typed(
+            text=self.text,
+            start=self.selection.start,
+            end=self.selection.end,
+            editing=self.editing,
+            past=self._past,
+            at=self._at,
+            unsent=self._unsent,
+        )
+
+    def take(self, typed: Typed) -> None:
+        """Be as another composer was."""
+        self.text = typed.text
+        self.selection = Selection(typed.start, typed.end)
+        self.editing = typed.editing
+        self._past = typed.past
+        self._at = typed.at
+        self._unsent = typed.unsent
 
     # what was typed before
 

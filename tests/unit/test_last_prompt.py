@@ -1,0 +1,59 @@
+"""What was remembered of the latest prompt: its words, and finding it in another process's memory."""
+
+import os
+
+import pytest
+
+from edgeinfer.commands.ps import PsResult
+from edgeinfer.last_prompt import LastPrompt, Shared, left_by
+from edgeinfer.runtime.events import Divergence, Usage
+from edgeinfer.snapshots.running import Running
+
+
+def last(cause="text", **fields):
+    usage = Usage(prompt_tokens=1204, cached_tokens=1100, cached_disk_tokens=fields.pop("disk", 0))
+    return LastPrompt(model="m", usage=usage, divergence=Divergence(cause=cause, **fields))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (last("none"), "1,100 of 1,204 tokens remembered"),
+        (last("none", disk=900), "1,100 of 1,204 tokens remembered (900 from the disk)"),
+        (last("end", n_tokens=1100), "remembered; from token 1,101 on it was new"),
+        (last("nothing"), "remembered; nothing that is remembered begins like it"),
+        (
+            last("text", n_tokens=3, before="a\nb ", here="\x1b[2Jred", there="blue"),
+            "remembered; behind token 3, after “a b”, it says “[2Jred”, not “blue”",
+        ),
+    ],
+)
+def test_it_says_how_much_and_why_no_more(prompt, words):
+    assert prompt.words.endswith(words)
+
+
+def test_the_latest_is_found_by_pid_and_gone_with_the_process():
+    shared = Shared()
+    assert left_by(os.getpid()) is None
+    shared.write(last("text", before="a long text " * 9))
+    shared.write(last("end", n_tokens=7))
+    assert left_by(os.getpid()) == last("end", n_tokens=7)
+    assert left_by(1 << 30) is None
+    os.close(shared._fd)
+    assert left_by(os.getpid()) is None
+
+
+def test_ps_says_it_below_the_table():
+    running = Running(
+        pid=12,
+        verb="serve",
+        arguments=("a\nb",),
+        age_s=1.0,
+        apps=1,
+        private_bytes=1,
+        shared_bytes=1,
+        last_prompts=(last("end", n_tokens=1100),),
+    )
+    table, _, remembered = PsResult(running=(running,)).human().rpartition("\n\n")
+    assert "serve" in table
+    assert remembered == "12 m: 1,100 of 1,204 tokens remembered; from token 1,101 on it was new"
