@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench-memory bench-resume bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine
+.PHONY: clients bench-memory bench-resume bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -62,6 +62,10 @@ bench-tui: setup  ## the chat: first paint and first token, 10,000 lines, what s
 
 screenshots: setup ## the README's pictures of the chat
 	$(BIN)/python tools/screenshots.py
+
+clients: setup   ## other people's clients and agents, unmodified, two turns each; their table in the docs
+	@tools/setup.sh test
+	$(BIN)/python tests/clients/run.py $(ARGS)
 
 fuzz-http: setup ## schemathesis over the OpenAPI document, 5,000 cases and more
 	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/http/test_openapi.py -s $(ARGS)

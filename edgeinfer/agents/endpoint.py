@@ -33,9 +33,15 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     def n_ctx(self, model: str) -> int:
         """The context of `model`, which is loaded if it is not. Raises ServeError."""
-        self.ask("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
-        loaded = self.ask("GET", "/props")["models"]
-        return next((int(one["info"]["n_ctx"]) for one in loaded if one["id"] == model), 0)
+        if not (n_ctx := self._loaded_n_ctx(model)):
+            self.ask("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
+            n_ctx = self._loaded_n_ctx(model)
+        return n_ctx
+
+    def _loaded_n_ctx(self, model: str) -> int:
+        """The context of a model in memory, 0 for another."""
+        models = self.ask("GET", "/props")["models"]
+        return next((int(one["info"].get("n_ctx", 0)) for one in models if one["id"] == model), 0)
 
     def ask(
         self,

@@ -28,12 +28,14 @@ _FEED_FORWARD_SHAPES = {
 class _Decoder:
     """A file that is being written: the vocabulary and what every shape has are there."""
 
-    def __init__(self, path: Path, architecture: str, vocabulary_of: Path, *, layers: int) -> None:
+    def __init__(
+        self, path: Path, architecture: str, vocabulary_of: Path, *, layers: int, n_ctx: int = 4096
+    ) -> None:
         self.path = path
         self._rng = np.random.default_rng(5)
         self.writer = writer = gguf.GGUFWriter(path, architecture)
         self.n_vocab = _copy_vocabulary(writer, vocabulary_of)
-        writer.add_context_length(4096)
+        writer.add_context_length(n_ctx)
         writer.add_embedding_length(_EMBEDDING)
         writer.add_block_count(layers)
         writer.add_layer_norm_rms_eps(1e-6)
@@ -73,14 +75,12 @@ class _Decoder:
         return self.path
 
 
-def make_qwen2vl(path: Path, vocabulary_of: Path) -> Path:
-    """Write a model with M-RoPE (three positions a token), whose cache llama.cpp cannot shift."""
-    made = _Decoder(path, "qwen2vl", vocabulary_of, layers=2)
+def _add_plain_layers(made: _Decoder) -> None:
+    """Two layers as Llama's, with their sizes."""
     made.writer.add_feed_forward_length(_FEED_FORWARD)
     made.writer.add_head_count(_HEADS)
     made.writer.add_head_count_kv(_HEADS)
     made.writer.add_rope_freq_base(1e4)
-    made.writer.add_rope_dimension_sections([4, 6, 6, 0])
     made.norm("output_norm")
     width = _HEADS * _HEAD_LENGTH
     shapes = _FEED_FORWARD_SHAPES | {
@@ -91,8 +91,25 @@ def make_qwen2vl(path: Path, vocabulary_of: Path) -> Path:
     }
     for number in range(2):
         made.layer(number, shapes, {"attn_norm": _EMBEDDING, "ffn_norm": _EMBEDDING})
+
+
+def make_qwen2vl(path: Path, vocabulary_of: Path) -> Path:
+    """Write a model with M-RoPE (three positions a token), whose cache llama.cpp cannot shift."""
+    made = _Decoder(path, "qwen2vl", vocabulary_of, layers=2)
+    made.writer.add_rope_dimension_sections([4, 6, 6, 0])
+    _add_plain_layers(made)
+    for number in range(2):
         for name in ("attn_q", "attn_k", "attn_v"):
-            made.tensor(f"blk.{number}.{name}.bias", np.zeros(width))
+            made.tensor(f"blk.{number}.{name}.bias", np.zeros(_HEADS * _HEAD_LENGTH))
+    return made.finish()
+
+
+def make_reader(path: Path, vocabulary_of: Path, n_ctx: int) -> Path:
+    """Write a model that reads thousands of tokens a second, as SmolLM2 tokenizes and templates them."""
+    made = _Decoder(path, "llama", vocabulary_of, layers=2, n_ctx=n_ctx)
+    template = gguf.GGUFReader(vocabulary_of).fields["tokenizer.chat_template"]
+    made.writer.add_chat_template(template.contents())
+    _add_plain_layers(made)
     return made.finish()
 
 

@@ -1,0 +1,125 @@
+"""Record what agents send, without anybody's text: `python tests/clients/record.py [AGENT...]`.
+
+Drives each through its two turns, as `make clients` does, and keeps its requests in recorded/NAME.json.xz.
+What is kept is what decides how much of a prompt is found again: structure, names of tools and fields, sizes,
+and which words are the same. The words themselves are replaced, each by one of its length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import run  # noqa: E402  it lies here
+from install import table  # noqa: E402
+
+_WORDS = """
+    can not you the for and any one two add put set red map key log run end has was bed cup sun top
+    that with this from have file text line must when each read made name call list time good kind seen
+    tools other which write there about under given where never every value small plain words first house
+    should before return result string number folder always either simple second change follow letter
+    because without another through nothing command program example current context usually measure
+    question complete whatever anything original language contains describe possible together
+    different following important something directory arguments operation necessary sometimes
+    understand everything conditions background connection collection particular parameters
+    information instruction temperature development performance application description
+    instructions organization consequences intermediate successfully introduction distribution
+""".split()
+_BY_LENGTH = {n: [word for word in _WORDS if len(word) == n] for n in range(3, 13)}
+_WORD = re.compile(r"[A-Za-z]{3,}")
+#: What the endpoint looks for, or takes apart.
+_KEPT_TEXT = re.compile(r"(</?env>|^x-anthropic-billing-header:.*$)", re.MULTILINE)
+#: Fields whose values are not prose, at any depth.
+_KEPT_FIELDS = {
+    *(
+        "role",
+        "type",
+        "name",
+        "model",
+        "id",
+        "call_id",
+        "tool_call_id",
+        "tool_use_id",
+        "status",
+        "required",
+    ),
+    *(
+        "enum",
+        "const",
+        "format",
+        "$schema",
+        "effort",
+        "tool_choice",
+        "include",
+        "anthropic_beta",
+        "default",
+    ),
+}
+#: Fields that say who asks.
+_DROPPED_FIELDS = {"metadata", "client_metadata", "user", "prompt_cache_key", "session_id"}
+
+
+def scrub(value: Any, field: str = "") -> Any:
+    """The value with other words."""
+    if isinstance(value, dict):
+        kept = {key: inner for key, inner in value.items() if key not in _DROPPED_FIELDS}
+        if field == "properties":  # names of fields, whatever they are
+            kept = value
+        return {key: scrub(inner, "" if field == "properties" else key) for key, inner in kept.items()}
+    if isinstance(value, list):
+        return [scrub(inner, field) for inner in value]
+    if not isinstance(value, str) or field in _KEPT_FIELDS:
+        return value
+    if field == "arguments":
+        return json.dumps(scrub(json.loads(value)))
+    parts = _KEPT_TEXT.split(value)
+    return "".join(part if i % 2 else _WORD.sub(_other, part) for i, part in enumerate(parts))
+
+
+def _other(found: re.Match[str]) -> str:
+    """A word of the same length, always the same for the same word."""
+    word = found[0]
+    digest = int.from_bytes(hashlib.blake2b(word.lower().encode(), digest_size=4).digest(), "little")
+    rest = len(word)
+    chosen = ""
+    while rest:
+        length = rest if rest <= 12 else min(12, rest - 3)
+        words = _BY_LENGTH[length]
+        chosen += words[digest % len(words)]
+        rest -= length
+    return chosen.capitalize() if word[0].isupper() else chosen
+
+
+def main() -> int:
+    """Record the agents that were named, or all."""
+    agents = [name for name, client in table().items() if "agent" in client]
+    with run.servers() as at:
+        for name in sys.argv[1:] or agents:
+            server = at("scripted")
+            before = server.bodies()
+            session = run.drive(name, server, "reader")
+            assert not session.failure, session.failure
+            new = [
+                json.loads(path.read_text("utf-8")) for path in server.bodies() if path not in before
+            ]
+            kept = [{**one, "body": scrub(one["body"])} for one in new]
+            raw = json.dumps({"version": session.version, "requests": kept}).encode()
+            (HERE / "recorded").mkdir(exist_ok=True)
+            packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
+            (HERE / "recorded" / f"{name}.json.xz").write_bytes(packed)
+            print(
+                f"{name}: {len(kept)} requests, {len(raw):,} bytes, {len(packed):,} packed", flush=True
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

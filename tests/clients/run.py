@@ -1,0 +1,247 @@
+"""`make clients`: each client in an environment of its own, unmodified, two turns with a tool call.
+
+    python tests/clients/run.py [NAME...]
+
+Writes docs/figures/clients.md when all were asked for. Exit 1 when one failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path += [str(HERE), str(ROOT / "benchmarks"), str(ROOT / "tests/made")]
+
+import common  # noqa: E402  it lies elsewhere
+from install import build_cache, install, table  # noqa: E402
+
+FIRST = "Make a file hello.txt with the word hello in it."
+SECOND = "Now say in a sentence what you did."
+_SECONDS = 300
+_SMALL = "smollm2-135m-instruct"
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """What became of a client. `second` is where its second turn begins in `requests`, -1 the last."""
+
+    version: str = "?"
+    failure: str = ""
+    requests: list[dict[str, Any]] = []
+    second: int = -1
+
+    @property
+    def calls(self) -> str:
+        """The routes that it called, with how often; failed ones with their status."""
+        named = Counter(
+            one["route"] + (f" → {one['status']}" if one["status"] >= 400 else "")
+            for one in self.requests
+        )
+        return ", ".join(f"{n} × `{route}`" for route, n in named.items())
+
+    @property
+    def hints(self) -> str:
+        """What of its requests changed nothing, or was moved."""
+        found = [
+            name
+            for one in self.requests
+            for key in ("ignored", "settled")
+            for name in _words(one.get(key))
+        ]
+        return ", ".join(f"`{name}`" for name in dict.fromkeys(found)) or "–"
+
+    @property
+    def cached(self) -> str:
+        """Remembered tokens of the first request of the second turn: its largest prompt."""
+        read = [one for one in self.requests[self.second :] if one["prompt_tokens"]]
+        if not read:
+            return "–"
+        largest = max(read, key=lambda one: one["prompt_tokens"])
+        return f"{largest['cached_tokens']:,} of {largest['prompt_tokens']:,}"
+
+
+def _words(value: Any) -> list[str]:
+    return re.findall(r"[^,\s]+", value) if isinstance(value, str) else list(value or ())
+
+
+class Server:
+    """An endpoint in a process of its own, and its log."""
+
+    def __init__(self, command: list[str], home: Path, environment: dict[str, str]) -> None:
+        self._home = home
+        self._log = home / "serve.log"
+        with open(self._log, "wb") as out:
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=out, env={**os.environ, **environment}
+            )
+        self.url = ""
+
+    def wait_ready(self) -> None:
+        """Wait until the model is loaded. Raises AssertionError with the log when it ends instead."""
+        while '"ready"' not in self._log.read_text():
+            assert self._process.poll() is None, self._log.read_text()
+            time.sleep(0.05)
+        self.url = next(line["url"] for line in self._lines() if line["event"] == "listening")
+
+    def requests(self) -> list[dict[str, Any]]:
+        """What clients have asked so far, but for what `launch` asks itself."""
+        asked = [line for line in self._lines() if line["event"] == "request"]
+        return [one for one in asked if one["route"] != "/props"]
+
+    def bodies(self) -> list[Path]:
+        """What was read of requests, where the endpoint keeps it (scripted.py)."""
+        return sorted((self._home / "requests").iterdir())
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """The log, without what the launcher says."""
+        lines = self._log.read_bytes().splitlines(keepends=True)
+        return [
+            msgspec.json.decode(line)
+            for line in lines
+            if line.startswith(b"{") and line.endswith(b"\n")
+        ]
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def servers() -> Iterator[Any]:
+    """`at(engine)`: the endpoint with this engine, started when it is asked for."""
+    with (
+        tempfile.TemporaryDirectory(prefix="edgeinfer-clients-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
+        running: dict[str, Server] = {}
+
+        def at(engine: str) -> Server:
+            if engine not in running:
+                home = Path(folder) / engine
+                (home / "ei/config").mkdir(parents=True)
+                (home / "ei/config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
+                (home / "ei/data").mkdir()
+                (home / "ei/data/models").symlink_to(build_cache() / "test-home/data/models")
+                (home / "requests").mkdir()
+                command = [sys.executable, str(HERE / "scripted.py"), str(home / "requests")]
+                if engine == "model":
+                    command = [sys.executable, "-m", "edgeinfer", "serve", _SMALL]
+                    command += ["--ctx", "8192", "--port", "0", "--log", "json"]
+                running[engine] = Server(command, home, {"EDGEINFER_HOME": str(home / "ei")})
+                stack.callback(running[engine].close)
+                running[engine].wait_ready()
+            return running[engine]
+
+        yield at
+
+
+def drive(name: str, server: Server, model: str) -> Session:
+    """Install a client and let it run its session."""
+    client = table()[name]
+    programs = install(name)
+    begin = len(server.requests())
+    session = Session()
+    try:
+        if "agent" in client:
+            session.second = _agent(client, programs, server) - begin
+            session.version = (client.get("python") or client["node"])[0].rpartition(
+                "=" if "python" in client else "@"
+            )[2]
+        else:
+            session.version = _program(client, programs, server.url, model)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        session.failure = str(error)
+    session.requests = server.requests()[begin:]
+    return session
+
+
+def _program(client: dict[str, Any], programs: Path, url: str, model: str) -> str:
+    """Run a script with the client's packages; the version that it prints at its end."""
+    script = HERE / "sessions" / client["session"]
+    if script.suffix == ".mjs":  # imports are looked for beside the file
+        beside = programs.parents[1] / script.name
+        beside.write_text(script.read_text())
+        return _run(["node", str(beside), url, model], {}, Path.cwd()).split()[-1]
+    return _run([str(programs / "python"), str(script), url, model], {}, Path.cwd()).split()[-1]
+
+
+def _agent(client: dict[str, Any], programs: Path, server: Server) -> int:
+    """Two turns through `edgeinfer launch`; how many requests there were before the second."""
+    with tempfile.TemporaryDirectory(prefix="edgeinfer-agent-") as folder:
+        home = Path(folder) / "home"
+        work = Path(folder) / "work"
+        home.mkdir()
+        work.mkdir()
+        config = home / "config.toml"
+        config.write_text(f"[serve]\nport = {server.url.rpartition(':')[2]}\n")
+        environment = {
+            "HOME": str(home),
+            "PWD": str(work),  # some believe it
+            "EDGEINFER_HOME": str(home / "ei"),
+            "EDGEINFER_CONFIG": str(config),
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        }
+        launch = [sys.executable, "-m", "edgeinfer", "launch", client["agent"]]
+        said = _run([*launch, *client["first"], FIRST], environment, work)
+        made = work / "hello.txt"
+        assert made.is_file(), f"no file was made: {said}"
+        before = len(server.requests())
+        said = _run([*launch, *client["second"], SECOND], environment, work)
+        assert "second turn" in said, f"the second turn was not answered: {said}"
+        return before
+
+
+def _run(command: list[str], environment: dict[str, str], folder: Path) -> str:
+    """What a program says. Raises AssertionError with it when it fails."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": "", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def main() -> int:
+    """Drive the clients that were named, or all."""
+    wanted = sys.argv[1:] or list(table())
+    rows = [
+        "| client | version | answers | calls | hints and moved lines | remembered in turn 2 |",
+        "|---" * 6 + "|",
+    ]
+    failed = []
+    with servers() as at:
+        for name in wanted:
+            engine = table()[name]["engine"]
+            session = drive(name, at(engine), _SMALL if engine == "model" else "reader")
+            failed += [name] if session.failure else []
+            outcome = f"failed: {session.failure}" if session.failure else session.cached
+            print(f"{name} {session.version}: {outcome}", flush=True)
+            cells = (name, session.version, engine, session.calls, session.hints)
+            rows.append(f"| {' | '.join(cells)} | {'failed' if session.failure else session.cached} |")
+    text = "\n".join(rows) + "\n"
+    if sys.argv[1:]:
+        print(text)
+    else:
+        common.write_figure(ROOT / "docs/figures", "clients", text)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""An endpoint whose answers are scripted, and whose prompts are not: `python scripted.py FOLDER`.
+
+A real engine reads every prompt: template, tokens, cache and usage are real, of a small random model with
+SmolLM2's vocabulary. Then a script answers instead of it: once a call of a tool that is offered, then a
+sentence. It listens on a free port, logs as `serve` does, and keeps every body in FOLDER.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edgeinfer.errors import EngineError
+from edgeinfer.host import Start
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.events import Event, Finished, TextDelta, ToolCallDelta
+from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolChoice
+from edgeinfer.server.core import bodies
+from edgeinfer.server.core.exchange import Endpoint, exchange_of
+from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.core.model_pool import Loaded, Models, Pulled, Sources
+from edgeinfer.server.guards import sockets
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate
+from edgeinfer.server.observe.logs import Log
+from edgeinfer.server.observe.tracing import NoTracer
+from edgeinfer.server.server import RunOptions, run
+
+#: What the first answer has done, whatever the client calls its tool for it.
+COMMAND = "echo hello > hello.txt"
+_SHELLS = ("Bash", "bash", "exec_command", "run_shell_command", "shell")
+_COMMAND_FIELDS = ("command", "cmd")
+AFTER_TOOL = "The tool has done it."
+SECOND = "That was the second turn."
+#: aider has no tools: files stand in its answers.
+WHOLE_FILE = "Here it is.\n\nhello.txt\n```\nhello\n```\n"
+N_CTX = 65_536
+
+
+class ScriptedEngine:
+    """Reads with `real` and answers with what `choose` gives for a request."""
+
+    def __init__(self, real: Engine, choose: Callable[[GenerateRequest], Sequence[Event]]) -> None:
+        self._real = real
+        self._choose = choose
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._real.info
+
+    def metrics(self) -> EngineMetrics:
+        return self._real.metrics()
+
+    def submit(self, request: GenerateRequest) -> EventStream:
+        """Read the prompt, then play the script. Raises as the real engine does."""
+        reading = self._real.submit(
+            msgspec.structs.replace(
+                request, max_tokens=0, constraint=None, tool_choice=ToolChoice(), continue_final=False
+            )
+        )
+        script = () if request.max_tokens == 0 else self._choose(request)
+        stream = EventStream(reading.cancel)
+        threading.Thread(target=self._play, args=(reading, script, stream), daemon=True).start()
+        return stream
+
+    def _play(self, reading: Any, script: Sequence[Event], stream: EventStream) -> None:
+        try:
+            for event in reading:
+                if not isinstance(event, Finished) or event.reason == "cancelled" or not script:
+                    stream.put(event)
+                    continue
+                for scripted in script:
+                    stream.put(scripted)
+                stream.put(self._end(event, script))
+        except EngineError as error:
+            stream.put(error)
+
+    def _end(self, end: Finished, script: Sequence[Event]) -> Finished:
+        """The end of the reading with the script's tokens."""
+        said = "".join(e.text if isinstance(e, TextDelta) else _arguments(e) for e in script)
+        usage = msgspec.structs.replace(
+            end.usage, completion_tokens=max(1, len(self._real.tokenize(said)))
+        )
+        calls = any(isinstance(event, ToolCallDelta) for event in script)
+        return msgspec.structs.replace(end, reason="tool_calls" if calls else "stop", usage=usage)
+
+
+def _arguments(event: Event) -> str:
+    return event.arguments if isinstance(event, ToolCallDelta) else ""
+
+
+def answer(request: GenerateRequest) -> Sequence[Event]:
+    """One call of a tool in the first turn; a sentence else."""
+    roles = [message.role for message in request.messages]
+    if roles and roles[-1] == "tool":
+        return [TextDelta(AFTER_TOOL)]
+    if request.tools and "assistant" not in roles and request.tool_choice.mode != "none":
+        return _call(request.tools)
+    if any("*file listing*" in message.content for message in request.messages):
+        return [TextDelta(SECOND if _is_second(request.messages) else WHOLE_FILE)]
+    return [TextDelta(SECOND)]
+
+
+def _is_second(messages: Sequence[Message]) -> bool:
+    return any("what you did" in message.content for message in messages)
+
+
+def _call(tools: Sequence[Tool]) -> Sequence[Event]:
+    tool = next((tool for tool in tools if tool.name in _SHELLS), tools[0])
+    fields = tool.parameters.get("properties", {})
+    arguments = {
+        name: _value(fields[name]) for name in tool.parameters.get("required", ()) if name in fields
+    }
+    for name in _COMMAND_FIELDS:
+        if name in fields:
+            is_list = fields[name].get("type") == "array"
+            arguments[name] = ["sh", "-c", COMMAND] if is_list else COMMAND
+    return [
+        ToolCallDelta(0, "", f"call_{time.monotonic_ns():x}", tool.name),
+        ToolCallDelta(0, json.dumps(arguments)),
+    ]
+
+
+def _value(schema: dict[str, Any]) -> Any:
+    """A value of a field's type."""
+    if schema.get("enum"):
+        return schema["enum"][0]
+    kind = schema.get("type", "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    plain: dict[str, Any] = {"boolean": False, "integer": 1, "number": 1, "array": [], "object": {}}
+    return plain.get(kind, "Paris")
+
+
+def reader(folder: Path, vocabulary_of: Path) -> Engine:
+    """The engine that reads: made and loaded."""
+    from made_decoders import make_reader
+
+    path = make_reader(folder / "reader.gguf", vocabulary_of, N_CTX)
+    files = ModelFiles(name="reader", paths=(str(path),), sha256="cd" * 32)
+    return load_engine(files, LoadOptions(n_ctx=N_CTX, n_parallel=2, n_threads=2), None)
+
+
+def keep_bodies(folder: Path) -> None:
+    """Keep what is read of every request, in order, as it came."""
+    plain = bodies.read_body
+    count = 0
+
+    async def keeping(request: Any) -> bytes:
+        nonlocal count
+        raw = await plain(request)
+        count += 1
+        facts = {
+            "path": exchange_of(request).route,
+            "user_agent": request.headers.get("user-agent", ""),
+        }
+        kept = {**facts, "body": json.loads(raw)}
+        (folder / f"request-{count:03}.json").write_text(json.dumps(kept), "utf-8")
+        return raw
+
+    bodies.read_body = keeping
+
+
+async def serve(engine: Engine) -> None:
+    """Serve it on a free port until a signal."""
+    listeners = sockets.bind("127.0.0.1", 0)[:1]
+    sources = Sources(
+        load=lambda name, progress: Loaded(engine=engine),
+        pulled=lambda: [Pulled(name="reader", size_bytes=1)],
+    )
+    models = Models(sources, default="reader", keep_alive_s=-1)
+    endpoint = Endpoint(models, Limits(), Log("json"), NoTracer(), None, Start())
+    await run(endpoint, Gate(keys=Keys([])), listeners, RunOptions())
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    sys.path += [str(here.parent / "made"), str(here)]
+    from install import build_cache
+
+    folder = Path(sys.argv[1])
+    smollm2 = (
+        build_cache() / "test-home/data/models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
+    keep_bodies(folder)
+    asyncio.run(serve(ScriptedEngine(reader(folder, smollm2), answer)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""instructor: a typed answer by a tool, by a schema and by Responses' tools, two turns each."""
+
+import sys
+from importlib.metadata import version
+from typing import Literal
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+
+url, model = sys.argv[1:]
+
+
+class Place(BaseModel):
+    """Where it is."""
+
+    city: Literal["Paris", "Rome"]
+
+
+for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+    client = instructor.from_openai(
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), mode=mode
+    )
+    talk = [{"role": "user", "content": "Where is the Louvre?"}]
+    for question in ("And the Forum?", ""):
+        place = client.chat.completions.create(
+            model=model,
+            messages=talk,
+            response_model=Place,
+            max_tokens=60,
+            temperature=0,
+            max_retries=1,
+        )
+        assert place.city in ("Paris", "Rome")
+        talk += [{"role": "assistant", "content": place.city}, {"role": "user", "content": question}]
+print(version("instructor"))

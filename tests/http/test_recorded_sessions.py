@@ -1,0 +1,81 @@
+"""Recorded sessions of agents (tests/clients/record.py): from the second request on, only what is new is
+computed.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_decoders import make_reader
+
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+RECORDED = Path(__file__).parents[1] / "clients/recorded"
+AGENTS = ("aider", "claude", "codex", "opencode", "pi", "qwen")
+#: qwen-code lists the folder anew when it goes on with a session, and aider writes its history into one
+#: turn: they change what they said before, and no cache can help it.
+REWRITES_ITS_PAST = ("aider", "qwen")
+MORE_THAN_NEW = 64
+BILLING = "x-anthropic-billing-header: cc_version=2.1.330.{}; cc_entrypoint=cli;"
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def here(smollm2, serve_module, tmp_path_factory):
+    """An endpoint that reads thousands of tokens a second, as SmolLM2 tokenizes them."""
+    path = make_reader(tmp_path_factory.mktemp("reader") / "reader.gguf", smollm2, 65_536)
+    files = ModelFiles(name="reader", paths=(str(path),), sha256="cd" * 32)
+    engine = load_engine(files, LoadOptions(n_ctx=65_536, n_parallel=2, n_threads=2), None)
+    return serve_module(engine, names=("reader",))
+
+
+def _session(agent: str) -> list[dict[str, Any]]:
+    """The requests of the main conversation: the one whose first request offers most."""
+    raw = json.loads(lzma.decompress((RECORDED / f"{agent}.json.xz").read_bytes()))
+    found = raw["requests"]
+    most = max(len(one["body"].get("tools") or ()) for one in found)
+    return [one for one in found if len(one["body"].get("tools") or ()) == most]
+
+
+def _read(here, one: dict[str, Any], salt: str) -> tuple[int, int]:
+    """Ask as the agent did, for no answer: tokens of the prompt, and how many were remembered."""
+    limits = {"/v1/responses": "max_output_tokens"}
+    limit = limits.get(one["path"], "max_tokens")
+    body = one["body"] | {"model": "reader", "stream": False, limit: 0, "cache_salt": salt}
+    body.pop("stream_options", None)
+    body.pop("max_completion_tokens", None)
+    answer = here.client.post(one["path"], json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    (slot,) = here.client.get("/slots").json()["slots"][:1]
+    return slot["n_prompt_tokens"], slot["cache_n"]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_only_what_is_new_is_computed(here, agent):
+    session = _session(agent)
+    assert len(session) >= 2
+    before = 0
+    for number, one in enumerate(session):
+        n_prompt, n_cached = _read(here, one, agent)
+        resumed = number == len(session) - 1 and agent in REWRITES_ITS_PAST
+        if number and not resumed:
+            assert n_prompt - n_cached <= n_prompt - before + MORE_THAN_NEW
+        before = n_prompt
+
+
+def test_another_session_of_claude_code_finds_what_one_has_read(here):
+    """With the line that Claude Code writes unless `edgeinfer launch` tells it not to."""
+    first, *_ = _session("claude")
+    read = []
+    for billing in ("0e0", "f8c"):
+        line = {"type": "text", "text": BILLING.format(billing)}
+        body = first["body"] | {"system": [line, *first["body"]["system"]]}
+        read.append(_read(here, {**first, "body": body}, "billing"))
+    n_prompt, n_cached = read[1]
+    assert n_prompt - n_cached <= MORE_THAN_NEW
