@@ -7,11 +7,14 @@ GENERATORS. Text around the markers is written by hand and kept.
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -187,6 +190,59 @@ def agents() -> str:
     )
 
 
+def fields(root: str) -> str:
+    """What is honoured, taken as a hint and refused of a request, and of every object inside of it."""
+    module, name = root.split(":")
+    kind = getattr(importlib.import_module(f"edgeinfer.server.{module}"), name)
+    rows: list[str] = []
+    seen: set[type] = set()
+    waiting = [("", kind)]
+    while waiting:
+        where, kind = waiting.pop(0)
+        if kind not in seen:
+            seen.add(kind)
+            rows.append(_fields_row(where, kind))
+            waiting += [(f"{where}.{place}".lstrip("."), part) for place, part in places_of(kind)]
+    head = ["| in | honoured | hints | refused |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _fields_row(where: str, kind: type) -> str:
+    from edgeinfer.server.core.reading import facts_of
+
+    facts = facts_of(kind)
+    hints = [f"`{name}`" for name in sorted(facts.hints)]
+    hints += [
+        f"`{name}: {json.dumps(value)}`"
+        for name, values in facts.hint_values.items()
+        for value in values
+    ]
+    hints += [f"others in `{name}`" for name in facts.known_items]
+    if kind.dropped_types:
+        hints.append(f"objects of the types {_named(kind.dropped_types)}")
+    refused = [f"`{name}` ({why})" for name, why in sorted(facts.refused.items())]
+    refused += [f"type {_named([name])} ({why})" for name, why in kind.other_types.items()]
+    honoured = ", ".join(f"`{name}`" for name in facts.fields)
+    return f"| {f'`{where}`' if where else 'the request'} | {honoured} | {', '.join(hints)} | {'; '.join(refused)} |"
+
+
+def _named(types: Sequence[str]) -> str:
+    return ", ".join(f"`{name}…`" if name else "that are not named here" for name in types)
+
+
+def places_of(kind: type) -> list[tuple[str, type]]:
+    """The objects in a wire type, each with the place in which it stands."""
+    from edgeinfer.server.core.reading import facts_of
+
+    found = []
+    for name, field in facts_of(kind).fields.items():
+        plan, place = field.plan, name
+        while plan is not None:
+            found += [(f"{place}<{tag}>" if tag else place, part) for tag, part in plan.objects.items()]
+            plan, place = plan.item, f"{place}[]"
+    return found
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "agents": agents,
     "chat-commands": chat_commands,
@@ -194,6 +250,11 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "command-line": command_line,
     "configuration": configuration,
     "exit-codes": exit_codes,
+    "fields-chat": partial(fields, "openai.wire:ChatRequest"),
+    "fields-completions": partial(fields, "openai.wire:CompletionRequest"),
+    "fields-embeddings": partial(fields, "openai.wire:EmbeddingRequest"),
+    "fields-messages": partial(fields, "anthropic.wire:MessagesRequest"),
+    "fields-responses": partial(fields, "responses.wire:ResponsesRequest"),
     "metrics": metrics,
     "models": models,
     "model-keys": model_keys,

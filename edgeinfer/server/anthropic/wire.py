@@ -58,6 +58,12 @@ _OTHER_BLOCKS = {
     "browser_state": "there is no browser",
     "mcp_tool_use": "MCP servers are not called",
     "mcp_tool_result": "MCP servers are not called",
+    # types that are read where they belong
+    "thinking": "only an assistant's turn has it",
+    "tool_use": "only an assistant's turn has it",
+    "tool_result": "only a user's turn has it",
+    "search_result": "only a user's turn has it",
+    "document": "only a user's turn has it",
 }
 
 

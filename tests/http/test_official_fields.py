@@ -1,0 +1,105 @@
+"""Every field of the official clients' request types is honoured, a hint, or refused with a reason.
+
+Their types are walked beside ours: a field, or a type of object, that a new version of a client brings and
+that none of our declarations knows, fails here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+from typing_extensions import get_type_hints, is_typeddict
+
+from edgeinfer.server.anthropic.wire import MessagesRequest
+from edgeinfer.server.core.reading import facts_of
+from edgeinfer.server.openai.wire import ChatRequest, CompletionRequest, EmbeddingRequest
+from edgeinfer.server.responses.wire import ResponsesRequest
+
+ROUTES = [
+    (ChatRequest, "openai.types.chat.completion_create_params:CompletionCreateParamsBase"),
+    (CompletionRequest, "openai.types.completion_create_params:CompletionCreateParamsBase"),
+    (EmbeddingRequest, "openai.types.embedding_create_params:EmbeddingCreateParams"),
+    (ResponsesRequest, "openai.types.responses.response_create_params:ResponseCreateParamsBase"),
+    (MessagesRequest, "anthropic.types.message_create_params:MessageCreateParamsBase"),
+    (MessagesRequest, "anthropic.types.beta.message_create_params:MessageCreateParamsBase"),
+]
+#: Pairs of types that a walk compares at least.
+AT_LEAST = {
+    ChatRequest: 20,
+    CompletionRequest: 2,
+    EmbeddingRequest: 1,
+    ResponsesRequest: 20,
+    MessagesRequest: 20,
+}
+
+
+def _objects(kind: Any) -> Iterator[Any]:
+    """The TypedDicts in an annotation."""
+    if is_typeddict(kind):
+        yield kind
+    elif get_origin(kind) is not None or isinstance(kind, UnionType):
+        for inner in get_args(kind):
+            yield from _objects(inner)
+
+
+def _words(kind: Any) -> Iterator[str]:
+    if get_origin(kind) is Literal:
+        yield from (word for word in get_args(kind) if isinstance(word, str))
+    elif get_origin(kind) in (Union, UnionType):
+        for inner in get_args(kind):
+            yield from _words(inner)
+
+
+def _compared(ours: Any, theirs: Any, where: str, seen: set[Any]) -> Iterator[str]:
+    """What of their type ours does not know."""
+    if (ours, theirs) in seen:
+        return
+    seen.add((ours, theirs))
+    facts = facts_of(ours)
+    for name, kind in get_type_hints(theirs).items():
+        here = f"{where}.{name}"
+        field = facts.fields.get(name)
+        if field is not None:
+            for inner in _objects(kind):
+                yield from _placed(field.plan, inner, here, seen)
+        elif name != facts.tag_field and name not in facts.hints and name not in facts.refused:
+            yield here
+
+
+def _placed(plan: Any, theirs: Any, where: str, seen: set[Any]) -> Iterator[str]:
+    """Their object among the alternatives of our field."""
+    plan = plan if plan.objects or plan.item is None else plan.item
+    if not plan.objects:
+        return  # any JSON object
+    if not plan.tag_field:
+        yield from _compared(plan.objects[""], theirs, where, seen)
+        return
+    tags = list(_words(get_type_hints(theirs).get(plan.tag_field)))
+    assert tags, f"{where}: {theirs.__name__} has no {plan.tag_field}"
+    for tag in tags:
+        if tag in plan.objects:
+            yield from _compared(plan.objects[tag], theirs, f"{where}<{tag}>", seen)
+        elif not tag.startswith((*plan.dropped, *plan.others)):
+            yield f"{where}<{tag}>"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), ROUTES, ids=[name for _, name in ROUTES])
+def test_every_field_and_type_is_honoured_a_hint_or_refused(ours, theirs):
+    module, name = theirs.split(":")
+    official = getattr(importlib.import_module(module), name)
+    seen: set[Any] = set()
+    assert list(_compared(ours, official, ours.__name__, seen)) == []
+    assert len(seen) >= AT_LEAST[ours], "the walk went past their types"
+
+
+@pytest.mark.parametrize("ours", [ours for ours, _ in ROUTES])
+def test_a_field_is_of_one_kind(ours):
+    facts = facts_of(ours)
+    assert not facts.hints & set(facts.refused)
+    assert not set(facts.fields) & set(facts.refused)
+    assert set(facts.hint_values) <= set(facts.fields) | set(facts.refused)
+    assert all(reason and not reason.endswith(".") for reason in facts.refused.values())
