@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: clients bench-memory bench-resume bench-tui screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine
+.PHONY: clients bench-memory bench-resume bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -59,6 +59,11 @@ bench-tui: setup  ## the chat: first paint and first token, 10,000 lines, what s
 	$(BIN)/edgeinfer pull $(MODEL) >&2
 	$(BIN)/edgeinfer warm $(MODEL) >&2
 	$(BIN)/python benchmarks/bench_tui.py $(ARGS)
+
+bench-typing: setup ## the chat: 300 words typed, read ahead and not; a cold start's memory, handed over
+	$(BIN)/edgeinfer pull $(MODEL) >&2
+	$(BIN)/edgeinfer warm $(MODEL) >&2
+	$(BIN)/python benchmarks/bench_typing.py $(ARGS)
 
 screenshots: setup ## the README's pictures of the chat
 	$(BIN)/python tools/screenshots.py

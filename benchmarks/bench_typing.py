@@ -1,0 +1,258 @@
+"""`make bench-typing`: what typing costs, and what a chat that started cold costs afterwards.
+
+typing   words typed at 60 a minute into the chat at a pseudo-terminal: Enter → first token with reading
+         ahead and without, keystroke → screen (needs the model pulled; it is resumed where it is warm)
+cold     private memory of a chat that started cold, before and after it goes on in a resumed process;
+         the snapshot it has built for that is removed again
+
+Writes bench-out/typing.md and bench-out/typing.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import pty
+import re
+import select
+import signal
+import statistics
+import struct
+import subprocess
+import tempfile
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench_tui import EDGEINFER, Screen
+from common import ROOT, tree_of, write_figure
+
+from edgeinfer.places import DEFAULT_MODEL
+
+#: Typed again and again: words that no model begins an answer with.
+WORDS = "kestrel granite lantern meadow copper harbour violet thicket marble cedar".split()
+WORDS_A_MINUTE = 60
+#: A context that nobody else's snapshot has, so that the start is cold.
+ODD_CTX = 1792
+_CONTROL = re.compile(r"\x1b\[[0-9;?<>=$]*[a-zA-Z]|\x1b\][^\x07]*\x07")
+#: What the chat itself writes below a question, the model's name apart.
+OURS = (
+    "Ask something writing tok/s reading of tokens remembered context cached first F1 help Esc stops "
+    f"resumed in ms cold start no snapshot yet with these options {DEFAULT_MODEL}"
+)
+
+
+class Typist:
+    """Somebody at a chat of their own; `settings` is its config.toml."""
+
+    def __init__(self, folder: Path, settings: str, *arguments: str) -> None:
+        config = folder / "config.toml"
+        config.write_text(settings)
+        self._known = " ".join([*WORDS, OURS, *arguments]).lower()
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+            for fd in (0, 1, 2):
+                os.dup2(slave, fd)
+            os.environ |= {"TERM": "xterm-256color", "EDGEINFER_CONFIG": str(config)}
+            os.execv(EDGEINFER, [str(EDGEINFER), "chat", *arguments])
+        os.close(slave)
+        self.screen = Screen(self._master)
+        self.screen.until(lambda text: "Ask something" in text)
+        self.screen.until(lambda text: "context" in text, 600.0)
+
+    def press(self, character: str) -> float:
+        """Milliseconds from a key to its character on the screen."""
+        seen = len(self.screen.text)
+        began = time.monotonic()
+        os.write(self._master, character.encode())
+        shown = self.screen.until(lambda text: character in plain(text[seen:]))
+        return (shown - began) * 1000
+
+    def type(self, text: str) -> None:
+        """Type without waiting."""
+        os.write(self._master, text.encode())
+
+    def pause(self, until: float) -> None:
+        """Read what comes until this moment."""
+        while (left := until - time.monotonic()) > 0:
+            if select.select([self._master], [], [], left)[0]:
+                self.screen.text += os.read(self._master, 1 << 16).decode("utf-8", "replace")
+
+    def ask(self) -> float:
+        """Milliseconds from Enter to the first word of the answer."""
+        seen = len(self.screen.text)
+        began = time.monotonic()
+        os.write(self._master, b"\r")
+        shown = self.screen.until(lambda text: self._is_answered(text[seen:]), 600.0)
+        return (shown - began) * 1000
+
+    def _is_answered(self, text: str) -> bool:
+        """Whether a word stands after the question that neither the typist nor the chat wrote."""
+        _, mark, after = text.rpartition("\u276f")
+        words = re.findall(r"[a-z]{2,}", plain(after).lower())
+        return bool(mark) and any(word not in self._known for word in words)
+
+    def leave(self) -> None:
+        os.write(self._master, b"\x1b")
+        self.pause(time.monotonic() + 0.5)
+        os.write(self._master, b"\x11")
+        self.screen.drain()
+        os.waitpid(self.pid, 0)
+        os.close(self._master)
+
+
+def plain(text: str) -> str:
+    return _CONTROL.sub(" ", text)
+
+
+@contextlib.contextmanager
+def typist(settings: str, *arguments: str) -> Iterator[Typist]:
+    with tempfile.TemporaryDirectory() as folder:
+        one = Typist(Path(folder), settings, *arguments)
+        try:
+            yield one
+        except BaseException:
+            os.kill(one.pid, signal.SIGTERM)
+            raise
+        one.leave()
+
+
+def bench_typing(model: list[str], n_words: int) -> dict[str, Any]:
+    """Type the same words with reading ahead and without."""
+    found: dict[str, Any] = {}
+    for name, is_on in (("on", "true"), ("off", "false")):
+        with typist(
+            f"[chat]\nread-ahead = {is_on}\n", *model, "--temp", "0", "--max-tokens", "8"
+        ) as one:
+            keys = _type(one, n_words)
+            found[name] = {"first_token_ms": one.ask(), "keys_ms": keys}
+    return found
+
+
+def _type(one: Typist, n_words: int) -> list[float]:
+    """Milliseconds of each letter; every key has its share of the word's time."""
+    took = []
+    at = time.monotonic()
+    for word in itertools.islice(itertools.cycle(WORDS), n_words):
+        for character in f"{word} ":
+            at += 60 / WORDS_A_MINUTE / (len(word) + 1)
+            one.pause(at)
+            if character == " ":
+                one.type(character)
+            else:
+                took.append(one.press(character))
+    return took
+
+
+def bench_cold(model: list[str]) -> dict[str, Any]:
+    """Private memory of the launch, before and after the hand-over."""
+    before = _snapshots()
+    settings = "[snapshots]\nidle-release-s = 10.0\n"
+    with typist(settings, *model, "--ctx", str(ODD_CTX), "--temp", "0", "--max-tokens", "8") as one:
+        one.type(WORDS[0])
+        answered_ms = one.ask()
+        cold = _private_bytes(one.pid)
+        began = time.monotonic()
+        one.screen.until(lambda text: "resumed in" in plain(text), 1800.0)
+        took_s = time.monotonic() - began
+        one.pause(time.monotonic() + 20.0)  # twice the rest after which memory is given back
+        resumed = _private_bytes(one.pid)
+        one.type(WORDS[1])
+        again_ms = one.ask()
+    for name in _snapshots() - before:
+        subprocess.run([EDGEINFER, "snapshots", "rm", name], check=True, stdout=subprocess.DEVNULL)
+    return {
+        "cold_bytes": cold,
+        "resumed_bytes": resumed,
+        "until_s": took_s,
+        "first_token_cold_ms": answered_ms,
+        "first_token_after_ms": again_ms,
+    }
+
+
+def _private_bytes(pid: int) -> int:
+    """What the processes of a launch alone hold, and the kernel cannot take back."""
+    found = 0
+    for one in tree_of(pid):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{one}/smaps_rollup").read_text().splitlines():
+                if line.startswith(("Private_Dirty:", "Swap:")):
+                    found += int(line.split()[1]) * 1024
+    return found
+
+
+def _snapshots() -> set[str]:
+    done = subprocess.run([EDGEINFER, "snapshots", "--json"], capture_output=True, check=True)
+    return {row["details"]["name"] for row in json.loads(done.stdout)["result"]["snapshots"]}
+
+
+def table(found: dict[str, Any], n_words: int) -> str:
+    rows = [("what", "reading ahead", "without", "wanted"), ("---",) * 4]
+    if "typing" in found:
+        on, off = found["typing"]["on"], found["typing"]["off"]
+        rows.append(
+            (
+                f"Enter → first token, {n_words} words at {WORDS_A_MINUTE} a minute",
+                f"{on['first_token_ms']:.0f} ms",
+                f"{off['first_token_ms']:.0f} ms",
+                "1.5 decode steps and the last words",
+            )
+        )
+        for name, share in (("p50", 0.5), ("p99", 0.99)):
+            both = [f"{_quantile(side['keys_ms'], share):.1f} ms" for side in (on, off)]
+            rows.append((f"keystroke → screen, {name}", *both, "≤ 30 ms" if share > 0.9 else ""))
+    if "cold" in found:
+        cold = found["cold"]
+        rows += [
+            ("", "after the hand-over", "before", ""),
+            (
+                "private memory of a chat that started cold",
+                f"{cold['resumed_bytes'] / 1e6:.0f} MB",
+                f"{cold['cold_bytes'] / 1e6:.0f} MB",
+                "≤ 60 MB",
+            ),
+            (
+                "its Enter → first token",
+                f"{cold['first_token_after_ms']:.0f} ms",
+                f"{cold['first_token_cold_ms']:.0f} ms",
+                "",
+            ),
+        ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", default=["typing", "cold"])
+    parser.add_argument("--words", type=int, default=300)
+    parser.add_argument("--model", default="", help="a name or a GGUF; left out: the default model")
+    options = parser.parse_args()
+    model = [options.model] if options.model else []
+    found: dict[str, Any] = {}
+    if "typing" in options.parts:
+        found["typing"] = bench_typing(model, options.words)
+    if "cold" in options.parts:
+        found["cold"] = bench_cold(model)
+    out = ROOT / "bench-out"
+    print(write_figure(out, "typing", table(found, options.words)))
+    (out / "typing.json").write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
