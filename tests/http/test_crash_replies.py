@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 #: The states of each dialect's connections, by the dialect's name.
 WAITING = {dialect.name: waiting_state(place) for place, dialect in enumerate(DIALECTS)}
 STREAM = {dialect.name: stream_state(place) for place, dialect in enumerate(DIALECTS)}
+OLLAMAS = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 ASKED = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
 
@@ -158,6 +159,8 @@ def test_the_end_of_the_app_is_heard(ends):
         ("/v1/messages", ASKED | {"stream": True}, [WAITING["anthropic"], STREAM["anthropic"]]),
         ("/v1/responses", {"input": "hi", "stream": True}, [WAITING["responses"], STREAM["responses"]]),
         ("/v1/chat/completions", {"messages": 5}, [WAITING["openai"]]),
+        ("/api/chat", OLLAMAS, [WAITING["ollama"], STREAM["ollama"]]),
+        ("/api/chat", OLLAMAS | {"stream": False}, [WAITING["ollama"]]),
     ],
 )
 def test_requests_are_noted_as_they_go(serve, path, body, states):

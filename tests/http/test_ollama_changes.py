@@ -210,6 +210,7 @@ def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method,
 def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(here, gguf):
     kept = OllamaStore(Path.home(), gguf.read_bytes())
     assert "tiny:1b" in _names(here)
+    assert "insert" in _post(here, "/api/show", model="tiny:1b").json()["capabilities"]
     ask = {
         "model": "tiny:1b",
         "prompt": "x",

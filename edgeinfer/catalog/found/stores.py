@@ -142,9 +142,17 @@ def model_files(text: str, heard: Heard | None = None) -> ModelFiles | None:
         if is_name(text):
             raise not_found(text)
         return None
-    header = headers(model)[0]
+    files = described(model)
     _verify(model, heard)
-    said = words(model, header)
+    return files
+
+
+def described(model: Found) -> ModelFiles:
+    """A model's files as their headers and its owner describe them, before their bytes are checked.
+
+    Raises ModelNotPulledError, InvalidGgufError.
+    """
+    said = words(model, headers(model)[0])
     return ModelFiles(
         name=model.name,
         paths=model.paths,

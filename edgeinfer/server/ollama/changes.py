@@ -80,7 +80,7 @@ async def create(request: Request) -> Response:
     shelf, name = _shelf(exchange), named(body.model, body.name).removesuffix(LATEST)
     source = body.from_ or ""
     if not source.endswith(".gguf"):
-        model = find(exchange.endpoint.models, source)
+        model = await find(exchange, source)
         await exchange.endpoint.in_thread(shelf.copy, model.name, name)
         return _done(exchange, stream=body.stream is not False)
     if not os.path.isabs(source):
@@ -92,7 +92,8 @@ async def create(request: Request) -> Response:
 async def copy(request: Request) -> Response:
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaCopyRequest)
-    shelf, model = _shelf(exchange), find(exchange.endpoint.models, body.source)
+    shelf = _shelf(exchange)
+    model = await find(exchange, body.source)
     name = body.destination.removesuffix(LATEST)
     await exchange.endpoint.in_thread(shelf.copy, model.name, name)
     return _done(exchange, stream=False)
@@ -101,12 +102,11 @@ async def copy(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaDeleteRequest)
-    models = exchange.endpoint.models
-    name = named(body.model, body.name)
-    shelf, model = _shelf(exchange), find(models, name)
+    shelf, name = _shelf(exchange), named(body.model, body.name)
+    model = await find(exchange, name)
     if model.name not in spellings(name):
         raise InvalidRequestError(f"model: {name} is another name of {model.name}", param="model")
-    await models.unload(model.name)
+    await exchange.endpoint.models.unload(model.name)
     await exchange.endpoint.in_thread(shelf.remove, model.name)
     return _done(exchange, stream=False)
 

@@ -78,10 +78,14 @@ def describe(model: Pulled, info: EngineInfo | None) -> wire.OllamaShowReply:
 def _files(name: str) -> tuple[ModelFiles | None, str]:
     """(the files with how to talk to them, the licence); nothing of a model outside the catalogue."""
     # the catalogue is not needed before somebody asks
+    from edgeinfer.catalog.found import stores
     from edgeinfer.catalog.models import load_catalog
     from edgeinfer.catalog.store import model_files
 
     try:
+        found = stores.find(name)
+        if found is not None:  # what would check every byte of it can wait until it is used
+            return stores.described(found), ""
         entry = load_catalog().get(name.partition(":")[0])
         return model_files(name), entry.licence if entry else ""
     except EdgeInferError:

@@ -17,7 +17,7 @@ from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
 from edgeinfer.server.core.model_names import listed_name
-from edgeinfer.server.core.model_pool import LoadedModel, Models, Pulled
+from edgeinfer.server.core.model_pool import LoadedModel, Pulled
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
@@ -143,9 +143,8 @@ async def show(request: Request) -> Response:
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaShowRequest)
     models = exchange.endpoint.models
-    model = find(models, named(body.model, body.name))
-    info = next((engine.info for name, engine in models.engines() if name == model.name), None)
-    reply = await exchange.endpoint.in_thread(library.describe, model, info)
+    model = await find(exchange, named(body.model, body.name))
+    reply = await exchange.endpoint.in_thread(library.describe, model, models.info(model.name))
     exchange.answer = reply
     return json_reply(reply)
 
@@ -162,21 +161,28 @@ def named(model: str, name: str) -> str:
     return model or name
 
 
-def find(models: Models, name: str) -> Pulled:
+async def find(exchange: Exchange, name: str) -> Pulled:
     """A model that is here. Raises UnknownModelError."""
+    models = exchange.endpoint.models
     wanted = models.resolve(name)
-    return next((model for model in models.pulled() if model.name == wanted), Pulled(name=wanted))
+    pulled = await exchange.endpoint.in_thread(models.pulled)
+    return next((model for model in pulled if model.name == wanted), Pulled(name=wanted))
 
 
 async def running(request: Request) -> Response:
     models = exchange_of(request).endpoint.models
-    loaded = [model for model in models.report() if model.state == "loaded"]
-    return json_reply(replies.OllamaProcesses(models=[_running(models, one) for one in loaded]))
+    pulled = await exchange_of(request).endpoint.in_thread(models.pulled)
+    here = {model.name: model for model in pulled}
+    found = [
+        _running(loaded, info, here.get(loaded.id, Pulled(name=loaded.id)))
+        for loaded in models.report()
+        if (info := models.info(loaded.id)) is not None
+    ]
+    return json_reply(replies.OllamaProcesses(models=found))
 
 
-def _running(models: Models, loaded: LoadedModel) -> replies.RunningModel:
-    pulled, name = find(models, loaded.id), listed_name(loaded.id)
-    info = next(engine.info for id, engine in models.engines() if id == loaded.id)
+def _running(loaded: LoadedModel, info: EngineInfo, pulled: Pulled) -> replies.RunningModel:
+    name = listed_name(loaded.id)
     left_s = _FOR_EVER_S if loaded.expires_in_s is None else loaded.expires_in_s
     return replies.RunningModel(
         name=name,

@@ -110,7 +110,7 @@ class OllamaTags(Reply, frozen=True, kw_only=True):
 
 
 class RunningModel(Reply, frozen=True, kw_only=True):
-    """A loaded model. `size` is its memory; of it `size_vram` is a GPU's."""
+    """A loaded model. `size` is its memory; what of it is a GPU's is not told apart."""
 
     name: str
     model: str
