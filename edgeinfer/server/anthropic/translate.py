@@ -15,9 +15,9 @@ from edgeinfer.server.core.request_parts import (
     caching,
     named_tool,
     overridden,
+    reasoning,
     required_tool,
     stop_strings,
-    template_options,
     unique_tools,
 )
 
@@ -40,7 +40,7 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
         messages=conversation(body),
         tools=tools,
         tool_choice=_tool_choice(body, tools),
-        template_options=_thinking(body),
+        **_thinking(body),
         continue_final=isinstance(body.messages[-1], wire.AssistantTurn),
         sampling=overridden(
             info.sampling, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k
@@ -174,7 +174,9 @@ def _tool_choice(body: wire.CountRequest, tools: tuple[Tool, ...]) -> ToolChoice
 
 def _thinking(body: wire.CountRequest) -> dict[str, Any]:
     effort = body.output_config.effort if body.output_config else None
-    options = template_options(None, effort)
-    if body.thinking is not None:
-        options["enable_thinking"] = not isinstance(body.thinking, wire.ThinkingOff)
-    return options
+    match body.thinking:
+        case None:
+            return reasoning(effort)
+        case wire.ThinkingOn(budget_tokens=budget):
+            return reasoning(effort, wanted=True, budget=budget)
+    return reasoning(effort, wanted=not isinstance(body.thinking, wire.ThinkingOff))

@@ -20,6 +20,7 @@ from edgeinfer.server.core.wire import (
     KeepAlive,
     ModelName,
     Probability,
+    ReasoningBudget,
     Reply,
     ShortText,
     StopList,
@@ -233,7 +234,7 @@ class ThinkingOn(Wire, frozen=True, tag="enabled", tag_field="type"):
 
     hints: ClassVar = frozenset({"display", "block_binding"})
 
-    budget_tokens: TokenCount | None = None
+    budget_tokens: ReasoningBudget | None = None
 
 
 class JsonOutput(Wire, frozen=True, tag="json_schema", tag_field="type"):

@@ -56,14 +56,38 @@ def refuse_infill(info: EngineInfo, param: str) -> None:
         )
 
 
+#: Efforts that no model was trained on → the nearest that some were.
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+
+
 def template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
     """Collect variables for the chat template. Effort is spelled both ways that templates read it."""
     options: dict[str, Any] = {}
     if effort is not None:
         options["enable_thinking"] = effort != "none"
     if effort not in (None, "none"):
-        options["reasoning_effort"] = effort
+        options["reasoning_effort"] = _EFFORTS.get(effort, effort)
     return options | (given or {})
+
+
+def reasoning(
+    effort: str | None,
+    *,
+    wanted: bool | None = None,
+    budget: int | None = None,
+    given: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Fields of GenerateRequest that say how much is reasoned before the answer.
+
+    `wanted` False, or an effort of "none", closes a span also where the template opens one by itself.
+    `given` are a request's own variables for the template, which win.
+    """
+    options = template_options(None, effort)
+    if wanted is not None:
+        options["enable_thinking"] = wanted
+    options |= given or {}
+    is_off = options.get("enable_thinking") is False
+    return {"template_options": options, "reasoning_budget": 0 if is_off and budget is None else budget}
 
 
 def stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:

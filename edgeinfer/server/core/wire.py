@@ -71,6 +71,9 @@ OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 Temperature = Annotated[float, _range("temperature")]
 Probability = Annotated[float, _range("top_p")]
 TopK = Annotated[int, _range("top_k")]
+ReasoningBudget = Annotated[
+    int, Meta(ge=0, le=MAX_TOKENS, description="Tokens after which reasoning is closed.")
+]
 #: How much a model thinks; "none" not at all.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]

@@ -31,11 +31,11 @@ from edgeinfer.server.core.request_parts import (
     allowed,
     caching,
     named_tool,
+    reasoning,
     refuse_infill,
     required_tool,
     seed_of,
     stop_strings,
-    template_options,
     unique_tools,
 )
 from edgeinfer.server.core.wire import LoraChoice, SamplingFields
@@ -55,7 +55,9 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
         messages=messages(body.messages),
         tools=tools,
         tool_choice=tool_choice(choice, body.parallel_tool_calls, tools),
-        template_options=template_options(body.chat_template_kwargs, body.reasoning_effort),
+        **reasoning(
+            body.reasoning_effort, budget=body.reasoning_budget, given=body.chat_template_kwargs
+        ),
         continue_final=body.continue_final_message,
         max_tokens=_max_tokens(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -21,6 +21,7 @@ from edgeinfer.server.core.wire import (
     OpenAIPenalty,
     OpenAITemperature,
     Probability,
+    ReasoningBudget,
     SamplingFields,
     Seed,
     ShortText,
@@ -324,6 +325,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: Effort | None = None
+    reasoning_budget: ReasoningBudget | None = None
     chat_template_kwargs: JsonObject | None = None
     continue_final_message: bool = False
     store: Literal[False, "none"] | None = None

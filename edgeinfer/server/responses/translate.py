@@ -22,8 +22,8 @@ from edgeinfer.server.core.request_parts import (
     caching,
     named_tool,
     overridden,
+    reasoning,
     required_tool,
-    template_options,
 )
 from edgeinfer.server.responses import wire
 
@@ -38,7 +38,7 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
         messages=conversation(body),
         tools=tools,
         tool_choice=_tool_choice(body, tools),
-        template_options=template_options(None, body.reasoning.effort if body.reasoning else None),
+        **reasoning(body.reasoning.effort if body.reasoning else None, budget=body.reasoning_budget),
         sampling=overridden(info.sampling, temperature=body.temperature, top_p=body.top_p),
         max_tokens=body.max_output_tokens,
         constraint=_constraint(body),

@@ -18,6 +18,7 @@ from edgeinfer.server.core.wire import (
     ModelName,
     OpenAITemperature,
     Probability,
+    ReasoningBudget,
     Reply,
     ShortText,
     Text,
@@ -253,6 +254,7 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    reasoning_budget: ReasoningBudget | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=8)] | None = None
     store: bool | Literal["none"] | None = None

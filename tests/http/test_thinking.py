@@ -1,0 +1,65 @@
+"""How much is reasoned, in each dialect's words: the template hears it, and the engine keeps the budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.runtime.fake import FakeEngine
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT = ("/v1/chat/completions", {"messages": HI})
+RESPONSES = ("/v1/responses", {"input": "hi"})
+MESSAGES = ("/v1/messages", {"messages": HI, "max_tokens": 99})
+ON = {"enable_thinking": True}
+OFF = {"enable_thinking": False}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    thought = [ReasoningDelta(f"{i} ") for i in range(9)]
+    return FakeEngine(lambda request: [*thought, "done"])
+
+
+@pytest.fixture(scope="module")
+def here(serve_module, engine):
+    return serve_module(engine, refuse_unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("route", "sent", "options", "budget"),
+    [
+        (CHAT, {}, {}, None),
+        (CHAT, {"reasoning_effort": "none"}, OFF, 0),
+        (CHAT, {"reasoning_effort": "minimal"}, ON | {"reasoning_effort": "low"}, None),
+        (CHAT, {"reasoning_effort": "max"}, ON | {"reasoning_effort": "high"}, None),
+        (CHAT, {"reasoning_budget": 7}, {}, 7),
+        (CHAT, {"chat_template_kwargs": OFF}, OFF, 0),
+        (CHAT, {"reasoning_effort": "none", "chat_template_kwargs": ON}, ON, None),
+        (RESPONSES, {"reasoning": {"effort": "high"}}, ON | {"reasoning_effort": "high"}, None),
+        (RESPONSES, {"reasoning": {"effort": "none"}}, OFF, 0),
+        (RESPONSES, {"reasoning_budget": 7}, {}, 7),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, ON, 1024),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, OFF, 0),
+        (MESSAGES, {"thinking": {"type": "adaptive"}}, ON, None),
+        (MESSAGES, {"thinking": {"type": "between_tools"}}, ON, None),
+        (MESSAGES, {"output_config": {"effort": "xhigh"}}, ON | {"reasoning_effort": "high"}, None),
+        (
+            MESSAGES,
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+            OFF | {"reasoning_effort": "low"},
+            0,
+        ),
+    ],
+)
+def test_what_is_asked_reaches_template_and_engine(here, engine, route, sent, options, budget):
+    path, least = route
+    assert here.client.post(path, json=least | sent).status_code == 200
+    assert engine.requests[-1].template_options == options
+    assert engine.requests[-1].reasoning_budget == budget
+
+
+def test_the_budget_closes_the_reasoning(here):
+    sent = {"thinking": {"type": "enabled", "budget_tokens": 2}}
+    thought, said = here.client.post(MESSAGES[0], json=MESSAGES[1] | sent).json()["content"]
+    assert (thought["thinking"], said["text"]) == ("0 1 ", "done")
