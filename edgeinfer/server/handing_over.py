@@ -9,7 +9,8 @@ from edgeinfer.host import HandOver
 from edgeinfer.server.core.exchange import Endpoint
 
 _LOOK_S = 0.05
-#: How often, in seconds, it is looked whether other models have their snapshots by now.
+#: How often, in seconds, it is looked whether other models have their snapshots by now, and whether
+#: answers are kept that somebody may come back for.
 _LOOK_AT_OTHERS_S = 5.0
 
 
@@ -40,11 +41,14 @@ class HandingOver:
         self._task = asyncio.get_running_loop().create_task(work)
 
     async def _say_when_idle(self) -> None:
-        while not await self._others_return_at_once():
+        while self._endpoint.keeps_answers or not await self._others_return_at_once():
             await asyncio.sleep(_LOOK_AT_OTHERS_S)
         while self._is_busy():
             await asyncio.sleep(_LOOK_S)
-        self._hand_over.idle()
+        if self._endpoint.keeps_answers:  # of a request that came meanwhile
+            await self._say_when_idle()
+        else:
+            self._hand_over.idle()
 
     def _is_busy(self) -> bool:
         return bool(self._endpoint.in_flight or self._endpoint.models.loading())

@@ -77,6 +77,18 @@ def test_another_model_is_waited_for_until_it_has_a_snapshot(serve, until, launc
     until(lambda: launcher.told == ["hand-over", "idle"], "the endpoint to say that it is idle")
 
 
+def test_answers_that_somebody_may_come_back_for_keep_it(serve, until, launcher, monkeypatch):
+    monkeypatch.setattr(handing_over, "_LOOK_AT_OTHERS_S", 0.0)
+    here = serve(FakeEngine([["one"]]), hand_over=launcher.hand_over, store_responses=True)
+    name = here.client.post("/v1/responses", json={"input": "x"}).json()["id"]
+    launcher.say(OFFER)
+    until(lambda: launcher.told == ["hand-over"], "the endpoint to take the offer")
+    assert here.client.get(f"/v1/responses/{name}").status_code == 200
+    assert launcher.told == ["hand-over"]
+    assert here.client.delete(f"/v1/responses/{name}").status_code == 200
+    until(lambda: launcher.told == ["hand-over", "idle"], "the endpoint to say that it is idle")
+
+
 def test_it_leaves_its_clients_an_answer_and_nobody_else(serve, until, launcher):
     here = serve(FakeEngine([["one"]] * 3), hand_over=launcher.hand_over)
     with httpx2.Client(base_url=here.url, timeout=30) as kept:

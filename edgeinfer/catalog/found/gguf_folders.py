@@ -16,6 +16,8 @@ from edgeinfer.catalog.found.reading import UnusableError, file_in
 
 #: (path in its repository, quantization or "") → the model's name
 Naming = Callable[[str, str], str]
+#: the model's name → what to do when it can't be used
+Fix = Callable[[str], str]
 #: file → the SHA-256 that its name promises, or ""
 Promise = Callable[[str], str]
 
@@ -27,7 +29,7 @@ def models(
     *,
     store: str,
     name: Naming,
-    fix: str,
+    fix: Fix,
     promised: Promise = lambda _path: "",
 ) -> Iterator[Found]:
     """Yield the models among a repository's files, `folder` being its top and `root` its store's.
@@ -44,7 +46,7 @@ def models(
         try:
             files = [_file(folder / part, root, promised) for part in _parts(first)]
         except UnusableError as error:
-            yield Found(name=called, store=store, problem=error.message, fix=error.hint or fix)
+            yield Found(name=called, store=store, problem=error.message, fix=error.hint or fix(called))
             continue
         stamp = max(os.stat(file.path).st_mtime for file in files)
         yield Found(name=called, store=store, files=tuple(files), modified_s=stamp)

@@ -52,7 +52,7 @@ def _repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
         main = _main(root, repo, revisions)
         listed = {revision.name: list(ggufs(revision, _DEPTH)) for revision in revisions}
     except UnusableError as error:
-        fix = error.hint or f"`edgeinfer pull {PREFIX}{called}` fetches a copy of our own"
+        fix = error.hint or _pull(f"{PREFIX}{called}")
         yield Found(name=f"{PREFIX}{called}", store=STORE, problem=error.message, fix=fix)
         return
     seen: set[tuple[str, ...]] = set()
@@ -64,7 +64,7 @@ def _repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
             root,
             store=STORE,
             name=_naming(source),
-            fix=f"`edgeinfer pull {PREFIX}{source}` fetches a copy of our own",
+            fix=_pull,
             promised=_promised,
         ):
             if not model.files or model.paths not in seen:
@@ -94,6 +94,10 @@ def _naming(source: str) -> gguf_folders.Naming:
         return f"{PREFIX}{source}:{quant}" if quant else f"{PREFIX}{source}/{path}"
 
     return name
+
+
+def _pull(name: str) -> str:
+    return f"`edgeinfer pull {name}` fetches a copy of our own"
 
 
 def _promised(path: str) -> str:

@@ -73,4 +73,4 @@ def _repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
     except UnusableError as error:
         yield Found(name=f"{PREFIX}{called}", store=STORE, problem=error.message, fix=fix)
         return
-    yield from gguf_folders.models(files, repo, root, store=STORE, name=name, fix=fix)
+    yield from gguf_folders.models(files, repo, root, store=STORE, name=name, fix=lambda _name: fix)

@@ -89,6 +89,11 @@ class Endpoint:
         #: Names of the models that start from a snapshot; set by whoever runs the endpoint.
         self.warm_models: Callable[[], frozenset[str]] = frozenset
 
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether there are answers in memory that a client may come back for."""
+        return bool(self.repeatable) or bool(self.stored)
+
     def enter(self, key: str) -> None:
         """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""
         if self.draining:

@@ -198,6 +198,10 @@ class KeptAnswers:
         self._limits = limits
         self._kept: dict[tuple[str, str], Kept] = {}
 
+    def __len__(self) -> int:
+        self._drop()
+        return len(self._kept)
+
     def find(self, key: str, name: str) -> Kept | None:
         """The answer that this key has called so, unless it was dropped."""
         self._drop()

@@ -175,39 +175,28 @@ class Models:
         An exact alias goes before a model's own name, which goes before a pattern. A name may be
         spelled as clients of Ollama do.
         """
-        name = self.default if name is None else self._spelled(name)
-        if name == self.default:
+        if name is None:
             return self.default
-        meant = self._aliases.exact.get(name, name)
-        if self._is_here(meant):
-            return self._named(meant)
-        by_pattern = self._aliases.by_pattern(name) if meant == name else None
-        if by_pattern is not None and self._is_here(by_pattern):
-            return self._named(by_pattern)
-        meant = by_pattern or meant
-        said = "" if meant == name else f" ('{name}' is an alias of it)"
-        raise UnknownModelError(
-            f"The model '{meant}' is not here{said}",
-            hint=f"`edgeinfer pull {meant}`, or GET /v1/models",
-        )
-
-    def _spelled(self, name: str) -> str:
-        """The first spelling of a name that is an alias or a model; a loaded one is found at once."""
         found = spellings(name)
-        for known in (self._aliases.exact, (DEFAULT, self.default), self._slots):
-            for spelled in found:
-                if spelled in known:
-                    return spelled
-        here = {pulled.name for pulled in self._sources.pulled()}
-        return next((spelled for spelled in found if spelled in here), found[1])
+        alias = next((self._aliases.exact[one] for one in found if one in self._aliases.exact), None)
+        wanted = found if alias is None else (alias,)
+        for meant in wanted:
+            if meant in (DEFAULT, self.default) or meant in self._slots:
+                return self._named(meant)
+        here = {DEFAULT, self.default, *self._slots, *(p.name for p in self._sources.pulled())}
+        by_pattern = None if alias else self._aliases.by_pattern(name)
+        for meant in wanted if by_pattern is None else (*wanted, by_pattern):
+            if meant in here:
+                return self._named(meant)
+        missing = alias or by_pattern or found[1]
+        said = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
+        raise UnknownModelError(
+            f"The model '{missing}' is not here{said}",
+            hint=f"`edgeinfer pull {missing}`, or GET /v1/models",
+        )
 
     def _named(self, meant: str) -> str:
         return self.default if meant == DEFAULT else meant
-
-    def _is_here(self, meant: str) -> bool:
-        if meant in (DEFAULT, self.default) or meant in self._slots:
-            return True
-        return any(meant == pulled.name for pulled in self._sources.pulled())
 
     def is_loaded(self, name: str) -> bool:
         slot = self._slots.get(name)
