@@ -93,7 +93,7 @@ class Served:
         )
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Wait for `condition`, looking often; fails with `what`."""
     turns = threading.Event()
     for _ in range(int(seconds / 0.005)):

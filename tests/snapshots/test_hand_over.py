@@ -60,7 +60,7 @@ class Caller:
 
     def _run(self) -> None:
         link = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        while not self._stop.wait(0.03):
+        while not self._stop.wait(0.2):  # there are moments without a request, on a busy machine too
             try:
                 self._ask(link)
             except (OSError, http.client.HTTPException, AssertionError) as error:
@@ -89,9 +89,9 @@ class Caller:
 
 
 def until(condition, what: str) -> None:
-    """Wait for a condition, half a minute at most."""
+    """Wait for a condition, two minutes at most."""
     waiting = threading.Event()
-    for _ in range(600):
+    for _ in range(2400):
         if condition():
             return
         waiting.wait(0.05)
