@@ -262,8 +262,9 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
         whole_only=not cuttable,
         window=sliding_window(loaded),
     )
-    if not cuttable and loaded.memory:
-        kv.points = Points(make_states(loaded))
+    states = make_states(loaded) if loaded.memory else None
+    if not cuttable and states is not None:
+        kv.points = Points(states)
     batch = Batch(
         capacity=loaded.n_batch,
         max_outputs=loaded.n_outputs_max,
@@ -281,6 +282,8 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
         n_ctx=loaded.n_ctx,
         can_cut=cuttable,
         exactness=_exactness(loaded),
+        states=states,
+        cells=loaded.cells,
     )
 
 

@@ -149,6 +149,6 @@ def answer(path: Path) -> list[Logprob]:
 
 def test_bits_are_those_of_written_zeros(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given_back = answer(smollm2)
-    monkeypatch.setattr(loading, "sparse_buffers", contextlib.nullcontext)
+    monkeypatch.setattr(loading, "sparse_buffers", lambda: contextlib.nullcontext([]))
     assert given_back == answer(smollm2)
     assert len(given_back) == 16

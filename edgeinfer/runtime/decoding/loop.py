@@ -138,7 +138,7 @@ class DecodeLoop:
         """
         with self._changed:
             while not (self._has_work() or self._stopping or self._closed):
-                self._changed.wait()
+                self._changed.wait(self._scheduler.chore_due_in_s())
             if self._closed:
                 self._take_inbox()
                 for seq in [*self._roster.running, *self._roster.waiting]:
@@ -150,7 +150,7 @@ class DecodeLoop:
 
     def _has_work(self) -> bool:
         is_idle = self._roster.is_empty and self._inbox.empty() and self._jobs.empty()
-        return not is_idle or self._scheduler.has_chores
+        return not is_idle or self._scheduler.chore_due_in_s() == 0.0
 
     def _gather(self) -> None:
         """Wait for the rest of a burst. Alone, the first would be computed at once, and the rest beside

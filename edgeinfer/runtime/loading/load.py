@@ -17,7 +17,7 @@ from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
 from edgeinfer.machine import read_machine, read_rate
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.loading.choices import choose_repack
-from edgeinfer.runtime.loading.mappings import HugePages
+from edgeinfer.runtime.loading.mappings import HugePages, Range
 from edgeinfer.runtime.loading.sparse_buffers import sparse_buffers
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.plan import Plan, disk_warning, make_plan
@@ -31,7 +31,10 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 
 @dataclass(slots=True)
 class Loaded:
-    """A model and its main context. Pointers are llama.cpp's; `free` ends them. Sizes in bytes."""
+    """A model and its main context. Pointers are llama.cpp's; `free` ends them. Sizes in bytes.
+
+    `cells` is where the KV cache lies, as far as its pages can be given back.
+    """
 
     model: Any
     context: Any
@@ -50,6 +53,7 @@ class Loaded:
     compute_bytes: int
     least_kv_bytes: int
     load_ms: float
+    cells: tuple[Range, ...] = ()
     choices: dict[str, Chosen] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -210,7 +214,7 @@ def _with_context(
     )
     params.n_outputs_max = plan.n_outputs
     params.n_ubatch = plan.n_ubatch.value
-    context, lines = make_context(model, params)
+    context, lines, buffers = _make_context(model, params)
     return Loaded(
         model=model,
         context=context,
@@ -228,6 +232,7 @@ def _with_context(
         kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
         compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
         least_kv_bytes=plan.least_kv_bytes,
+        cells=_cells(buffers, lines),
         load_ms=0.0,
         choices=_choices(plan, options, lines),
     )
@@ -274,16 +279,30 @@ def context_params(
 
 def make_context(model: Any, params: Any) -> tuple[Any, list[str]]:
     """A context and what llama.cpp said while making it. Raises ModelLoadError, OutOfMemoryError."""
+    return _make_context(model, params)[:2]
+
+
+def _make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Range]]:
+    """A context, what llama.cpp said while making it, and its large buffers that hold zeros."""
     llama = libllama.lib()
     libllama.clear_log()
-    with libllama.listening() as lines, sparse_buffers():
+    with libllama.listening() as lines, sparse_buffers() as buffers:
         context = llama.llama_init_from_model(model, params)
     if context:
-        return context, lines
+        return context, lines, buffers
     words = _last_words()
     if re.search(r"alloc|memory", words):
         raise OutOfMemoryError(f"no room for a context of {params.n_ctx} tokens: {words}")
     raise ModelLoadError(f"llama.cpp could not make a context: {words}")
+
+
+def _cells(buffers: list[Range], lines: list[str]) -> tuple[Range, ...]:
+    """Those of the buffers that are the KV cache's, by the sizes that llama.cpp says.
+
+    They live as long as the context; others may be replaced.
+    """
+    sizes = {m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))}
+    return tuple(b for b in buffers if f"{(b.high - b.low) / (1 << 20):.2f}" in sizes)
 
 
 def _sum_mib(lines: list[str], pattern: str) -> int:

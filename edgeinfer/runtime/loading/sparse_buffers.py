@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.loading.mappings import DONTNEED, LARGE_BYTES
+from edgeinfer.runtime.loading.mappings import DONTNEED, LARGE_BYTES, Range
 
 _Pointer = ctypes.c_void_p
 _ALLOCATE = ctypes.CFUNCTYPE(_Pointer, _Pointer, ctypes.c_size_t)
@@ -34,16 +34,19 @@ _found: list[_SparseBuffers | None] = []
 
 
 @contextlib.contextmanager
-def sparse_buffers() -> Iterator[None]:
-    """Let large buffers that are allocated while the block runs be cleared by giving pages back."""
+def sparse_buffers() -> Iterator[list[Range]]:
+    """Let large buffers that are allocated while the block runs be cleared by giving pages back.
+
+    Yields a list of those that were; it is whole when the block ends.
+    """
     if not _found:
         _found.append(_find() if sys.platform == "linux" else None)
     sparse = _found[0]
     if sparse is None:
-        yield
+        yield []
         return
-    with sparse.allocating():
-        yield
+    with sparse.allocating() as cleared:
+        yield cleared
 
 
 class _SparseBuffers:
@@ -64,11 +67,12 @@ class _SparseBuffers:
         self._own_clear = _CLEAR(self._on_clear)
 
     @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
+    def allocating(self) -> Iterator[list[Range]]:
         with _replaced(self._type_entries, self._allocate_entry, self._own_allocate):
             self._is_allocating = True
+            self._cleared: list[Range] = []
             try:
-                yield
+                yield self._cleared
             finally:
                 self._is_allocating = False
 
@@ -94,6 +98,7 @@ class _SparseBuffers:
             return
         ctypes.memset(start, 0, low - start)
         ctypes.memset(high, 0, end - high)
+        self._cleared.append(Range(start, end))
 
 
 def _find() -> _SparseBuffers | None:

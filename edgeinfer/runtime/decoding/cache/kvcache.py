@@ -256,6 +256,10 @@ class KvCache:
         """Remove what llama.cpp may have behind the tokens that are noted."""
         self._memory.remove(resident.seq_id, len(resident.tokens), -1)
 
+    def clear_cells(self, resident: Resident) -> None:
+        """Empty the cells of a resident in llama.cpp, to be written again: its books stay."""
+        self._memory.remove(resident.seq_id, -1, -1)
+
     def _give_back(self, cells: Iterable[int]) -> None:
         for cell in cells:
             self._shares[cell] -= 1

@@ -6,5 +6,6 @@ scheduler ── roster      who is inside, and how a request ends
           ├─ planning    what goes into the next batch: tokens that decode, and guesses behind them
           ├─ prefill     ... and pieces of prompts; chunks says how large
           ├─ execution   one llama_decode, given up for newcomers where `interruptions` allow it
-          └─ harvest     what comes out: sampled tokens, progress, ends
+          ├─ harvest     what comes out: sampled tokens, progress, ends
+              └─ idle_cells  memory of the cache that is given back when nobody has asked for a while
 """

@@ -8,26 +8,33 @@ never stalls the others. One thread.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache
+from edgeinfer.runtime.decoding.cache.states import SequenceStates
 from edgeinfer.runtime.decoding.drafting.speculative import StepCosts
 from edgeinfer.runtime.decoding.metrics import Counters
 from edgeinfer.runtime.decoding.scheduling.admission import Admission
 from edgeinfer.runtime.decoding.scheduling.chunks import Chunks, Exactness
 from edgeinfer.runtime.decoding.scheduling.execution import Execution
 from edgeinfer.runtime.decoding.scheduling.harvest import Harvest
+from edgeinfer.runtime.decoding.scheduling.idle_cells import IdleCells
 from edgeinfer.runtime.decoding.scheduling.planning import Adapters, Planner
 from edgeinfer.runtime.decoding.scheduling.prefill import Prefill
 from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
 from edgeinfer.runtime.decoding.scheduling.roster import Roster
+from edgeinfer.runtime.loading.mappings import Range
 from edgeinfer.runtime.vocab import Vocab
 
 
 class Scheduler:
-    """Owns the context while it runs. `n_ctx` is what one sequence may use."""
+    """Owns the context while it runs. `n_ctx` is what one sequence may use.
+
+    `cells` is where the KV cache lies, as far as its memory can be given back.
+    """
 
     def __init__(
         self,
@@ -41,6 +48,8 @@ class Scheduler:
         n_ctx: int,
         can_cut: bool,
         exactness: Exactness,
+        states: SequenceStates | None = None,
+        cells: Sequence[Range] = (),
     ) -> None:
         self.kv = kv
         self._adapters = adapters
@@ -75,9 +84,12 @@ class Scheduler:
             counters=self.counters,
         )
 
+        self._idle_cells = IdleCells(kv, self.prefixes, states, cells, can_cut=can_cut)
+
     def step(self) -> None:
         """End what is cancelled or late, let others in, decode one batch, sample from it."""
         began = time.perf_counter()
+        self._idle_cells.note_use()
         running = self.roster.running
         self.roster.end_cancelled_and_late()
         self._admission.admit()
@@ -95,15 +107,18 @@ class Scheduler:
         if self.prefixes.blocks is not None:
             self.prefixes.blocks.writing.work(is_idle=False)
 
-    @property
-    def has_chores(self) -> bool:
-        """Whether computed blocks wait to be written."""
-        return self.prefixes.blocks is not None and self.prefixes.blocks.writing.has_work
+    def chore_due_in_s(self) -> float | None:
+        """Seconds until there is something to do while idle; None while there is nothing."""
+        if self.prefixes.blocks is not None and self.prefixes.blocks.writing.has_work:
+            return 0.0
+        return self._idle_cells.due_in_s()
 
     def do_chore(self) -> None:
-        """Write a piece of what waits to be written. Only while idle."""
-        if self.prefixes.blocks is not None:
+        """Write a piece of what waits for it, or give a piece of memory back. Only while idle."""
+        if self.prefixes.blocks is not None and self.prefixes.blocks.writing.has_work:
             self.prefixes.blocks.writing.work(is_idle=True)
+        elif self._idle_cells.due_in_s() == 0.0:
+            self._idle_cells.work()
 
     def fail_all(self, error: EngineError) -> None:
         """End every request with `error` and forget the cache."""
@@ -115,6 +130,7 @@ class Scheduler:
         """Compute a prefix that many requests will begin with, and keep it; how many tokens. Only while
         idle.
         """
+        self._idle_cells.note_use()
         for old in [r for r in self.kv.residents if r.pinned]:
             self.kv.drop(old)
         resident = self.kv.claim(tokens, adapters, reuse=False)

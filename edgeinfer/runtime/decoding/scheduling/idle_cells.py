@@ -1,0 +1,109 @@
+"""Gives the memory of the KV cache back when nobody has asked for a while.
+
+What was in the cells is in the store of computed blocks then, and comes back from there. llama.cpp does
+not say which cells are free, so all are emptied; a pinned prefix is put back (decision 085).
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+
+from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident
+from edgeinfer.runtime.decoding.cache.states import SequenceStates
+from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
+from edgeinfer.runtime.loading.mappings import DONTNEED, Range, advise
+
+#: Seconds without a request, after which cells are emptied.
+_IDLE_S = 300.0
+#: The disk is waited for in pieces of this length (seconds).
+_WRITING_S = 0.5
+#: Fewer tokens are left where they are.
+_WORTH_TOKENS = 512
+#: Pages are given back in pieces of this size: a request that comes meanwhile waits for one.
+_PIECE_BYTES = 256 << 20
+
+
+class IdleCells:
+    """Empties `kv`, whose cells lie in `pages`. `states` are those of its sequences. One thread."""
+
+    def __init__(
+        self,
+        kv: KvCache,
+        prefixes: Prefixes,
+        states: SequenceStates | None,
+        pages: Sequence[Range],
+        *,
+        can_cut: bool,
+    ) -> None:
+        self._kv, self._prefixes = kv, prefixes
+        self._states = states
+        self._pieces = list(_pieces(pages))
+        self._left: list[Range] = []
+        self._used_at = time.monotonic()
+        self._can_cut = can_cut
+
+    def note_use(self) -> None:
+        """A step is about to use cells: no more of them is given back now."""
+        self._used_at = time.monotonic()
+        self._left.clear()
+
+    def due_in_s(self) -> float | None:
+        """Seconds until there is something to do; None while there is nothing."""
+        if self._left:
+            return 0.0
+        blocks = self._prefixes.blocks
+        if not self._pieces or blocks is None or not self._can_come_back(blocks):
+            return None
+        least_s = 0.0 if blocks.blocks.writer.is_idle else _WRITING_S
+        return max(least_s, self._used_at + _IDLE_S - time.monotonic())
+
+    def _can_come_back(self, blocks: BlockCache) -> bool:
+        """Whether enough is in the cells, and all of it goes to the store, as far as that takes it."""
+        if blocks.proof.found != "exact" or not blocks.blocks.can_write:
+            return False
+        idle = [resident for resident in self._kv.residents if not resident.pinned]
+        if blocks.writing.has_work or sum(len(r.cells) for r in idle) < _WORTH_TOKENS:
+            return False
+        return not any(r.active or r.is_shifted or r.memory_only_from is not None for r in idle)
+
+    def work(self) -> None:
+        """Give a piece of the memory back, the cells emptied first. Only while idle."""
+        if self._left:
+            advise([self._left.pop()], DONTNEED)
+            return
+        self._kv.drop_idle()
+        pinned = [resident for resident in self._kv.residents if resident.pinned]
+        if pinned:
+            self._give_back_around(pinned)
+        else:
+            self._left = list(self._pieces)
+
+    def _give_back_around(self, pinned: list[Resident]) -> None:
+        """Give all back at once, and put what is pinned into the first cells."""
+        assert self._states is not None
+        kept = []
+        for resident in pinned:
+            state = self._states.read(resident.seq_id, 0, len(resident.tokens))
+            point = None if self._can_cut else self._states.read_point(resident.seq_id)
+            kept.append((resident, state, point))
+        for resident in pinned:
+            self._kv.clear_cells(resident)
+        advise(self._pieces, DONTNEED)
+        for resident, state, point in kept:
+            is_back = state is not None and self._states.write(resident.seq_id, state)
+            if is_back and point is not None:
+                is_back = self._states.write_point(resident.seq_id, point)
+            if not is_back:
+                self._kv.drop(resident)
+
+
+def _pieces(pages: Sequence[Range]) -> Iterator[Range]:
+    """Whole pages of the ranges, in pieces."""
+    for start, end in pages:
+        low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        high = end // mmap.PAGESIZE * mmap.PAGESIZE
+        for at in range(low, high, _PIECE_BYTES):
+            yield Range(at, min(at + _PIECE_BYTES, high))

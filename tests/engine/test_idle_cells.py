@@ -1,0 +1,116 @@
+"""An engine that nobody asks gives its cells' memory back, and remembers what it has read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from made_decoders import make_lfm2
+
+from edgeinfer.blocks.store import BlockStore
+from edgeinfer.runtime.decoding.blocks import restore
+from edgeinfer.runtime.decoding.scheduling import idle_cells
+from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.loading.mappings import Untouched
+
+from .test_blocks import ROOMY, ask, heard, load, text
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(idle_cells, "_IDLE_S", 0.0)
+
+
+@pytest.fixture
+def engine(smollm2: Path, tmp_path: Path) -> Iterator[LlamaEngine]:
+    """With a cache large enough for its pages to be worth giving back: 90 MiB."""
+    opened = load(smollm2, None, kv_type="q8_0", n_ctx=7680)
+    yield opened
+    opened.close()
+
+
+def touched_mib(engine: LlamaEngine) -> float:
+    """MiB of the cells' memory that take pages."""
+    untouched = Untouched()
+    try:
+        pieces = [
+            (at, min(at + MIB, high))
+            for low, high in engine._scheduler._idle_cells._pieces
+            for at in range(low, high, MIB)
+        ]
+        return sum(not untouched.holds(*piece) for piece in pieces)
+    finally:
+        untouched.close()
+
+
+def rest(engine: LlamaEngine) -> None:
+    """Have the engine do everything that is due while nobody asks."""
+    assert engine.flush_blocks()
+    engine.between_steps(lambda: None)
+    engine._loop.stop()
+
+
+def test_memory_goes_back_and_the_conversation_comes_back(engine: LlamaEngine, tmp_path: Path) -> None:
+    assert engine._loaded.cells
+    engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
+    tokens = tuple(engine.tokenize(text(700)))
+    wanted, _ = heard(engine, ask(tokens))
+    rest(engine)
+    assert engine.metrics().kv_used_tokens == 0
+    assert touched_mib(engine) == 0
+    found, usage = heard(engine, ask(tokens))
+    assert usage.cached_disk_tokens == len(tokens) - 1
+    assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in wanted]  # type: ignore[attr-defined]
+
+
+def test_what_would_not_come_back_stays(engine: LlamaEngine, tmp_path: Path) -> None:
+    """Without a store, and what was only read ahead."""
+    tokens = tuple(engine.tokenize(text(700)))
+    heard(engine, ask(tokens, max_tokens=1))
+    rest(engine)
+    assert engine.metrics().kv_used_tokens == len(tokens)
+    engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
+    early = tokens + tuple(engine.tokenize("what stands in the composer"))
+    list(engine.submit(ask(early, max_tokens=0, cache_on_disk=False)))
+    rest(engine)
+    assert engine.metrics().kv_used_tokens == len(early)
+
+
+def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path) -> None:
+    n_pinned = engine.prefill_system("You are a poet. " * 20)
+    assert n_pinned > 60
+    engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
+    pinned = tuple(engine._scheduler.kv.residents[0].tokens)
+    asked = ask(pinned + tuple(engine.tokenize(text(700))))
+    wanted, usage = heard(engine, asked)
+    assert usage.cached_tokens == n_pinned
+    rest(engine)
+    assert engine.metrics().kv_used_tokens == n_pinned
+    assert 0 < touched_mib(engine) < 70
+    other = ask(pinned + tuple(engine.tokenize(text(100, 5000))))
+    found, usage = heard(engine, other)
+    assert (usage.cached_tokens, usage.cached_disk_tokens) == (n_pinned, 0)
+    alone, _ = heard(engine, ask(other.prompt, cache_prompt=False))  # type: ignore[arg-type]
+    assert found == alone
+    again, _ = heard(engine, asked)
+    assert again == wanted
+
+
+def test_a_pinned_prompt_of_a_state_that_cannot_be_cut_is_put_back(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    engine = load(make_lfm2(tmp_path / "lfm2.gguf", smollm2), None, kv_type="q8_0")
+    try:
+        pinned = tuple(engine.tokenize(text(200)))
+        engine._loop.call(lambda: engine._scheduler.pin(list(pinned)))
+        alone, _ = heard(engine, ask(pinned + pinned[:9], cache_prompt=False))
+        engine._loop.call(engine._scheduler._idle_cells.work)
+        found, usage = heard(engine, ask(pinned + pinned[:9]))
+        assert usage.cached_tokens == len(pinned)
+        assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in alone]  # type: ignore[attr-defined]
+    finally:
+        engine.close()
