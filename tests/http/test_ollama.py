@@ -174,17 +174,19 @@ def test_format_is_json_or_a_schema(here, engine, wanted, constraint):
 
 
 @pytest.mark.parametrize(
-    ("think", "options"),
+    ("think", "options", "budget"),
     [
-        (None, {}),
-        (True, {"enable_thinking": True}),
-        (False, {"enable_thinking": False}),
-        ("high", {"enable_thinking": True, "reasoning_effort": "high"}),
+        (None, {}, None),
+        (True, {"enable_thinking": True}, None),
+        (False, {"enable_thinking": False}, 0),
+        ("high", {"enable_thinking": True, "reasoning_effort": "high"}, None),
     ],
 )
-def test_think_reaches_the_template(here, engine, think, options):
+def test_think_reaches_the_template(here, engine, think, options, budget):
     _chat(here, think=think)
-    assert engine.requests[-1].template_options == options
+    asked = engine.requests[-1]
+    assert (asked.template_options, asked.reasoning_budget) == (options, budget)
+    assert _generate(here, raw=True, think=think).status_code == 200
 
 
 def test_think_needs_a_model_that_thinks(serve):

@@ -42,6 +42,10 @@ ROUTES = (
     "/apply-template",
     "/infer",
     "/infill",
+    "/completion",
+    "/embedding",
+    "/reranking",
+    "/v1/responses/input_tokens",
     "/api/chat",
     "/api/generate",
     "/api/embed",
@@ -204,6 +208,10 @@ def _asked(draw: st.DrawFn) -> tuple[str, Any, list[str]]:
         "/tokenize": {"content": word(), "with_pieces": True},
         "/apply-template": {"messages": turns[:2], "tools": [{"function": function}]},
         "/infer": {"prompt": word(), "system": word(), "stop": [word()]},
+        "/completion": {"prompt": word(), "stop": [word()], **stream},
+        "/embedding": {"content": [word(), word()]},
+        "/reranking": {"query": word(), "documents": [word()], "return_documents": True},
+        "/v1/responses/input_tokens": {"input": word(), "instructions": word()},
         "/infill": {
             "input_prefix": word(),
             "input_suffix": word(),
@@ -268,7 +276,7 @@ def _answer(words: list[str]) -> list[Any]:
     return [*script, end]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=_asked(), said=st.lists(WORD, min_size=6, max_size=6))
 def test_no_word_of_a_request_or_an_answer_is_in_a_redacted_log(redacting, asked, said):
     here, path, engine, until = redacting

@@ -20,9 +20,9 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.server.core.request_parts import (
     overridden,
+    reasoning,
     seed_of,
     stop_strings,
-    template_options,
     unique_tools,
 )
 from edgeinfer.server.ollama import wire
@@ -36,7 +36,8 @@ def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
     turns = messages(body.messages or ())
     if info.system_prompt and turns[0].role not in ("system", "developer"):
         turns = (Message(role="system", content=info.system_prompt), *turns)
-    return GenerateRequest(messages=turns, tools=tools_of(body.tools), **_shared(body, info))
+    shared = _shared(body, info) | _thinking(body.think, info)
+    return GenerateRequest(messages=turns, tools=tools_of(body.tools), **shared)
 
 
 def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequest:
@@ -53,7 +54,8 @@ def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequ
         return GenerateRequest(prompt=f"{body.system or ''}{prompt}", **shared)
     system = info.system_prompt if body.system is None else body.system
     turns = (Message(role="system", content=system),) if system else ()
-    return GenerateRequest(messages=(*turns, Message(role="user", content=prompt)), **shared)
+    user = Message(role="user", content=prompt)
+    return GenerateRequest(messages=(*turns, user), **shared, **_thinking(body.think, info))
 
 
 def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
@@ -140,20 +142,17 @@ def _shared(body: wire.GenerationFields, info: EngineInfo) -> dict[str, Any]:
         "max_tokens": predict if predict > 0 else None,
         "constraint": _constraint(body.format),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "template_options": _thinking(body.think, info),
         "overflow": "shift" if goes_on else "refuse",
     }
 
 
 def _thinking(think: bool | str | None, info: EngineInfo) -> dict[str, Any]:
-    """Variables for the chat template. Raises InvalidRequestError where it knows of no thinking."""
-    if think is None:
-        return {}
-    if think is not False and not info.can_think:
+    """How much is thought. Raises InvalidRequestError for a model that does not know how to."""
+    if think not in (None, False, "none") and not info.can_think:
         raise InvalidRequestError(f"{info.model} does not support thinking", param="think")
     if isinstance(think, str):
-        return template_options(None, think)
-    return {"enable_thinking": think}
+        return reasoning(think)
+    return reasoning(None, wanted=think)
 
 
 def _constraint(wanted: str | dict[str, Any] | None) -> JsonSchema | None:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.server.core.wire import (
+    Effort,
     JsonObject,
     ModelName,
     Probability,
@@ -31,7 +32,7 @@ Whole = Annotated[float, Meta(ge=-_WHOLE, le=_WHOLE)]
 #: Seconds, or a text such as "5m" or "1h30m"; negative for ever.
 KeepAlive = Annotated[float, Meta(ge=-_WHOLE, le=_WHOLE)] | Annotated[str, Meta(max_length=64)]
 Format = Literal["", "json"] | JsonObject
-Think = bool | Literal["low", "medium", "high"]
+Think = bool | Effort
 OptionalName = Annotated[str, Meta(max_length=256)]
 
 
