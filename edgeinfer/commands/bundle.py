@@ -46,7 +46,8 @@ def bundle(options: argparse.Namespace, host: Host) -> BundleResult:
     record = store.find_pulled(name, catalog)
     if record is None:
         raise UsageError(
-            f"{name} is a file, not a pulled model", hint=f"pull it first: `edgeinfer pull {name}`"
+            f"{name} is a file, not a pulled model",
+            hint=f"pull it first: `edgeinfer pull {name} --name NAME`",
         )
     out = Path(options.output)
     if out.exists() and out.samefile(program):

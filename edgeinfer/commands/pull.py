@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from typing import ClassVar
+from urllib.parse import quote
 
 from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog import pull as catalog_pull
@@ -61,15 +62,17 @@ class PullResult(Result, frozen=True, kw_only=True):
 def pull(options: argparse.Namespace, host: Host) -> PullResult:
     """Raises what `catalog.pull.pull` raises; Ctrl-C keeps what was fetched.
 
-    A model that another program has here is checked instead of fetched; --again or --name fetches one
-    from Hugging Face nevertheless.
+    A model that another program has here is checked instead of fetched; with --name it becomes one of
+    ours. --again or --name fetches one from Hugging Face nevertheless.
     """
     began = time.monotonic()
     wanted: str = options.model or host.config.default_model
     if stores.is_name(wanted) or not (options.again or options.name or names.is_path(wanted)):
         found = _found(wanted, began)
-        if found is not None:
+        if found is not None and not options.name:
             return found
+        if found is not None:
+            wanted = f"file:{quote(found.files[0])}"
     wish = PullOptions(
         name=options.name, in_place=options.in_place, again=options.again, offline=offline(host.config)
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, picture
+from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, picture, sha
 from made_gguf import entry, gguf_bytes, model_entries, text
 
 from edgeinfer import disk
@@ -426,6 +426,17 @@ def test_a_name_with_control_characters_reaches_no_terminal(home: Path, capsys) 
     made.file.rename(made.repo / "tiny\x1b[2J.gguf")
     assert main(["list", "--pulled"]) == 0
     assert "\x1b[2J" not in capsys.readouterr().out
+
+
+def test_a_model_of_ollamas_becomes_one_of_ours_by_a_name(home: Path, capsys) -> None:
+    made = OllamaStore(home, TINY)
+    before = picture(made.root)
+    assert main(["pull", made.name, "--name", "mine"]) == 0
+    assert picture(made.root) == before
+    copy = Path(own.model_files("mine").paths[0])
+    assert copy.read_bytes() == TINY
+    shutil.rmtree(made.root)
+    assert own.model_files("mine").sha256 == sha(TINY)
 
 
 # --- the first launch
