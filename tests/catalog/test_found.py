@@ -240,8 +240,21 @@ def test_a_file_that_may_not_be_read(made, capsys) -> None:
         made.file.chmod(0o600)
 
 
-def _manifest_text(made: OllamaStore, content: str) -> None:
-    made.manifest.write_text(content)
+def test_a_folder_that_may_not_be_looked_into(made, capsys) -> None:
+    place = made.root / "manifests" if isinstance(made, OllamaStore) else made.root
+    place.chmod(0)
+    try:
+        found = listed(capsys)
+        if os.geteuid():
+            (row,) = found["unusable"]
+            assert row["name"].endswith("*")
+            assert "can't be looked into" in row["problem"]
+            with pytest.raises(ModelNotPulledError):
+                own.model_files(made.name)
+        else:
+            assert found["models"]
+    finally:
+        place.chmod(0o700)
 
 
 @pytest.mark.parametrize(
