@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 from terminal import Terminal, shell_environment
@@ -185,6 +186,22 @@ def test_a_successor_that_dies_with_the_terminal_loses_nothing(user, tmp_path):
         chat.terminal.press("Enter")
         chat.terminal.until(chat.answer)
         chat.leave()
+
+
+def test_one_that_withdrew_is_offered_again(monkeypatch, capfd):
+    launcher = Launcher(["chat"], 0, 0)
+    read_fd, write_fd = os.pipe()
+    found = SimpleNamespace(resume="auto", find=lambda: None)
+    monkeypatch.setattr(launcher, "_main", SimpleNamespace(offers_fd=write_fd))
+    monkeypatch.setattr(launcher._verb, "choice", found)
+    monkeypatch.setattr(launcher._verb, "look_again", lambda: None)
+    for why, said in (("exit 0", hand_over.OFFER), ("exit 1", b"")):
+        launcher._stay(why)
+        os.write(write_fd, b".")
+        assert os.read(read_fd, 9) == said + b"."
+    for fd in (read_fd, write_fd):
+        os.close(fd)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_successor_that_hangs_is_killed(monkeypatch, capfd):

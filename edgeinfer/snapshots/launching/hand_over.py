@@ -84,10 +84,14 @@ class Succession:
             quietly(os.write, first.offers_fd, LEAVE)
         return successor
 
-    def stay(self, why: str) -> None:
-        """There is no successor: the app goes on as if nothing had been."""
+    def stay(self, why: str, main: App | None = None) -> None:
+        """There is no successor: the app goes on as if nothing had been.
+
+        One that withdrew was not wrong, only early: `main` may ask for the next.
+        """
         self.successor = None
         if why == _WITHDRAWN:
+            self.offer(main)
             return
         if self._was_late:
             why = f"the resumed process could not go on within {LIMIT_S:g} s"

@@ -155,7 +155,7 @@ class Launcher:
         if self._asked_to_end:
             self._succession.successor = None
         else:
-            self._succession.stay(why)
+            self._succession.stay(why, self._main)
 
     def _read_app(self, app: App) -> None:
         received = frames.receive(app.link)
