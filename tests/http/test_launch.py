@@ -106,7 +106,8 @@ def test_an_endpoint_is_started_where_none_runs_and_found_the_next_time(
         assert "started" not in capfd.readouterr().err
         assert json.loads(aider.read_text())["argv"] == ["two"]
     finally:
-        assert subprocess.run([sys.executable, "-m", "edgeinfer", "stop", "--all"]).returncode == 0
+        stop = [sys.executable, "-m", "edgeinfer", "stop", "chatterer"]  # and no other one of this user
+        assert subprocess.run(stop).returncode == 0
 
 
 def test_a_serve_that_ends_is_quoted(aider, configured, tmp_path, capfd):
