@@ -130,6 +130,9 @@ def test_an_unknown_model_is_a_404_before_anything_is_streamed(here):
     answer = _post(here, "/api/pull", model="no-such-model")
     assert answer.status_code == 404
     assert "not found" in answer.json()["error"]
+    ollamas = _post(here, "/api/pull", model="llama3.2:3b")
+    assert ollamas.status_code == 404
+    assert "did you mean llama-3.2-3b" in ollamas.json()["error"]
 
 
 def test_a_pull_that_fails_later_says_so_in_its_last_line(here, hub, monkeypatch):

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.progress import OnProgress, PullProgress
-from edgeinfer.errors import EdgeInferError, InvalidRequestError
+from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.exchange import Exchange, exchange_of
 from edgeinfer.server.core.model_names import LATEST, spellings
@@ -70,7 +71,19 @@ def source_of(name: str) -> str:
             "a file",
             param="model",
         )
+    _refuse_sizes(plain)
     return plain
+
+
+def _refuse_sizes(name: str) -> None:
+    """Raise UnknownModelError for `llama3.2:3b`: a tag is a quantization, sizes are in names."""
+    base, colon, tag = name.partition(":")
+    if not colon or "/" in name or file_type(tag) is not None:
+        return
+    from edgeinfer.catalog.models import load_catalog, nearest  # 8 ms, for a name that is not here
+
+    hint = nearest(f"{base}-{tag}", load_catalog().models)
+    raise UnknownModelError(f"no model is called {name!r}", hint=hint)
 
 
 async def create(request: Request) -> Response:

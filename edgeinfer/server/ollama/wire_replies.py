@@ -19,9 +19,12 @@ class OllamaError(Reply, frozen=True, kw_only=True):
 DoneReason = Literal["stop", "length", "load", "unload"]
 
 
-class Statistics(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """What the last line of an answer says; zeros are left out, as Ollama does."""
+class AnswerFields(Reply, frozen=True, kw_only=True, omit_defaults=True):
+    """What both answers share. The last line has the statistics; zeros are left out, as Ollama does."""
 
+    model: str
+    created_at: str
+    done: bool
     done_reason: DoneReason | None = None
     total_duration: int = 0
     load_duration: int = 0
@@ -52,22 +55,16 @@ class OllamaMessage(Reply, frozen=True, kw_only=True, omit_defaults=True):
     tool_calls: list[ToolCallReply] | None = None
 
 
-class OllamaChatReply(Statistics, frozen=True, kw_only=True, omit_defaults=True):
+class OllamaChatReply(AnswerFields, frozen=True, kw_only=True, omit_defaults=True):
     """The answer of /api/chat, and each line of its stream."""
 
-    model: str
-    created_at: str
     message: OllamaMessage
-    done: bool
 
 
-class OllamaGenerateReply(Statistics, frozen=True, kw_only=True, omit_defaults=True):
+class OllamaGenerateReply(AnswerFields, frozen=True, kw_only=True, omit_defaults=True):
     """The answer of /api/generate, and each line of its stream."""
 
-    model: str
-    created_at: str
     response: str
-    done: bool
     thinking: str = ""
 
 
