@@ -13,6 +13,7 @@ from edgeinfer.runtime.decoding.blocks import restore
 from edgeinfer.runtime.decoding.scheduling import idle_cells
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.loading.mappings import Untouched
+from edgeinfer.snapshots.building.spill import spill
 
 from .test_blocks import ROOMY, ask, heard, load, text
 
@@ -57,7 +58,7 @@ def rest(engine: LlamaEngine) -> None:
 def test_memory_goes_back_and_the_conversation_comes_back(engine: LlamaEngine, tmp_path: Path) -> None:
     assert engine._loaded.cells
     engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
-    tokens = tuple(engine.tokenize(text(700)))
+    tokens = tuple(engine.tokenize(text(600)))
     wanted, _ = heard(engine, ask(tokens))
     rest(engine)
     assert engine.metrics().kv_used_tokens == 0
@@ -80,9 +81,15 @@ def test_what_would_not_come_back_stays(engine: LlamaEngine, tmp_path: Path) -> 
     assert engine.metrics().kv_used_tokens == len(early)
 
 
-def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path, resumed: bool) -> None:
+    """In a resumed process the cells are mapped from the snapshot's file, whose content comes back."""
     n_pinned = engine.prefill_system("You are a poet. " * 20)
     assert n_pinned > 60
+    if resumed:
+        engine.park()
+        pieces = list(engine._scheduler._idle_cells._pieces)
+        assert spill(pieces, str(tmp_path / "buffers.img"), lambda _: None).written > 0
     engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
     pinned = tuple(engine._scheduler.kv.residents[0].tokens)
     asked = ask(pinned + tuple(engine.tokenize(text(700))))
@@ -90,7 +97,7 @@ def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path) -> Non
     assert usage.cached_tokens == n_pinned
     rest(engine)
     assert engine.metrics().kv_used_tokens == n_pinned
-    assert 0 < touched_mib(engine) < 70
+    assert 0 < touched_mib(engine) < 70 or resumed
     other = ask(pinned + tuple(engine.tokenize(text(100, 5000))))
     found, usage = heard(engine, other)
     assert (usage.cached_tokens, usage.cached_disk_tokens) == (n_pinned, 0)
