@@ -106,7 +106,7 @@ def test_an_endpoint_is_started_where_none_runs_and_found_the_next_time(
         assert "started" not in capfd.readouterr().err
         assert json.loads(aider.read_text())["argv"] == ["two"]
     finally:
-        stop = [sys.executable, "-m", "edgeinfer", "stop", "chatterer"]  # and no other one of this user
+        stop = [sys.executable, "-m", "edgeinfer", "stop", str(model)]  # and no other one of this user
         assert subprocess.run(stop).returncode == 0
 
 
