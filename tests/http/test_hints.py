@@ -166,6 +166,22 @@ def test_allowed_tools_are_the_offer(here, engine):
     assert engine.requests[-1].tool_choice.mode == "required"
 
 
+def test_a_stream_that_may_be_calls_alone_begins_without_text(here):
+    def begins(**sent):
+        first = here.chat(stream=True, **sent).text.partition("data: ")[2].partition("\n")[0]
+        return json.loads(first)["choices"][0]["delta"]["content"]
+
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert begins() == ""
+    assert begins(tools=tools) is None
+    assert begins(tools=tools, tool_choice="none") == ""
+
+
+def test_vllms_name_of_the_repeat_penalty_is_honoured(here, engine):
+    assert here.chat(repetition_penalty=1.3).status_code == 200
+    assert engine.requests[-1].sampling.repeat_penalty == 1.3
+
+
 def test_a_deferred_tool_is_offered_once_it_is_referred_to(here, engine):
     tools = [
         {"name": "ToolSearch", "input_schema": SCHEMA},

@@ -71,6 +71,7 @@ OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 Temperature = Annotated[float, _range("temperature")]
 Probability = Annotated[float, _range("top_p")]
 TopK = Annotated[int, _range("top_k")]
+RepeatPenalty = Annotated[float, _range("repeat_penalty")]
 ReasoningBudget = Annotated[
     int, Meta(ge=0, le=MAX_TOKENS, description="Tokens after which reasoning is closed.")
 ]
@@ -106,7 +107,7 @@ class SamplingFields(Wire, frozen=True, kw_only=True):
     top_k: TopK | None = None
     min_p: Probability | None = None
     typical_p: Probability | None = None
-    repeat_penalty: Annotated[float, _range("repeat_penalty")] | None = None
+    repeat_penalty: RepeatPenalty | None = None
     repeat_last_n: Annotated[int, _range("repeat_last_n")] | None = None
     dry_multiplier: Annotated[float, _range("dry_multiplier")] | None = None
     dry_base: Annotated[float, _range("dry_base")] | None = None

@@ -133,7 +133,11 @@ class _OpenAI:
 
 
 class ChatRenderer(_OpenAI):
-    """`chat.completion` and `chat.completion.chunk`."""
+    """`chat.completion` and `chat.completion.chunk`.
+
+    `may_call`: the answer may be calls alone, so a stream does not begin with an empty text, of which
+    some clients would make a part.
+    """
 
     def __init__(
         self,
@@ -144,11 +148,13 @@ class ChatRenderer(_OpenAI):
         fingerprint: str,
         n: int = 1,
         logprobs: bool = False,
+        may_call: bool = False,
     ) -> None:
         super().__init__(
             request_id, model, include_usage=include_usage, fingerprint=fingerprint, n=n, count=n
         )
         self.logprobs = logprobs
+        self.may_call = may_call
 
     def _chunk(self, choices: list[wire.ChunkChoice]) -> wire.ChatChunk:
         return wire.ChatChunk(
@@ -160,7 +166,10 @@ class ChatRenderer(_OpenAI):
         )
 
     def opening(self) -> bytes:
-        delta = b'"delta":{"role":"assistant","content":""},"finish_reason":null,"logprobs":null}'
+        text = b"null" if self.may_call else b'""'
+        delta = (
+            b'"delta":{"role":"assistant","content":%b},"finish_reason":null,"logprobs":null}' % text
+        )
         return b"".join(
             self._head + b'{"index":%d,' % index + delta + self._tail for index in range(self.n)
         )

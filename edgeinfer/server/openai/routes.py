@@ -49,6 +49,7 @@ async def chat_completions(request: Request) -> Response:
             fingerprint=fingerprint(info),
             n=body.n or 1,
             logprobs=bool(body.logprobs),
+            may_call=bool(body.tools) and body.tool_choice != "none",
         )
 
     job = Job(

@@ -238,6 +238,8 @@ def prompts(
 def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
     """The model's defaults with what the request gives."""
     given: dict[str, Any] = {field: getattr(body, field, None) for field in BY_FIELD}
+    if body.repeat_penalty is None:  # vLLM has another name for it
+        given["repeat_penalty"] = getattr(body, "repetition_penalty", None)
     given = {name: value for name, value in given.items() if value is not None}
     if body.dry_sequence_breakers is not None:
         given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)

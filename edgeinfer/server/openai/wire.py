@@ -22,6 +22,7 @@ from edgeinfer.server.core.wire import (
     OpenAITemperature,
     Probability,
     ReasoningBudget,
+    RepeatPenalty,
     SamplingFields,
     Seed,
     ShortText,
@@ -285,6 +286,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: TokenCount | None = None
+    repetition_penalty: RepeatPenalty | None = None
     grammar: Annotated[str, Meta(min_length=1, max_length=262_144)] | None = None
     structured_outputs: StructuredOutputs | None = None
     lora: Annotated[list[LoraChoice], Meta(max_length=16)] | None = None

@@ -1,0 +1,93 @@
+"""The official clients' own loops: what they parsed is sent back to the endpoint as they keep it."""
+
+from __future__ import annotations
+
+import anthropic
+import openai
+import pydantic
+import pytest
+
+from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
+from edgeinfer.runtime.fake import FakeEngine
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+class Place(pydantic.BaseModel):
+    """Where."""
+
+    city: str
+
+
+@pytest.fixture
+def loop(serve):
+    """An endpoint whose model calls `Place` once, and then answers."""
+
+    def script(request):
+        if any(turn.role == "tool" for turn in request.messages):
+            return ['{"city": "Rome"}']
+        return [
+            ReasoningDelta("hm"),
+            ToolCallDelta(index=0, id="c1", name="Place", arguments='{"city": '),
+            ToolCallDelta(index=0, id="", name="", arguments='"Rome"}'),
+            Finished(reason="tool_calls", usage=Usage(), timings=Timings()),
+        ]
+
+    return serve(FakeEngine(script), refuse_unknown=True)
+
+
+@pytest.fixture
+def client(loop):
+    with openai.OpenAI(base_url=f"{loop.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the client's own, of what it parsed
+@pytest.mark.parametrize("streamed", [False, True])
+def test_openais_parsed_message_is_sent_back(client, streamed):
+    tools = [openai.pydantic_function_tool(Place)]
+    asked = {"model": "fake", "tools": tools, "response_format": Place}
+    if streamed:
+        with client.chat.completions.stream(messages=HI, **asked) as stream:
+            first = stream.get_final_completion().choices[0].message
+    else:
+        first = client.chat.completions.parse(messages=HI, **asked).choices[0].message
+    (call,) = first.tool_calls
+    assert call.function.parsed_arguments == Place(city="Rome")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    second = client.chat.completions.parse(messages=[*HI, first, result], **asked).choices[0].message
+    assert second.parsed == Place(city="Rome")
+    third = client.chat.completions.create(model="fake", messages=[*HI, first, result, second, *HI])
+    assert third.choices[0].message.content
+
+
+def test_openais_parsed_response_is_sent_back(client):
+    tools = [openai.pydantic_function_tool(Place)["function"] | {"type": "function"}]
+    asked = {"model": "fake", "tools": tools, "text_format": Place}
+    first = client.responses.parse(input=HI, **asked)
+    call = next(item for item in first.output if item.type == "function_call")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    second = client.responses.parse(input=[*HI, *first.output, result], **asked)
+    assert second.output_parsed == Place(city="Rome")
+    third = client.responses.create(
+        model="fake", input=[*HI, *first.output, result, *second.output, *HI]
+    )
+    assert third.output
+
+
+def test_anthropics_tool_runner_goes_on_without_what_is_not_here(loop):
+    @anthropic.beta_tool
+    def Place(city: str) -> str:
+        """Tell the weather.
+
+        Args:
+            city: Where.
+        """
+        return f"sunny in {city}"
+
+    with anthropic.Anthropic(base_url=loop.url, api_key="none", max_retries=0) as opened:
+        runner = opened.beta.messages.tool_runner(
+            model="fake", max_tokens=99, tools=[Place], messages=HI
+        )
+        last = runner.until_done()
+    assert last.content[-1].text == '{"city": "Rome"}'
