@@ -90,7 +90,7 @@ class BlocksConfig(_Section, frozen=True, kw_only=True):
 
 
 #: The rules of `server.core.changing_lines`.
-SettledLine = Literal["billing-header", "environment", "clock"]
+SettledLine = Literal["standing", "billing-header", "environment", "clock"]
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):

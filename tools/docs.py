@@ -164,7 +164,11 @@ def settled_lines() -> str:
     """The rules for lines that agents change."""
     from edgeinfer.server.core.changing_lines import RULES
 
-    goes = {"nowhere": "left out", "first user turn": "before the first user turn's text"}
+    goes = {
+        "nowhere": "left out",
+        "system turn": "into the system turn before",
+        "first user turn": "before the first user turn's text",
+    }
     rows = [f"| `{r.name}` | {r.about} | {goes.get(r.to, 'behind the last turn')} |" for r in RULES]
     return "\n".join(["| rule | what | where it goes |", "|---|---|---|", *rows]) + "\n"
 

@@ -13,6 +13,8 @@ PROVIDER = "edgeinfer"
 #: An answer's limit, as a share of the context, where an agent wants one.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
+#: Claude Code takes a smaller window for a mistake.
+_CLAUDE_WINDOW = 100_000
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,9 @@ def claude(target: Target, _folder: Path) -> Setup:
     """Claude Code: environment alone. Every size of model it names is this one."""
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     sizes = ("OPUS", "SONNET", "HAIKU")
+    window = {}
+    if target.n_ctx >= _CLAUDE_WINDOW:  # below, it compacts when a prompt is refused as too long
+        window["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.n_ctx)
     return Setup(
         environment={
             "ANTHROPIC_BASE_URL": target.url,
@@ -48,7 +53,7 @@ def claude(target: Target, _folder: Path) -> Setup:
             **{f"ANTHROPIC_DEFAULT_{size}_MODEL": target.model for size in sizes},
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.answer_tokens),
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.n_ctx),
-            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(target.n_ctx),
+            **window,
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "API_TIMEOUT_MS": "3600000",

@@ -19,9 +19,9 @@ class Agent(NamedTuple):
     """`program` is looked for on PATH; `install` is what to type when it is not there.
 
     `first_tokens`: what its first request was counted to have (SmolLM2's tokens; others differ by a
-    fifth), 0 where nobody counted. `user_agent`: how its requests begin that header. `ask`: arguments
-    for one question without a terminal, before the question. `room_tokens`: what it must have beyond
-    that, or it compacts at once.
+    fifth), 0 where nobody counted. `user_agent`: how its requests begin that header, "" where it does
+    not say who it is. `ask`: arguments for one question without a terminal, before the question.
+    `room_tokens`: what it must have beyond the first request, or it compacts at once.
     """
 
     name: str
@@ -39,6 +39,9 @@ class Agent(NamedTuple):
         """The smallest context that this agent can work in."""
         return (self.first_tokens or _UNCOUNTED_TOKENS) + self.room_tokens
 
+
+#: How `edgeinfer warm --agent` asks for an agent, before its name.
+WARMING = "edgeinfer-agent/"
 
 AGENTS = {
     agent.name: agent
@@ -81,7 +84,7 @@ AGENTS = {
             "python -m pip install aider-install && aider-install",
             setups.aider,
             829,
-            "litellm/",
+            "",
             ("--yes-always", "--no-git", "--message"),
         ),
         Agent(
@@ -91,7 +94,7 @@ AGENTS = {
             "npm install -g @mariozechner/pi-coding-agent",
             setups.pi,
             1_326,
-            "pi/",
+            "",
             ("-p",),
             room_tokens=22_000,
         ),
@@ -101,7 +104,7 @@ AGENTS = {
             "qwen",
             "npm install -g @qwen-code/qwen-code",
             setups.qwen,
-            14_500,
+            17_900,
             "QwenCode/",
             ("-p",),
         ),
@@ -117,3 +120,12 @@ AGENTS = {
         ),
     )
 }
+
+
+def agent_of(user_agent: str) -> str:
+    """The name of the agent that says this of itself, "" for none that is known."""
+    if user_agent.startswith(WARMING):
+        named = user_agent.removeprefix(WARMING)
+        return named if named in AGENTS else ""
+    begins = (a.name for a in AGENTS.values() if a.user_agent and user_agent.startswith(a.user_agent))
+    return next(begins, "")

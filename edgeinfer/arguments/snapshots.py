@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments.launch_args import add_load_option, add_load_options
 from edgeinfer.arguments.verb import Verbs, add_verb, json_option
 from edgeinfer.load_options import N_THREADS
@@ -30,6 +31,12 @@ def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--system", metavar="TEXT|@FILE", default="", help="system prompt to compute in advance"
+    )
+    parser.add_argument(
+        "--agent",
+        choices=tuple(AGENTS),
+        metavar="NAME",
+        help="no snapshot: read what this agent (`launch --list`) begins with, and keep it on the disk",
     )
     parser.add_argument("--name", default="", help="name of this snapshot, beside others of the model")
     add_load_option(parser, N_THREADS)

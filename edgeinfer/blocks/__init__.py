@@ -4,6 +4,7 @@
                                                                ├── names.py    what a block is called
                                                                ├── writer.py   the thread that writes
                                                                ├── limits.py   how much, who goes first
+                                                               ├── kept.py     what agents begin with
                                                                └── forget.py   by model or conversation
 
 The room knows bytes, tokens and names, and nothing of llama.cpp. There is no index: a prefix is found

@@ -1,5 +1,7 @@
 """How much the blocks may take of the disk, and which go first: the least recently used.
 
+Those that agents begin with go last of all (kept.py).
+
 A block's time of last use is its file's mtime, set when it is written and whenever it is read. Parents
 are always stamped later than their children, so that leaves go first. Times that lie in the future (a
 clock that was set back) count as now.
@@ -13,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgeinfer.blocks.kept import kept_names
 from edgeinfer.disk import free_bytes
 
 SUFFIX = ".block"
@@ -88,7 +91,8 @@ def prune(root: Path, limits: Limits, extra_bytes: int = 0) -> tuple[int, int]:
     if used + extra_bytes <= allowed:
         return 0, used
     removed = 0
-    for block in blocks:
+    kept = kept_names(root)
+    for block in sorted(blocks, key=lambda block: block.path.name.removesuffix(SUFFIX) in kept):
         if used + extra_bytes <= allowed * _PRUNE_TO:
             break
         block.path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
     ROOT/secret                      what names are keyed with (0600)
     ROOT/owners/HASH                 names of the blocks that hold one conversation
     ROOT/MODEL/IDENTITY/checked      what the check of this identity found: "exact", or why not
+    ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions begin with (kept.py)
     ROOT/MODEL/IDENTITY/NAME.block   a block (format.py)
 
 A file appears by one rename and never changes; whoever writes the same block writes the same bytes.
@@ -26,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer import paths
-from edgeinfer.blocks import format, limits
+from edgeinfer.blocks import format, kept, limits
 from edgeinfer.blocks.format import Block, Header
 from edgeinfer.blocks.limits import Limits
 from edgeinfer.blocks.names import Names, owner_name, read_secret
@@ -194,6 +195,10 @@ class ModelBlocks:
             except OSError:
                 continue
 
+    def straddling(self, parent: bytes) -> bytes:
+        """A block behind `parent` in which what sessions of an agent share ends; b"" for none."""
+        return bytes.fromhex(kept.straddling(self._folder, parent.hex()))
+
     # reading
 
     def read_ahead(self, names: Sequence[bytes]) -> list[Future[Block | None]]:
@@ -254,6 +259,16 @@ class ModelBlocks:
         if new:
             self._store.note_owner(conversation, new)
             known.update(new)
+
+    def keep(self, agent: str, names: Sequence[bytes]) -> None:
+        """Note that a session of `agent` begins with these blocks: what all share is pruned last."""
+        self.writer.put(lambda: self._keep(agent, names))
+
+    def _keep(self, agent: str, names: Sequence[bytes]) -> None:
+        try:
+            kept.note_session(self._folder, agent, [name.hex() for name in names])
+        except OSError as error:
+            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
 
     def _write(self, block: Block) -> None:
         """In the writer's thread: the file, whole or not at all."""

@@ -47,8 +47,14 @@ class WarmResult(Result, frozen=True, kw_only=True):
         )
 
 
-def warm(options: argparse.Namespace, host: Host) -> WarmResult:
-    """Raises what `build_order.build` raises, UsageError for an unreadable system prompt."""
+def warm(options: argparse.Namespace, host: Host) -> Result:
+    """Raises what `build_order.build` raises, UsageError for an unreadable system prompt; with an agent
+    as `launch` does.
+    """
+    if options.agent:
+        from edgeinfer.commands.warm_agent import warm_agent  # the server's types take 60 ms
+
+        return warm_agent(options, host)
     began = time.monotonic()
     model = store.full_name(options.model or host.config.default_model)
     config = host.config.snapshots

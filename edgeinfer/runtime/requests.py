@@ -126,7 +126,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     anything, in memory or on disk; `cache_on_disk` False leaves what it computes in memory only, until
     another that begins like it may write it. Requests share what was computed only under one
     `cache_salt`.
-    `conversation` names whose blocks these are, so that they can be forgotten with it.
+    `conversation` names whose blocks these are, so that they can be forgotten with it. `preamble` names
+    the agent whose sessions all begin about like this: what they share goes last when room is short.
 
     `reasoning_budget` closes a reasoning span that has run for so many tokens, and the answer goes on
     behind it; 0 lets none begin, None leaves it to the model.
@@ -152,5 +153,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_on_disk: bool = True
     cache_salt: str = ""
     conversation: str = ""
+    preamble: str = ""
     lora: tuple[tuple[str, float], ...] | None = None
     speculative: Literal["auto", "off", "ngram", "draft"] = "auto"

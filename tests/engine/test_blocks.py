@@ -11,9 +11,12 @@ import msgspec
 import pytest
 
 from edgeinfer.blocks.forget import forget_all, forget_conversation
+from edgeinfer.blocks.kept import kept_names
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime.decoding.blocks import restore
+from edgeinfer.runtime.decoding.blocks.block_cache import BLOCK_TOKENS
+from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, Usage
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -135,6 +138,23 @@ def test_memory_first_then_the_store(engine: LlamaEngine, store: BlockStore) -> 
     assert metrics.cached_disk_tokens_total == len(tokens) - 1
     assert metrics.block_bytes_written_total > metrics.block_bytes_read_total > 0
     assert metrics.kv_used_tokens == len(engine._scheduler.kv.residents[0].tokens)
+
+
+def test_a_new_session_of_an_agent_finds_all_that_its_sessions_share(
+    engine: LlamaEngine, store: BlockStore
+) -> None:
+    shared = engine.tokenize(text(600))  # ends in the middle of a block
+    people = [engine.tokenize(text(400, start)) for start in (3000, 5000, 7000)]
+    sessions = [tuple(shared + said) for said in people]
+    for tokens in sessions[:2]:
+        heard(engine, ask(tokens, preamble="codex", max_tokens=0, logprobs=None))
+    assert engine.flush_blocks()
+    assert len(kept_names(store.root)) == len(shared) // BLOCK_TOKENS
+    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    _, usage = heard(engine, ask(sessions[2], preamble="codex"))
+    together = common_prefix(sessions[2], sessions[0])
+    assert together % BLOCK_TOKENS > 32
+    assert usage.cached_disk_tokens == usage.cached_tokens == together
 
 
 def test_whose_blocks_are_is_noted_when_they_are_written(

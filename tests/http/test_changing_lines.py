@@ -64,6 +64,43 @@ def test_an_environment_stands_before_the_first_words_of_the_user():
     ]
 
 
+def test_what_claude_code_says_behind_the_first_words_stands_before_them():
+    said = "# Environment\nYou have been invoked in the following environment:\n - /w\n\nAgents: many."
+    turns = (_turn("system", "Rules."), _turn("user", "hi"), _turn("system", said))
+    settled, applied = settle((*turns, _turn("assistant", "ho"), _turn("system", "later")))
+    assert applied == ("standing", "environment")
+    assert [
+        (turn.role, turn.content.replace("You have been invoked in the following", "…"))
+        for turn in settled
+    ] == [
+        ("system", "Rules.\n\nAgents: many."),
+        ("user", "# Environment\n… environment:\n - /w\n\nhi"),
+        ("assistant", "ho"),
+        ("system", "later"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "rest"),
+    [
+        ("Current working directory: /w", ""),
+        ("You have a persistent file-based memory at `/h/-w/memory/`.", "Each is a file:"),
+        (
+            "You have a persistent file-based memory at `/w/m/`. This directory already exists — write to it (do not look).",
+            "Each is a file:",
+        ),
+        ("- PROJECT memory (this project only): `/h/-w/memory`", ""),
+        ("## /h/-w/memory/MEMORY.md", ""),
+    ],
+)
+def test_a_line_that_names_a_project_stands_with_the_users_words(line, rest):
+    system = f"Rules.\n{line}{' ' if rest else ''}{rest}\nBe brief."
+    settled, applied = settle((_turn("system", system), _turn("user", "hi")))
+    assert applied == ("environment",)
+    assert settled[0].content == f"Rules.\n{rest}{chr(10) if rest else ''}Be brief."
+    assert settled[1].content == f"{line}\n\nhi"
+
+
 def test_a_clock_stands_behind_the_last_turn():
     system = "You are at home.\nCurrent time is 12:34:56. Today's date is 2026-11-22.\nBe brief."
     settled, applied = settle((_turn("system", system), _turn("user", "hi")))

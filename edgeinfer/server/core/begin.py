@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
+from edgeinfer.agents.table import WARMING, agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Event
 from edgeinfer.runtime.interface import Engine, Generation
@@ -75,7 +76,16 @@ def _shared(exchange: Exchange, request: GenerateRequest) -> GenerateRequest:
         request,
         messages=exchange.settle(request.messages),
         cache_salt=f"{salt} {request.cache_salt}" if salt else request.cache_salt,
+        preamble=_preamble(exchange, request),
     )
+
+
+def _preamble(exchange: Exchange, request: GenerateRequest) -> str:
+    """The agent of which a session begins with this request, "" for any other request."""
+    said = exchange.headers.get("user-agent", "")
+    is_main = bool(request.tools) or said.startswith(WARMING)
+    begins = is_main and all(turn.role != "assistant" for turn in request.messages)
+    return agent_of(said) if begins else ""
 
 
 async def submit_all(

@@ -34,16 +34,38 @@ def _line(pattern: re.Pattern[str]) -> Callable[[str], Split]:
     return split
 
 
+#: How blocks that describe the surroundings begin and end.
+_ENVIRONMENTS = (("<env>", "</env>"), ("# Environment\nYou have been invoked", "\n\n"))
+#: Lines, or the beginnings of lines, that name a project's folder: of pi, Claude Code, and qwen-code.
+_FOLDERS = re.compile(
+    r"^(?:Current working directory: .*\n?"
+    r"|You have a persistent file-based memory at `[^`\n]+`\."
+    r"(?: This directory already exists[^\n)]*\)\.)? ?"
+    r"|- PROJECT memory [^`\n]*`[^`\n]+`\n?"
+    r"|## /\S*/memory/MEMORY\.md\n?)",
+    re.MULTILINE,
+)
+
+
 def _environment(text: str) -> Split:
-    """Find the first `<env>` block. Its ends are looked for once: a regular expression would go through
-    a hostile text again and again.
+    """Find the first block of each kind, and lines. A block's ends are looked for once: a regular
+    expression would go through a hostile text again and again.
     """
-    begin = text.find("<env>")
-    end = text.find("</env>", begin)
-    if begin < 0 or end < 0:
-        return text, ""
-    end += len("</env>")
-    return text[:begin] + text[end:].removeprefix("\n"), text[begin:end] + "\n"
+    found = "".join(f"{line.strip()}\n" for line in _FOLDERS.findall(text))
+    text = _FOLDERS.sub("", text) if found else text
+    for opening, closing in _ENVIRONMENTS:
+        begin = text.find(opening)
+        end = text.find(closing, begin)
+        if begin >= 0 and end >= 0:
+            end += len(closing)
+            found += f"{text[begin:end].rstrip()}\n"
+            text = text[:begin] + text[end:].removeprefix("\n")
+    return text, found
+
+
+def _none(text: str) -> Split:
+    """Find nothing: the rule is about turns."""
+    return text, ""
 
 
 class Rule(NamedTuple):
@@ -52,10 +74,16 @@ class Rule(NamedTuple):
     name: SettledLine
     about: str
     split: Callable[[str], Split]
-    to: Literal["nowhere", "first user turn", "last turn"]
+    to: Literal["nowhere", "system turn", "first user turn", "last turn"]
 
 
 RULES = (
+    Rule(
+        "standing",
+        "a system turn behind the first user turn, before any answer: Claude Code's agents and skills",
+        _none,
+        "system turn",
+    ),
     Rule(
         "billing-header",
         "`x-anthropic-billing-header: …` of Claude Code, which is for a bill and not for a model",
@@ -64,7 +92,8 @@ RULES = (
     ),
     Rule(
         "environment",
-        "an `<env>` block (directory, platform, date), as opencode writes it before its tools",
+        "folder, platform and date: `<env>` of opencode, `# Environment` of Claude Code, single lines "
+        "that name a project's folder",
         _environment,
         "first user turn",
     ),
@@ -89,10 +118,25 @@ def settle(
     )
     system, others = list(turns[:n_system]), list(turns[n_system:])
     applied: list[SettledLine] = []
+    if "standing" in wanted and _bring_forward(system, others):
+        applied.append("standing")
     for rule in RULES:
         if rule.name in wanted and _apply(rule, system, others):
             applied.append(rule.name)
     return (*(turn for turn in system if turn.content), *others), tuple(applied)
+
+
+def _bring_forward(system: list[Message], others: list[Message]) -> bool:
+    """Put system turns behind the first words of a person into the system turn before; whether there
+    were any.
+    """
+    end = next((i for i, t in enumerate(others) if t.role in ("assistant", "tool")), len(others))
+    standing = [turn for turn in others[:end] if turn.role in ("system", "developer")]
+    if not standing or not system:
+        return False
+    others[:end] = [turn for turn in others[:end] if turn.role == "user"]
+    system[-1] = _saying(system[-1], "\n\n".join(turn.content for turn in (system[-1], *standing)))
+    return True
 
 
 def _apply(rule: Rule, system: list[Message], others: list[Message]) -> bool:

@@ -20,6 +20,7 @@ from edgeinfer.runtime.decoding.blocks.proof import Proof
 from edgeinfer.runtime.decoding.blocks.restore import Restore
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache, Resident, common_prefix
 from edgeinfer.runtime.decoding.cache.states import SequenceStates
+from edgeinfer.runtime.requests import GenerateRequest
 
 #: Tokens of a block where no sliding window asks for fewer.
 BLOCK_TOKENS = 256
@@ -80,7 +81,12 @@ class BlockCache:
             n_full, tail, n_tail = self._last_point(chain[: n_full + 1], tokens)
             first = 0
         else:
-            tail, n_tail = self.names.tail(chain[n_full], tokens[n_full * size :])
+            rest = tokens[n_full * size :]
+            tail, n_tail = max(
+                self.names.tail(chain[n_full], rest),
+                self.names.straddling(chain[n_full], rest),
+                key=lambda found: found[1],
+            )
             first = min(cached // size, n_full)
         end = min(n_full * size + n_tail, len(tokens) - 1)
         if end - cached < _WORTH_READING or not self._is_proven(end - cached, is_alone=is_alone):
@@ -107,6 +113,12 @@ class BlockCache:
             while not self.proof.found:
                 self.proof.go_on()
         return self.proof.found == "exact"
+
+    def keep_preamble(self, request: GenerateRequest, tokens: list[int], adapters: AdapterKey) -> None:
+        """Note how a session of an agent begins; the blocks themselves are written as all are."""
+        if request.preamble and not self.proof.is_refused:
+            names = self.names.chain(tokens, adapters, request.cache_salt)[1:]
+            self.blocks.keep(request.preamble, names)
 
     # read
 

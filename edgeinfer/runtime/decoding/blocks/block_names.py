@@ -61,3 +61,11 @@ class BlockNames:
         name = self._blocks.names.tail(parent, tokens)
         header = self._blocks.header(name) if len(tokens) >= TAIL_KEY_TOKENS else None
         return name, common_prefix(unpack_tokens(header.tokens), tokens) if header else 0
+
+    def straddling(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
+        """A whole block behind `parent` in which what an agent's sessions share ends, and how far it
+        agrees with `tokens`; 0 where none is known.
+        """
+        name = self._blocks.straddling(parent)
+        header = self._blocks.header(name) if name else None
+        return name, common_prefix(unpack_tokens(header.tokens), tokens) if header else 0

@@ -159,3 +159,4 @@ class Prefixes:
         resident.memory_only_from = None
         if keep and self.blocks is not None:
             self.blocks.writing.add(resident, self._chunks.s_per_token)
+            self.blocks.keep_preamble(seq.request, seq.tokens, seq.adapters)

@@ -1,0 +1,103 @@
+"""What sessions of an agent begin with: names of blocks, a file an agent, which are pruned last.
+
+    FOLDER/kept/AGENT    how many sessions were noted; names of the blocks that all begin with; after an
+                         empty line the name of a block behind them, in the middle of which they part
+
+One session says only how it began, with what a person wrote in it. What a second one shares with it is
+the agent's own: instructions and tools. So nothing is kept before there were two, and from then on what
+all of them share.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_FOLDER = "kept"
+#: An agent's name becomes the name of a file.
+_AGENT = re.compile(r"[a-z0-9-]{1,32}")
+#: An agent that was changed shares less than this with its past, and begins anew.
+_SAME_SHARE = 0.5
+#: Sessions that are told apart: one, and more.
+_SEVERAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """`shared` are names in order, `behind` the name of a block behind the last, "" for none."""
+
+    sessions: int = 0
+    shared: tuple[str, ...] = ()
+    behind: str = ""
+
+
+def note_session(folder: Path, agent: str, names: Sequence[str]) -> None:
+    """Note that a session of `agent` begins with the blocks of these names. Raises OSError."""
+    if not names or not _AGENT.fullmatch(agent):
+        return
+    path = folder / _FOLDER / agent
+    before = _read(path)
+    now = _narrowed(before, tuple(names))
+    if now != before:
+        _write(path, now)
+
+
+def kept_names(root: Path) -> set[str]:
+    """Names of all blocks below `root` that two sessions of an agent began with."""
+    noted = map(_read, root.glob(f"*/*/{_FOLDER}/*"))
+    return {name for one in noted if one.sessions >= _SEVERAL for name in one.shared}
+
+
+def straddling(folder: Path, parent: str) -> str:
+    """The block behind `parent` in which sessions part, if `parent` is the last that they share."""
+    return next((one.behind for one in _all(folder) if one.shared[-1:] == (parent,)), "")
+
+
+def _all(folder: Path) -> Iterator[_Noted]:
+    try:
+        agents = os.listdir(folder / _FOLDER)
+    except OSError:
+        return
+    for agent in agents:
+        if _AGENT.fullmatch(agent):
+            yield _read(folder / _FOLDER / agent)
+
+
+def _narrowed(before: _Noted, names: tuple[str, ...]) -> _Noted:
+    """What is noted after another session."""
+    n = 0
+    while n < min(len(before.shared), len(names)) and before.shared[n] == names[n]:
+        n += 1
+    if not n or n < _SAME_SHARE * len(before.shared):
+        return _Noted(1, names)
+    behind = before.behind
+    if n < len(before.shared):
+        behind = before.shared[n]
+    elif not behind and n < len(names):
+        behind = names[n]
+    return _Noted(_SEVERAL, names[:n], behind)
+
+
+def _read(path: Path) -> _Noted:
+    """What is noted; nothing where the file is not ours."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(descriptor, encoding="ascii") as file:
+            head, _, behind = file.read().partition("\n\n")
+        first, *names = head.split("\n")
+        bytes.fromhex("".join([*names, behind]))  # raises ValueError for what is no name
+        return _Noted(int(first), tuple(names), behind)
+    except (OSError, ValueError):
+        return _Noted()
+
+
+def _write(path: Path, noted: _Noted) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(temporary, flags, 0o600), "w", encoding="ascii") as file:
+        file.write("\n".join([str(noted.sessions), *noted.shared]) + "\n\n" + noted.behind)
+    temporary.replace(path)

@@ -1,0 +1,71 @@
+"""What sessions of an agent begin with: noted by name, narrowed by every session, pruned last."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from edgeinfer.blocks import kept, limits
+from edgeinfer.blocks.limits import Limits
+
+
+def _names(*words: str) -> list[str]:
+    return [word.encode().ljust(20, b"-").hex() for word in words]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of one identity, as the store has it below its root."""
+    path = tmp_path / "model/identity"
+    path.mkdir(parents=True)
+    return path
+
+
+def test_one_session_keeps_nothing_and_two_keep_what_they_share(tmp_path, folder):
+    kept.note_session(folder, "codex", _names("a", "b", "c", "person"))
+    assert kept.kept_names(tmp_path) == set()
+    kept.note_session(folder, "codex", _names("a", "b", "c", "another", "more"))
+    assert kept.kept_names(tmp_path) == set(_names("a", "b", "c"))
+    kept.note_session(folder, "codex", _names("a", "b", "third"))
+    assert kept.kept_names(tmp_path) == set(_names("a", "b"))
+
+
+def test_where_sessions_part_is_known_by_the_block_before(folder):
+    kept.note_session(folder, "codex", _names("a", "b", "person"))
+    kept.note_session(folder, "codex", _names("a", "b", "another"))
+    assert kept.straddling(folder, *_names("b")) == _names("person")[0]
+    assert kept.straddling(folder, *_names("a")) == ""
+
+
+def test_an_agent_that_was_changed_begins_anew(tmp_path, folder):
+    for names in (_names("a", "b", "c"), _names("a", "b", "c"), _names("new", "b", "c")):
+        kept.note_session(folder, "codex", names)
+    assert kept.kept_names(tmp_path) == set()
+    kept.note_session(folder, "codex", _names("new", "b", "c"))
+    assert kept.kept_names(tmp_path) == set(_names("new", "b", "c"))
+
+
+def test_a_name_that_is_no_agents_and_a_file_that_is_not_ours_count_for_nothing(tmp_path, folder):
+    kept.note_session(folder, "../outside", _names("a"))
+    assert list(tmp_path.rglob("outside")) == []
+    kept.note_session(folder, "codex", _names("a"))
+    for damaged in ("", "two\nabc", "2\nnothex\n\n", "2\nabc\n\nxyz", "\xff"):
+        (folder / "kept/codex").write_text(damaged, "utf-8")
+        assert kept.kept_names(tmp_path) == set()
+        assert kept.straddling(folder, "abc") == ""
+    kept.note_session(folder, "codex", _names("a"))
+
+
+def test_what_agents_begin_with_is_pruned_last(tmp_path, folder):
+    names = _names("first", "second", "third")
+    for age, name in enumerate(names):  # the agent's is the oldest
+        path = folder / f"{name}{limits.SUFFIX}"
+        path.write_bytes(bytes(1 << 20))
+        os.utime(path, ns=(age + 1, age + 1))
+    for _ in range(2):
+        kept.note_session(folder, "codex", names[:1])
+    removed, _ = limits.prune(tmp_path, Limits(max_bytes=2 << 20, margin_bytes=0))
+    assert removed >= 1
+    assert (folder / f"{names[0]}{limits.SUFFIX}").exists()
+    assert not (folder / f"{names[1]}{limits.SUFFIX}").exists()
