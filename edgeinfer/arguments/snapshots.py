@@ -14,7 +14,9 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     """Register this family's verbs."""
     _add_warm(verbs)
     _add_snapshots(verbs)
-    add_verb(verbs, "ps", "ps:ps", "running chats, endpoints and workers", linux_only=True)
+    add_verb(
+        verbs, "ps", "ps:ps", "what runs, and what it remembered of its latest prompt", linux_only=True
+    )
     _add_stop(verbs)
 
 

@@ -306,15 +306,20 @@ def test_uninstall_refuses_while_an_endpoint_runs_and_not_for_one_with_another_h
         assert endpoint.ask()["usage"]["completion_tokens"] == 3
 
 
-def test_ps_shows_a_launch_and_stop_ends_it(warm):
+def test_ps_shows_a_launch_and_where_its_prompt_differed_and_stop_ends_it(warm):
     with Endpoint(warm, MODEL) as endpoint:
-        endpoint.ask()
+        for last in ("sparrow", "hammer"):
+            body = {"model": MODEL, "prompt": f"One two three four, a {last} here", "max_tokens": 1}
+            endpoint.post(body)
         rows = [
             r
             for r in warm.run("ps", "--json").result["running"]
             if str(endpoint.port) in r["arguments"]
         ]
         assert [row["verb"] for row in rows] == ["serve"]
+        assert [last["divergence"]["cause"] for last in rows[0]["last_prompts"]] == ["text"]
+        assert "hammer" in rows[0]["last_prompts"][0]["divergence"]["here"]
+        assert f"{rows[0]['pid']} {MODEL}: " in warm.run("ps").out
         assert warm.run("stop", str(rows[0]["pid"]), "--json").result["stopped"] == [rows[0]["pid"]]
         assert endpoint.process.wait(30) == 0
     assert warm.run("stop", "nothing").code == 2
