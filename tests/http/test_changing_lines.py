@@ -46,7 +46,7 @@ def _without(body: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in body.items() if key != "max_tokens"}
 
 
-def test_an_environment_stands_before_the_first_words_of_the_user():
+def test_an_environment_stands_behind_the_first_words_of_the_user():
     system = "Rules.\n<env>\n  Working directory: /w\n</env>\nSkills."
     turns = (
         _turn("system", system),
@@ -58,23 +58,20 @@ def test_an_environment_stands_before_the_first_words_of_the_user():
     assert applied == ("environment",)
     assert [turn.content for turn in settled] == [
         "Rules.\nSkills.",
-        "<env>\n  Working directory: /w\n</env>\n\nhi",
+        "hi\n\n<env>\n  Working directory: /w\n</env>",
         "ho",
         "on",
     ]
 
 
 def test_what_claude_code_says_behind_the_first_words_stands_before_them():
-    said = "# Environment\nYou have been invoked in the following environment:\n - /w\n\nAgents: many."
+    said = "# Environment\n - Primary working directory: /w\n - Platform: linux\n\nAgents: many."
     turns = (_turn("system", "Rules."), _turn("user", "hi"), _turn("system", said))
     settled, applied = settle((*turns, _turn("assistant", "ho"), _turn("system", "later")))
     assert applied == ("standing", "environment")
-    assert [
-        (turn.role, turn.content.replace("You have been invoked in the following", "…"))
-        for turn in settled
-    ] == [
-        ("system", "Rules.\n\nAgents: many."),
-        ("user", "# Environment\n… environment:\n - /w\n\nhi"),
+    assert [(turn.role, turn.content) for turn in settled] == [
+        ("system", "Rules.\n\n# Environment\n - Platform: linux\n\nAgents: many."),
+        ("user", "hi\n\n- Primary working directory: /w"),
         ("assistant", "ho"),
         ("system", "later"),
     ]
@@ -98,7 +95,7 @@ def test_a_line_that_names_a_project_stands_with_the_users_words(line, rest):
     settled, applied = settle((_turn("system", system), _turn("user", "hi")))
     assert applied == ("environment",)
     assert settled[0].content == f"Rules.\n{rest}{chr(10) if rest else ''}Be brief."
-    assert settled[1].content == f"{line}\n\nhi"
+    assert settled[1].content == f"hi\n\n{line}"
 
 
 def test_a_clock_stands_behind_the_last_turn():

@@ -34,11 +34,10 @@ def _line(pattern: re.Pattern[str]) -> Callable[[str], Split]:
     return split
 
 
-#: How blocks that describe the surroundings begin and end.
-_ENVIRONMENTS = (("<env>", "</env>"), ("# Environment\nYou have been invoked", "\n\n"))
 #: Lines, or the beginnings of lines, that name a project's folder: of pi, Claude Code, and qwen-code.
 _FOLDERS = re.compile(
     r"^(?:Current working directory: .*\n?"
+    r"| - (?:Primary working directory|Is a git repository): .*\n?"
     r"|You have a persistent file-based memory at `[^`\n]+`\."
     r"(?: This directory already exists[^\n)]*\)\.)? ?"
     r"|- PROJECT memory [^`\n]*`[^`\n]+`\n?"
@@ -48,19 +47,17 @@ _FOLDERS = re.compile(
 
 
 def _environment(text: str) -> Split:
-    """Find the first block of each kind, and lines. A block's ends are looked for once: a regular
+    """Find the first `<env>` block, and lines. The block's ends are looked for once: a regular
     expression would go through a hostile text again and again.
     """
     found = "".join(f"{line.strip()}\n" for line in _FOLDERS.findall(text))
     text = _FOLDERS.sub("", text) if found else text
-    for opening, closing in _ENVIRONMENTS:
-        begin = text.find(opening)
-        end = text.find(closing, begin)
-        if begin >= 0 and end >= 0:
-            end += len(closing)
-            found += f"{text[begin:end].rstrip()}\n"
-            text = text[:begin] + text[end:].removeprefix("\n")
-    return text, found
+    begin = text.find("<env>")
+    end = text.find("</env>", begin)
+    if begin < 0 or end < 0:
+        return text, found
+    end += len("</env>")
+    return text[:begin] + text[end:].removeprefix("\n"), f"{found}{text[begin:end]}\n"
 
 
 def _none(text: str) -> Split:
@@ -92,8 +89,7 @@ RULES = (
     ),
     Rule(
         "environment",
-        "folder, platform and date: `<env>` of opencode, `# Environment` of Claude Code, single lines "
-        "that name a project's folder",
+        "an `<env>` block (folder, platform, date) of opencode, and lines of others that name a folder",
         _environment,
         "first user turn",
     ),
@@ -147,9 +143,7 @@ def _apply(rule: Rule, system: list[Message], others: list[Message]) -> bool:
     if not moved or target is None:
         return False
     system[:] = [_saying(turn, rest) for turn, (rest, _) in zip(system, split, strict=True)]
-    if rule.to == "first user turn":
-        others[target] = _saying(others[target], f"{moved}\n{others[target].content}")
-    elif rule.to == "last turn":
+    if rule.to != "nowhere":
         others[target] = _saying(others[target], f"{others[target].content}\n\n{moved.rstrip()}")
     return True
 
