@@ -33,7 +33,7 @@ COMMANDS = {
     "snapshots": (("list",), 0),
     "forget": ((), None),
     "ps": ((), 0),
-    "stop": (("--all",), 0),
+    "stop": (("nobody",), 2),
     "doctor": ((), None),
     "version": ((), 0),
     "config": ((), 0),
