@@ -74,6 +74,24 @@ def test_the_model_is_the_first_word_that_has_a_snapshot(root):
     assert choose.launch_choice(["run", "--draft", "m", "hello"]).model == places.DEFAULT_MODEL
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("serve other --port 8080", "other"),
+        ("chat other", "other"),
+        ("run other hello", "other"),
+        ("run hello", places.DEFAULT_MODEL),
+        ("run hello --seed 4", places.DEFAULT_MODEL),
+        ("serve --port 8080", places.DEFAULT_MODEL),
+        ("chat", places.DEFAULT_MODEL),
+        ("batch in.jsonl out.jsonl", places.DEFAULT_MODEL),
+    ],
+)
+def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
+    with pytest.raises(SnapshotMissingError, match=f"^{said} has no snapshot yet"):
+        choose.launch_choice(typed.split()).find()
+
+
 def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.toml").write_text(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Options after which a model's name, or a word like one, is not the model to launch.
 _NAME_ANOTHER = ("--draft", "--system", "--snapshot")
+#: Verbs whose first word is a model's name where so many words stand behind it.
+_BEHIND_THE_MODEL = {"chat": 0, "serve": 0, "run": 1}
 
 
 class LaunchChoice:
@@ -70,8 +72,21 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
         if len(word) < 200 and format.safe_name(word) in known:
             model = word
             break
+    else:
+        if format.safe_name(model) not in known:  # nothing can be resumed: say of which model
+            model = _named_first(argv) or model
     resume = option(argv, "--resume") or str(snapshots.get("resume", "auto"))
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
+
+
+def _named_first(argv: list[str]) -> str:
+    """The model that the word behind the verb can only mean; "" where it may be a prompt or a file."""
+    n_behind = _BEHIND_THE_MODEL.get(argv[0])
+    if n_behind is None:
+        return ""
+    words = argv[1 : 2 + n_behind]
+    is_named = len(words) == 1 + n_behind and not any(word.startswith("-") for word in words)
+    return words[0] if is_named else ""
 
 
 def option(argv: list[str], name: str) -> str:

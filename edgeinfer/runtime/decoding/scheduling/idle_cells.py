@@ -1,7 +1,7 @@
 """Gives the memory of the KV cache back when nobody has asked for a while.
 
 What was in the cells is in the store of computed blocks then, and comes back from there. llama.cpp does
-not say which cells are free, so all are emptied; a pinned prefix is put back (decision 085).
+not say which cells are free, so all are emptied; a pinned prefix is put back (decision 088).
 """
 
 from __future__ import annotations
