@@ -83,7 +83,7 @@ def test_the_last_files_are_kept(load):
 
 def test_an_engine_fills_a_gap(load):
     request = GenerateRequest(
-        infill=Infill(prefix="def f():\n", suffix="\n", files=FILES), max_tokens=4
+        infill=Infill(prefix="def f():\n", suffix="\n", files=FILES), max_tokens=4, ignore_eos=True
     )
     (*_, end) = load(*FIM).submit(request)
     assert isinstance(end, Finished)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import shutil
 import socket
 import threading
 from pathlib import Path
@@ -19,6 +18,7 @@ from edgeinfer.host import Start
 from edgeinfer.snapshots.resumed.app_process import AppHost
 from edgeinfer.snapshots.shelf import format
 
+from .conftest import Person
 from .test_by_itself import MODEL, Endpoint, _descendants
 from .test_resume import _private_bytes
 
@@ -29,20 +29,13 @@ SETTINGS = "[snapshots]\nidle-release-s = 1.0\n"
 
 
 @pytest.fixture
-def cold(anybody):
-    """Somebody without a snapshot; what tests before this one left is put aside and back."""
-    config = anybody.data / "config/config.toml"
-    settings = config.read_text() if config.exists() else ""
-    aside = anybody.snapshots.with_name("snapshots-aside")
-    if anybody.snapshots.exists():
-        anybody.snapshots.rename(aside)
-    (anybody.data / "state/auto-warm.log").unlink(missing_ok=True)
-    anybody.settings(SETTINGS)
-    yield anybody
-    anybody.settings(settings)
-    shutil.rmtree(anybody.snapshots, ignore_errors=True)
-    if aside.exists():
-        aside.rename(anybody.snapshots)
+def cold(anybody, tmp_path_factory):
+    """The same person with a home of its own, where no snapshot is yet."""
+    home = anybody.place.folder / tmp_path_factory.mktemp("cold").name
+    home = home.with_name(f"{home.name}-{anybody.uid}")
+    person = Person(anybody.place, anybody.uid, anybody.gid, home, anybody.model)
+    person.settings(SETTINGS)
+    return person
 
 
 class Caller:

@@ -1,11 +1,13 @@
 """What was remembered of the latest prompt: its words, and finding it in another process's memory."""
 
-import os
+import subprocess
+import sys
 
+import msgspec
 import pytest
 
 from edgeinfer.commands.ps import PsResult
-from edgeinfer.last_prompt import LastPrompt, Shared, left_by
+from edgeinfer.last_prompt import LastPrompt, left_by
 from edgeinfer.runtime.events import Divergence, Usage
 from edgeinfer.snapshots.running import Running
 
@@ -32,15 +34,32 @@ def test_it_says_how_much_and_why_no_more(prompt, words):
     assert prompt.words.endswith(words)
 
 
+#: Writes what a line of its input says, until its input ends; answers each line.
+WRITER = """
+import sys
+import msgspec
+from edgeinfer.last_prompt import LastPrompt, Shared
+shared = Shared()
+print(flush=True)
+for line in sys.stdin:
+    shared.write(msgspec.json.decode(line, type=LastPrompt))
+    print(flush=True)
+"""
+
+
 def test_the_latest_is_found_by_pid_and_gone_with_the_process():
-    shared = Shared()
-    assert left_by(os.getpid()) is None
-    shared.write(last("text", before="a long text " * 9))
-    shared.write(last("end", n_tokens=7))
-    assert left_by(os.getpid()) == last("end", n_tokens=7)
-    assert left_by(1 << 30) is None
-    os.close(shared._fd)
-    assert left_by(os.getpid()) is None
+    command = [sys.executable, "-c", WRITER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        assert left_by(writer.pid) is None
+        for said in (last("text", before="a long text " * 9), last("end", n_tokens=7)):
+            writer.stdin.write(msgspec.json.encode(said) + b"\n")
+            writer.stdin.flush()
+            writer.stdout.readline()
+            assert left_by(writer.pid) == said
+    assert left_by(writer.pid) is None
 
 
 def test_ps_says_it_below_the_table():
