@@ -119,7 +119,9 @@ class ChatApp(App[None]):
         return cast("TerminalDriver", self._driver)
 
     async def _take(self, taking: Taking) -> None:
-        if not await taking.take(self._terminal, self._modes_before):
+        if await taking.take(self._terminal, self._modes_before):
+            self.screen.refresh()  # whole: what changed before was drawn on no screen
+        else:
             self.exit()
 
     @on(Loader.Failed)
