@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NoReturn
 
 from edgeinfer import __version__, error_text
@@ -34,8 +35,12 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"run `{self.prog} --help`")
 
 
+@cache
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line. `verb` is empty when none was typed: that means `chat`."""
+    """The whole command line, made once: a parked process has it, and a launch pays for none of it.
+
+    `verb` is empty when none was typed: that means `chat`.
+    """
     parser = _Parser(prog="edgeinfer", description="Local language models that feel already loaded.")
     parser.add_argument("--version", action="version", version=f"edgeinfer {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import cache
 
 Verbs = argparse._SubParsersAction  # the name argparse has for what add_subparsers returns
 
@@ -26,6 +27,7 @@ def add_verb(
     return parser
 
 
+@cache
 def json_option() -> argparse.ArgumentParser:
     """Make the parent of every parser that has `--json`; its default stands at the root."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def _cpu_variant() -> str:
     return found.group(1) if found else ""
 
 
+@cache
 def build_info() -> BuildInfo:
     """What `doctor` and `version` show. Raises EngineError as `lib` does."""
     llama = lib()

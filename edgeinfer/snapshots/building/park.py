@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from edgeinfer import process
+from edgeinfer import cli, process
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.runtime.loading.mappings import areas
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
@@ -122,6 +122,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
             load_engine, files, options, lambda _stage, fraction: stages.report("load", fraction)
         )
         import_everything()
+        cli.build_parser()
         _rehearse()
         engine: Parkable = loading.result()
     loaded = LoadedModel(engine, fields["model"].decode(), options)
