@@ -111,10 +111,10 @@ def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) 
         "computed_tokens": max(r[2] for r in hot),
     }
     if is_ours:
-        files = [path for path in (model, *(home / "cache").rglob("*")) if path.is_file()]
+        cold = [_restart(side, chat, lambda: drop(_files(home, model))) for _ in range(3)]
         side.kill()
-        cold = [_restart(side, chat, lambda: drop(files)) for _ in range(3)]
-        blocks = sum(path.stat().st_size for path in (home / "cache").rglob("*.block"))
+        files = _files(home, model)
+        blocks = sum(path.stat().st_size for path in files if path.suffix == ".block")
         drop(files)
         begun = time.perf_counter()
         for path in files[1:]:
@@ -125,6 +125,11 @@ def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) 
             "blocks_mb": blocks / 1e6,
         }
     return row
+
+
+def _files(home: Path, model: Path) -> list[Path]:
+    """The model, and what a stopped server left of it: snapshot and blocks."""
+    return [path for path in (model, *(home / "cache").rglob("*")) if path.is_file()]
 
 
 def _restart(
