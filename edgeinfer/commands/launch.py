@@ -98,7 +98,7 @@ def _known(agent: Agent) -> KnownAgent:
 
 def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> Target:
     """An endpoint with the model loaded and a context that is large enough, started if need be."""
-    key = _key()
+    key = keys.own_key()
     found = endpoint.find(_urls(host.config), key)
     if found is not None:
         model = host.files(options.model).name if options.model else found.model
@@ -126,18 +126,6 @@ def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> Target
         file=sys.stderr,
     )
     return Target(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
-
-
-def _key() -> str:
-    """The key that an endpoint of this user may want, "" where there is none."""
-    if os.environ.get("EDGEINFER_API_KEY"):
-        return os.environ["EDGEINFER_API_KEY"]
-    named = os.environ.get("EDGEINFER_API_KEY_FILE")
-    path = Path(named) if named else keys.key_path()
-    try:
-        return keys.read_keys(path)[0]
-    except FileNotFoundError:
-        return ""
 
 
 def _urls(config: Config) -> Iterator[str]:

@@ -9,8 +9,16 @@ import socket
 import threading
 from collections.abc import Callable
 
+from starlette.types import Receive
+
 from edgeinfer.host import Copies
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Connection:

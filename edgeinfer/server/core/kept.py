@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, get_args
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.runtime.events import FinishReason
+from edgeinfer.server.core.connection import disconnected
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.problems import shutting_down
 
@@ -155,7 +156,7 @@ class Kept:
         self._readers[reader] = 0
         if self._timer is not None:
             self._timer.cancel()
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             await self._read(reader, gone, send, cut)
         finally:
@@ -184,11 +185,6 @@ class Kept:
                 changed = self._change()
                 await asyncio.wait({changed, gone}, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class KeptAnswers:

@@ -21,7 +21,7 @@ from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, Finished, Progress, Timings, Usage
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Begun, Job, begin, events_of
-from edgeinfer.server.core.connection import Connection, ShortCut
+from edgeinfer.server.core.connection import Connection, ShortCut, disconnected
 from edgeinfer.server.core.exchange import Exchange
 from edgeinfer.server.core.problems import Problem, from_error, internal, shutting_down
 from edgeinfer.server.observe.metrics import TokenClock
@@ -127,7 +127,7 @@ class _WholeResponse(_Answering, Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._work())
-        watcher = asyncio.ensure_future(_disconnected(receive))
+        watcher = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -269,7 +269,7 @@ class _StreamResponse(_Answering, Response):
         return self.begun.renderer.event(0, event)
 
     async def _watch(self, receive: Receive) -> None:
-        await _disconnected(receive)
+        await disconnected(receive)
         self.gone = True
         self._opening.cancel()
         self._cancel()
@@ -304,9 +304,3 @@ class _StreamResponse(_Answering, Response):
             said.end = said.end or cut_short
         renderer = self._job.renderer(self.exchange.model, self.begun.lease.engine.info)
         self.exchange.answer = renderer.whole(self._texts)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -80,6 +80,18 @@ def stored_keys() -> tuple[Keys, bool]:
     return Keys([key]), True
 
 
+def own_key() -> str:
+    """A key that an endpoint of this user may want; "" where there is none. Raises ServeError."""
+    typed = os.environ.get("EDGEINFER_API_KEY", "")
+    if typed:
+        return typed
+    named = os.environ.get("EDGEINFER_API_KEY_FILE", "")
+    try:
+        return read_keys(Path(named) if named else key_path())[0]
+    except FileNotFoundError:
+        return ""
+
+
 def read_keys(path: Path) -> list[str]:
     """Read a file's keys, one a line, `#` comments. Raises FileNotFoundError, ServeError."""
     try:

@@ -17,6 +17,7 @@ from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.progress import OnProgress, PullProgress
 from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError
 from edgeinfer.server.core.bodies import decode
+from edgeinfer.server.core.connection import disconnected
 from edgeinfer.server.core.exchange import Exchange, exchange_of
 from edgeinfer.server.core.model_names import LATEST, spellings
 from edgeinfer.server.core.problems import Problem, from_error, internal
@@ -221,8 +222,7 @@ class _Working(Response):
             self._cancel.set()
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         self._cancel.set()
 
     async def _send_lines(self, send: Send) -> None:

@@ -218,8 +218,10 @@ class BlockWriting:
                 header = self._header("point", names.point(chain[i], rest), chain[i], rest)
             found[header.name] = header, i * size
         for header, start in found.values():
-            there = None if self._is_queued(header) else self._blocks.header(header.name)
-            if not self._is_queued(header) and (there is None or there.tokens != header.tokens):
+            if self._is_queued(header):
+                continue
+            there = self._blocks.header(header.name)
+            if there is None or there.tokens != header.tokens:
                 yield header, start, None
 
     def _header(self, kind: Kind, name: bytes, parent: bytes, tokens: list[int]) -> Header:
