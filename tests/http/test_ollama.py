@@ -221,7 +221,8 @@ def test_a_suffix_needs_a_model_that_fills_gaps(serve):
 
 def test_logprobs_come_with_their_tokens(real):
     body = {"model": "smollm2", "prompt": "hi", "logprobs": True, "top_logprobs": 2, "stream": False}
-    said = real.client.post("/api/generate", json=body | {"options": {"num_predict": 2}}).json()
+    body["options"] = {"num_predict": 2, "temperature": 0}
+    said = real.client.post("/api/generate", json=body).json()
     assert len(said["logprobs"]) == said["eval_count"] == 2
     assert len(said["logprobs"][0]["top_logprobs"]) == 2
 

@@ -65,7 +65,7 @@ def test_both_addresses_answer(place, tmp_path, start):
         asked = {
             "model": listed["model"],
             "prompt": "x",
-            "options": {"num_predict": 2},
+            "options": {"num_predict": 2, "temperature": 0},
             "stream": False,
         }
         answer = httpx2.post(f"{ollamas}/api/generate", json=asked, timeout=60)
