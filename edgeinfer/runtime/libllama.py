@@ -8,6 +8,7 @@ calls it. `L` is the same binding for those who are handed a model, a context or
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
 import threading
@@ -90,13 +91,13 @@ def clear_log() -> None:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect llama.cpp's log during the block; one thread at a time makes contexts."""
+    """Collect llama.cpp's log during the block, whichever thread it comes from."""
     lines: list[str] = []
     _listeners.append(lines)
     try:
         yield lines
     finally:
-        _listeners.remove(lines)
+        _listeners[:] = [one for one in _listeners if one is not lines]
 
 
 def library_dir() -> Path:
@@ -120,6 +121,8 @@ def _load_backends() -> ctypes.CDLL:
         getattr(ggml, name).restype = ctypes.c_size_t
     ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
     ggml.ggml_backend_load_all_from_path.restype = None
+    ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
     for folder in variant_dirs():
@@ -135,6 +138,13 @@ def _load_backends() -> ctypes.CDLL:
     return ggml
 
 
+def load_backend(path: str) -> tuple[int, list[str]]:
+    """Register a backend library: ggml's handle of it, 0 when it could not, and what was logged."""
+    lib()
+    with listening() as lines:
+        return _state["ggml"].ggml_backend_load(os.fsencode(path)) or 0, lines
+
+
 def base_library() -> ctypes.CDLL:
     """libggml-base, which llama.cpp allocates with; its functions that edgeinfer calls are declared."""
     base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
@@ -142,6 +152,9 @@ def base_library() -> ctypes.CDLL:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "ggml_backend_dev_name": (ctypes.c_char_p, [pointer]),
         "ggml_backend_dev_description": (ctypes.c_char_p, [pointer]),
+        "ggml_backend_dev_get_props": (None, [pointer, pointer]),
+        "ggml_backend_reg_dev_count": (size, [pointer]),
+        "ggml_backend_reg_dev_get": (pointer, [pointer, size]),
         "ggml_version": (ctypes.c_char_p, []),
         "ggml_commit": (ctypes.c_char_p, []),
         "ggml_backend_cpu_buffer_type": (pointer, []),

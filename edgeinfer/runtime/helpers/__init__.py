@@ -1,1 +1,1 @@
-"""Programs that run in processes of their own: the quantizer, perplexity."""
+"""Programs that run in processes of their own: the quantizer, perplexity, the devices."""

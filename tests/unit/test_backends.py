@@ -1,0 +1,82 @@
+"""Backend libraries as files: which one is taken, and which is never opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.backends import files
+from edgeinfer.runtime.backends.files import Build, Facts
+
+BUILD = Build(binding="0.3.36", ggml="0.25.3", commit="abc1234", machine="linux-x86_64")
+
+
+def put(folder: Path, name: str = "vulkan", build: Build = BUILD, content: bytes = b"code") -> Path:
+    """A library that nobody could load, and its JSON file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / files.file_name(name)
+    path.write_bytes(content)
+    facts = Facts(name=name, build=build, sha256="0" * 64, size_bytes=len(content))
+    files.facts_path(path).write_bytes(msgspec.json.encode(facts))
+    return path
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the program's own libraries, empty."""
+    monkeypatch.setattr(files, "shipped_dir", lambda: tmp_path / "shipped")
+    return tmp_path / "shipped"
+
+
+def test_a_vendors_own_goes_before_vulkan(shipped: Path) -> None:
+    assert files.available() == ()
+    put(shipped)
+    put(files.added_dir(), "rocm")
+    assert [(file.name, file.added) for file in files.available()] == [
+        ("rocm", True),
+        ("vulkan", False),
+    ]
+    assert files.available()[0].path.endswith("libggml-hip.so")
+
+
+def test_a_users_own_goes_before_the_programs_unless_it_is_broken(shipped: Path) -> None:
+    put(shipped)
+    own = put(files.added_dir())
+    assert files.find("vulkan").path == str(own)
+    own.write_bytes(b"half")
+    assert files.find("vulkan").path == str(own)  # as long as described
+    own.write_bytes(b"half a library")
+    assert files.find("vulkan").path == str(shipped / own.name)
+
+
+def test_a_library_of_another_llama_is_not_for_this_one(shipped: Path) -> None:
+    put(shipped, build=msgspec.structs.replace(BUILD, ggml="0.24.0"))
+    problem = files.misfit(files.find("vulkan"), BUILD)
+    assert "ggml 0.24.0" in problem
+    assert "this is llama-cpp-python 0.3.36, ggml 0.25.3 (abc1234)" in problem
+
+
+OTHERS = (("commit", "unknown", True), ("commit", "def5678", False), ("binding", "0.3.37", False))
+
+
+@pytest.mark.parametrize(("field", "value", "fits"), OTHERS)
+def test_what_makes_two_builds_one(field: str, value: str, fits: bool) -> None:
+    other = msgspec.structs.replace(BUILD, **{field: value})
+    assert BUILD.fits(other) is other.fits(BUILD) is fits
+
+
+def test_what_somebody_else_may_write_to_is_not_opened(shipped: Path) -> None:
+    path = put(shipped)
+    path.chmod(0o666)
+    assert "somebody else may write" in files.misfit(files.find("vulkan"), BUILD)
+    path.chmod(0o644)
+    files.facts_path(path).unlink()
+    assert "does not say which llama.cpp" in files.misfit(files.find("vulkan"), BUILD)
+
+
+def test_a_name_that_no_backend_has(shipped: Path) -> None:
+    with pytest.raises(UsageError, match="cuda, rocm, sycl, vulkan"):
+        files.find("metal")
