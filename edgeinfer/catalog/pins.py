@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from edgeinfer import paths
-from edgeinfer.catalog.fetching import Fetched
+from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.names import Reference
 from edgeinfer.disk import write_whole
 from edgeinfer.errors import CatalogError

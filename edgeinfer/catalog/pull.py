@@ -19,7 +19,8 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import gguf, pins, sources, store
-from edgeinfer.catalog.fetching import Fetched, fetch
+from edgeinfer.catalog.fetching.fetch import fetch
+from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan

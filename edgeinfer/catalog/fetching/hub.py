@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from edgeinfer.catalog import names
-from edgeinfer.catalog.download import Remote
+from edgeinfer.catalog.fetching.download import Remote
 from edgeinfer.catalog.sources import HubFile, HubQuant
 from edgeinfer.errors import (
     AuthenticationError,

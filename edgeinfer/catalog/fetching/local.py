@@ -1,0 +1,57 @@
+"""Files of this machine: copied, sharing blocks where the filesystem can, or pointed at."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from edgeinfer.catalog import names
+from edgeinfer.catalog.fetching.fetched import Fetched
+from edgeinfer.catalog.progress import Job
+from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
+from edgeinfer.errors import SourceNotFoundError
+
+
+def fetch(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
+    """The file at `path`, or all parts of a split one, copied into `work` unless `in_place`.
+
+    Raises SourceNotFoundError, DiskFullError, InterruptedByUser.
+    """
+    parts = names.split_parts(path)
+    for part in parts:
+        if not part.is_file():
+            raise SourceNotFoundError(f"there is no file {part}", hint="check the path")
+    found = []
+    for index, part in enumerate(parts):
+        ours = part if in_place else _copied(part, work, job, index, len(parts))
+        found.append(
+            Fetched(
+                path=ours,
+                file_name=names.tamed_file_name(part.name),
+                ours=not in_place,
+                pinned=False,
+                index=index,
+                n_files=len(parts),
+            )
+        )
+    return found
+
+
+def _copied(source: Path, work: Path, job: Job, index: int, n_files: int) -> Path:
+    """A copy of `source` that costs nothing where the filesystem can share blocks."""
+    target = work / (names.tamed_file_name(source.name) + ".part")
+    size = source.stat().st_size
+    job.begin("copying", source.name, total=size, index=index, n_files=n_files)
+    with (
+        open(source, "rb", buffering=0) as old,
+        room_errors(target),
+        open(target, "wb", buffering=0) as new,
+    ):
+        if share_blocks(old.fileno(), new.fileno()):
+            return target
+        need_room(work, size, source.name)
+        done = 0
+        while sent := os.sendfile(new.fileno(), old.fileno(), done, CHUNK_BYTES):
+            done += sent
+            job.at(done)
+    return target
