@@ -174,12 +174,13 @@ FLASH_ATTENTION = LoadOption(
 GPU_LAYERS = LoadOption(
     "gpu_layers",
     "auto",
-    'layers offloaded to the GPU: "auto", "none" or a number',
+    'layers on GPUs: "auto" takes what fits and pays, "none", "all" or a number',
     flag="--gpu-layers",
     key="gpu-layers",
-    words=("auto", "none"),
+    words=("auto", "none", "all"),
     high=1 << 16,
-    metavar="auto|none|N",
+    metavar="auto|none|all|N",
+    of_snapshot=False,  # devices are attached after the resume
 )
 
 LORA = PathsOption(

@@ -10,7 +10,7 @@ from edgeinfer import sampling_options
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments import times
 from edgeinfer.arguments.verb import Verbs, add_verb
-from edgeinfer.load_options import LOAD_OPTIONS, N_CTX, N_THREADS, LoadOption
+from edgeinfer.load_options import LOAD_OPTIONS, N_CTX, LoadOption
 from edgeinfer.sampling_options import SamplingOption
 
 
@@ -29,6 +29,13 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     for option in LOAD_OPTIONS:
         if option.flag and option.of_snapshot:
             add_load_option(group, option)
+
+
+def add_attached_options(parser: argparse._ActionsContainer) -> None:
+    """Add the rows of the table that any snapshot serves."""
+    for option in LOAD_OPTIONS:
+        if option.flag and not option.of_snapshot:
+            add_load_option(parser, option)
 
 
 def add_load_option(parser: argparse._ActionsContainer, option: LoadOption) -> None:
@@ -75,7 +82,7 @@ class _Join(argparse.Action):
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Options of launch time: they ride in the launch request, so any snapshot serves them."""
     group = parser.add_argument_group(times.LAUNCH)
-    add_load_option(group, N_THREADS)
+    add_attached_options(group)
     which = group.add_mutually_exclusive_group()
     which.add_argument("--resume", choices=("auto", "always", "never"), help="resume from a snapshot")
     which.add_argument(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 from edgeinfer.agents.table import AGENTS
-from edgeinfer.arguments.launch_args import add_load_option, add_load_options
+from edgeinfer.arguments.launch_args import add_attached_options, add_load_options
 from edgeinfer.arguments.verb import Verbs, add_verb, json_option
-from edgeinfer.load_options import N_THREADS
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -41,7 +40,7 @@ def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
         help="no snapshot: read what this agent (`launch --list`) begins with, and keep it on the disk",
     )
     parser.add_argument("--name", default="", help="name of this snapshot, beside others of the model")
-    add_load_option(parser, N_THREADS)
+    add_attached_options(parser)
     parser.add_argument("--load-options", help=argparse.SUPPRESS)  # all of them in JSON (`watch_build`)
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     add_load_options(parser)

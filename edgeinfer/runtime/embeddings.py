@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
@@ -142,7 +143,7 @@ class Embedder:
         memory = L.llama_get_memory(self._context)
         if memory:
             L.llama_memory_clear(memory, False)
-        code = self._batch.decode(self._context)
+        code = self._batch.decode(ActiveContext(self._context, memory))
         if code:
             raise DecodeError(
                 f"llama_decode returned {code} for {self._batch.n_tokens} tokens to embed"

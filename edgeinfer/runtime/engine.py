@@ -9,6 +9,7 @@ from typing import Any
 from edgeinfer.blocks.store import BlockStore, Traffic
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
 from edgeinfer.runtime.decoding.blocks.block_opening import (
@@ -33,7 +34,7 @@ from edgeinfer.runtime.language.dialogue import Conversations, load_conversation
 from edgeinfer.runtime.language.prepared import TemplateFacts
 from edgeinfer.runtime.loading.choices import exact_rows
 from edgeinfer.runtime.loading.load import Loaded, load_model
-from edgeinfer.runtime.loading.lora import LoraAdapters
+from edgeinfer.runtime.loading.lora import LoraAdapters, load_adapters
 from edgeinfer.runtime.options import Chosen, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.plan import MAX_DRAFT
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
@@ -61,10 +62,12 @@ class LlamaEngine:
 
     def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
         self._loaded = loaded
-        self._lora = LoraAdapters(loaded.model, loaded.context, options.adapters)
+        self._active = ActiveContext(loaded.context, loaded.memory, loaded.cells)
+        self._active.adapters = load_adapters(loaded.model, options.adapters)
+        self._lora = LoraAdapters(self._active)
         self._conversations = _conversations(files, loaded)
         self._constraints = Constraints()
-        self._scheduler = _scheduler(loaded, self._lora)
+        self._scheduler = _scheduler(loaded, self._active, self._lora)
         self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
         self._embedder = Embedder(loaded, options, self._loop.call)
         self._preparer = Preparer(
@@ -165,7 +168,7 @@ class LlamaEngine:
         s = self._scheduler
         if self._loaded.can_generate and self._blocks is None:
             s.prefixes.blocks = open_blocks(
-                store, self._files, self._options, self._loaded, s.kv, self._checked
+                store, self._files, self._options, self._loaded, self._active, s.kv, self._checked
             )
 
     def flush_blocks(self, timeout_s: float = _FLUSH_S) -> bool:
@@ -224,7 +227,7 @@ class LlamaEngine:
         self._preparer.entropy = entropy
         if n_threads:
             self._loaded.n_threads = n_threads
-            libllama.lib().llama_set_n_threads(self._loaded.context, n_threads, n_threads)
+            libllama.lib().llama_set_n_threads(self._active.context, n_threads, n_threads)
             self._embedder.set_threads(n_threads)
             if self._draft is not None:
                 self._draft.set_threads(n_threads)
@@ -253,16 +256,16 @@ class LlamaEngine:
             blocks.close(_FLUSH_S)
 
 
-def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
+def _scheduler(loaded: Loaded, active: ActiveContext, lora: LoraAdapters) -> Scheduler:
     cuttable = can_cut(loaded)
     kv = KvCache(
-        LlamaMemory(loaded.memory),
+        LlamaMemory(active),
         n_cells=loaded.n_cells,
         n_seq_max=scratch_id(loaded),
         whole_only=not cuttable,
         window=sliding_window(loaded),
     )
-    states = make_states(loaded) if loaded.memory else None
+    states = make_states(loaded, active) if loaded.memory else None
     if not cuttable and states is not None:
         kv.points = Points(states)
     batch = Batch(
@@ -273,7 +276,7 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
         n_cells=loaded.n_cells,
     )
     return Scheduler(
-        context=loaded.context,
+        active=active,
         vocab=loaded.vocab,
         kv=kv,
         batch=batch,
@@ -283,7 +286,6 @@ def _scheduler(loaded: Loaded, lora: LoraAdapters) -> Scheduler:
         can_cut=cuttable,
         exactness=_exactness(loaded),
         states=states,
-        cells=loaded.cells,
     )
 
 

@@ -35,7 +35,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     `kv_elements` is K and V of one token in all layers, `state_elements` the 32-bit floats of one
     sequence in the recurrent ones. `weights_bytes_per_token` is what one token reads of the weights:
     less than all where it uses few of many experts. `can_quantize_kv` says whether the heads of a plain
-    attention cache are whole blocks of a quantized type.
+    attention cache are whole blocks of a quantized type. `embedding_bytes` and `expert_bytes` are what
+    the table of tokens and all experts take of the weights, by their share of the parameters.
     """
 
     weights_bytes: int
@@ -51,6 +52,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     has_windows: bool = False
     is_recurrent: bool = False
     can_quantize_kv: bool = True
+    n_layer: int = 0
+    embedding_bytes: int = 0
+    expert_bytes: int = 0
 
     def kv_bytes_per_token(self, kv_type: str) -> int:
         """Bytes that one more token of context takes in the KV cache."""
@@ -83,9 +87,10 @@ def make_shape(
     n_ff_expert = keys.number("expert_used_count") * keys.number("expert_feed_forward_length")
     key_length = keys.number("attention.key_length")
     kv_elements, state_elements = _kept(keys, heads)
+    experts = _expert_share(keys, n_params)
     return Shape(
         weights_bytes=weights_bytes,
-        weights_bytes_per_token=int(weights_bytes * _share_read(keys, n_params)),
+        weights_bytes_per_token=int(weights_bytes * (1.0 - experts * _share_unused(keys))),
         file_type=keys.of("general.file_type", -1),
         n_ctx_train=keys.number("context_length"),
         n_vocab=n_vocab,
@@ -97,6 +102,9 @@ def make_shape(
         has_windows=keys.has_windows(),
         can_quantize_kv=_can_quantize_kv(keys, heads),
         is_recurrent=any(keys.number(key) for key in _RECURRENT_KEYS),
+        n_layer=keys.number("block_count"),
+        embedding_bytes=int(weights_bytes * min(1.0, n_vocab * n_embd / max(1, n_params))),
+        expert_bytes=int(weights_bytes * experts),
     )
 
 
@@ -194,12 +202,16 @@ def _state_elements(keys: _Keys) -> int:
     return max(0, kernel - 1) * (inner + 2 * groups * n_state) + n_state * inner + convolution
 
 
-def _share_read(keys: _Keys, n_params: int) -> float:
-    """The part of the weights that one token reads, from 0 to 1: all, but for the experts not used."""
-    count, used = keys.number("expert_count"), keys.number("expert_used_count")
+def _expert_share(keys: _Keys, n_params: int) -> float:
+    """The part of the weights that experts take, from 0 to 1."""
+    count = keys.number("expert_count")
     n_layer = max(0, keys.number("block_count") - keys.number("leading_dense_block_count"))
     length = keys.number("expert_feed_forward_length") or keys.number("feed_forward_length")
     experts = n_layer * count * 3 * keys.number("embedding_length") * length
-    if not count or not n_params or used >= count:
-        return 1.0
-    return 1.0 - min(1.0, experts / n_params) * (1 - used / count)
+    return min(1.0, experts / n_params) if n_params else 0.0
+
+
+def _share_unused(keys: _Keys) -> float:
+    """The part of the experts that one token does not read, from 0 to 1."""
+    count, used = keys.number("expert_count"), keys.number("expert_used_count")
+    return 1 - used / count if count and used < count else 0.0

@@ -249,6 +249,7 @@ def test_a_token_reads_its_experts_and_no_others() -> None:
         n_query=64,
         kv_elements=512,
         can_quantize_kv=False,
+        n_layer=4,
     )
 
 

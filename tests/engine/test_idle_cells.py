@@ -11,6 +11,7 @@ from made_decoders import make_lfm2
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime.decoding.blocks import restore
 from edgeinfer.runtime.decoding.scheduling import idle_cells
+from edgeinfer.runtime.decoding.scheduling.idle_cells import pieces
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.loading.mappings import Untouched
 from edgeinfer.snapshots.building.spill import spill
@@ -38,12 +39,12 @@ def touched_mib(engine: LlamaEngine) -> float:
     """MiB of the cells' memory that take pages."""
     untouched = Untouched()
     try:
-        pieces = [
+        found = [
             (at, min(at + MIB, high))
-            for low, high in engine._scheduler._idle_cells._pieces
+            for low, high in pieces(engine._loaded.cells)
             for at in range(low, high, MIB)
         ]
-        return sum(not untouched.holds(*piece) for piece in pieces)
+        return sum(not untouched.holds(*piece) for piece in found)
     finally:
         untouched.close()
 
@@ -88,8 +89,12 @@ def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path, resume
     assert n_pinned > 60
     if resumed:
         engine.park()
-        pieces = list(engine._scheduler._idle_cells._pieces)
-        assert spill(pieces, str(tmp_path / "buffers.img"), lambda _: None).written > 0
+        assert (
+            spill(
+                list(pieces(engine._loaded.cells)), str(tmp_path / "buffers.img"), lambda _: None
+            ).written
+            > 0
+        )
     engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
     pinned = tuple(engine._scheduler.kv.residents[0].tokens)
     asked = ask(pinned + tuple(engine.tokenize(text(700))))

@@ -43,10 +43,10 @@ def test_a_stale_snapshot_is_built_again_by_itself(user):
 
 
 def test_the_snapshot_that_the_chat_orders_serves_its_own_launch(user):
-    order = watch_build.warm_argv(MODEL, LoadOptions(n_parallel=3, gpu_layers="none"))
+    order = watch_build.warm_argv(MODEL, LoadOptions(n_parallel=3, repack="off"))
     user.run("warm", *order).check()
-    assert user.snapshot(f"{MODEL},gpu_layersnone,parallel3")
-    typed = ("--parallel", "3", "--gpu-layers", "none", "--resume=always")
+    assert user.snapshot(f"{MODEL},parallel3,repackoff")
+    typed = ("--parallel", "3", "--repack", "off", "--resume=always")
     assert user.ask(*typed).start["how"] == "resumed"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.libllama import L
 
 _I32 = ctypes.POINTER(ctypes.c_int32)
@@ -92,10 +93,10 @@ class Batch:
         if not 0 <= outputs <= len(tokens) or self.n_outputs + outputs > self.max_outputs:
             raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
 
-    def decode(self, context: Any) -> int:
+    def decode(self, active: ActiveContext) -> int:
         """llama_decode's return code: 0, or 1 when no KV cells were found; negative is fatal."""
         self._native.n_tokens = self.n_tokens
-        return int(L.llama_decode(context, self._native))
+        return int(L.llama_decode(active.context, self._native))
 
 
 class Logits:
@@ -103,13 +104,13 @@ class Logits:
     next decode.
     """
 
-    def __init__(self, context: Any, n_vocab: int) -> None:
-        self._context, self._n_vocab = context, n_vocab
+    def __init__(self, active: ActiveContext, n_vocab: int) -> None:
+        self._active, self._n_vocab = active, n_vocab
         self._row_type = ctypes.c_float * n_vocab
 
     def row(self, index: int) -> npt.NDArray[np.float32]:
         """The logits of the batch's token `index`. Raises DecodeError when it asked for none."""
-        pointer = L.llama_get_logits_ith(self._context, index)
+        pointer = L.llama_get_logits_ith(self._active.context, index)
         if not pointer:
             raise DecodeError(f"token {index} of the batch has no logits")
         row: Any = self._row_type.from_address(ctypes.addressof(pointer.contents))

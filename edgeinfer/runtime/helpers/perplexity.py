@@ -18,6 +18,7 @@ import numpy as np
 from edgeinfer.errors import DecodeError
 from edgeinfer.process import die_with_parent
 from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.helpers.child import say
 from edgeinfer.runtime.libllama import L
@@ -68,6 +69,7 @@ def _context(model: Any, n_tokens: int) -> Any:
 def _negative_log_likelihood(context: Any, tokens: list[int], n_vocab: int) -> float:
     """Natural logs, summed over the scored tokens. Raises DecodeError."""
     total = 0.0
+    active = ActiveContext(context)
     batch = Batch(
         capacity=_BATCH_TOKENS,
         max_outputs=_BATCH_TOKENS,
@@ -79,7 +81,7 @@ def _negative_log_likelihood(context: Any, tokens: list[int], n_vocab: int) -> f
         piece = tokens[start : min(start + _BATCH_TOKENS, len(tokens) - 1)]
         batch.clear()
         batch.add(piece, start, 0, outputs=len(piece))
-        if batch.decode(context):
+        if batch.decode(active):
             raise DecodeError("llama_decode failed on the text")
         logits = np.ctypeslib.as_array(L.llama_get_logits(context), shape=(len(piece), n_vocab))
         following = np.array(tokens[start + 1 : start + 1 + len(piece)])

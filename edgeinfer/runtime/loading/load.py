@@ -18,6 +18,7 @@ from edgeinfer.machine import read_machine, read_rate
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.loading.choices import choose_repack
 from edgeinfer.runtime.loading.mappings import HugePages, Range
+from edgeinfer.runtime.loading.placement import Placement
 from edgeinfer.runtime.loading.sparse_buffers import sparse_buffers
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.plan import Plan, disk_warning, make_plan
@@ -114,14 +115,23 @@ def check_files(paths: tuple[str, ...]) -> None:
             raise ModelLoadError(f"{path} is not there")
 
 
-def open_model(paths: tuple[str, ...], options: LoadOptions, progress: Progress | None = None) -> Any:
-    """Map (and repack) the weights; llama.cpp's model pointer. Raises ModelLoadError."""
+def open_model(
+    paths: tuple[str, ...],
+    options: LoadOptions,
+    progress: Progress | None = None,
+    placement: Placement | None = None,
+) -> Any:
+    """Map (and repack) the weights; llama.cpp's model pointer. Raises ModelLoadError.
+
+    Without a `placement` no device is touched, whichever are registered.
+    """
     llama = libllama.lib()
     check_files(paths)
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
     params.use_extra_bufts = options.repack != "off"
-    params.n_gpu_layers = _gpu_layers(options)
+    placement = placement or Placement(())
+    placement.write(params)
     hook = _progress_hook(progress)
     params.progress_callback = hook
     libllama.clear_log()
@@ -130,12 +140,6 @@ def open_model(paths: tuple[str, ...], options: LoadOptions, progress: Progress 
     if not model:
         raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {_last_words()}")
     return model
-
-
-def _gpu_layers(options: LoadOptions) -> int:
-    if options.gpu_layers == "none":
-        return 0
-    return -1 if options.gpu_layers == "auto" else int(options.gpu_layers)
 
 
 def _progress_hook(progress: Progress | None) -> Any:
@@ -247,7 +251,7 @@ def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Ch
         "n_ubatch": plan.n_ubatch,
         "kv_type": plan.kv_type,
         "repack": plan.repack,
-        "gpu_layers": _gpu_choice(options),
+        "gpu_layers": Chosen("none", "models are loaded for the CPU; devices are attached afterwards"),
         "flash_attention": _flash_choice(options, lines),
     }
 
@@ -308,14 +312,6 @@ def _cells(buffers: list[Range], lines: list[str]) -> tuple[Range, ...]:
 def _sum_mib(lines: list[str], pattern: str) -> int:
     found = (re.search(rf"(?:{pattern}) *= *([\d.]+) MiB", line) for line in lines)
     return sum(int(float(match.group(1)) * (1 << 20)) for match in found if match)
-
-
-def _gpu_choice(options: LoadOptions) -> Chosen:
-    if options.gpu_layers != "auto":
-        return Chosen(options.gpu_layers, "as asked")
-    if libllama.supports_gpu():
-        return Chosen("all", "llama.cpp found a GPU")
-    return Chosen(0, "this build has no GPU backend")
 
 
 def _flash_choice(options: LoadOptions, lines: list[str]) -> Chosen:

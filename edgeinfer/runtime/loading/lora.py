@@ -9,6 +9,7 @@ from typing import Any
 
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
 from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey
 from edgeinfer.runtime.libllama import L
 
@@ -16,17 +17,17 @@ from edgeinfer.runtime.libllama import L
 class LoraAdapters:
     """A model's adapters by name.
 
-    Loaded at load time; freed with the model. `use` is for the decode loop's thread.
+    Those of the active context's model. `use` is for the decode loop's thread.
     """
 
-    def __init__(self, model: Any, context: Any, paths: dict[str, str]) -> None:
-        self._context = context
+    def __init__(self, active: ActiveContext) -> None:
+        self._active = active
         self._current: AdapterKey = ()
-        self._adapters = {name: _load(model, name, path) for name, path in paths.items()}
+        self._context = active.context
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._adapters)
+        return tuple(self._active.adapters)
 
     def key(self, wanted: tuple[tuple[str, float], ...] | None) -> AdapterKey:
         """What a request's adapters amount to: sorted by name, without scale 0; None is all at scale 1.
@@ -34,11 +35,11 @@ class LoraAdapters:
         Raises InvalidRequestError.
         """
         if wanted is None:
-            wanted = tuple((name, 1.0) for name in self._adapters)
+            wanted = tuple((name, 1.0) for name in self.names)
         scales: dict[str, float] = {}
         for name, scale in wanted:
-            if name not in self._adapters:
-                known = ", ".join(self._adapters) or "none"
+            if name not in self.names:
+                known = ", ".join(self.names) or "none"
                 raise InvalidRequestError(f'no LoRA adapter "{name}"; loaded: {known}', param="lora")
             if name in scales:
                 raise InvalidRequestError(f'LoRA adapter "{name}" is named twice', param="lora")
@@ -49,15 +50,21 @@ class LoraAdapters:
 
     def use(self, adapters: AdapterKey) -> None:
         """Set the context's adapters; nothing happens when they are set already. Raises DecodeError."""
-        if adapters == self._current:
+        context = self._active.context
+        if adapters == self._current and context is self._context:
             return
         pointers = (L.llama_adapter_lora_p_ctypes * max(1, len(adapters)))(
-            *(self._adapters[name] for name, _ in adapters)
+            *(self._active.adapters[name] for name, _ in adapters)
         )
         scales = (ctypes.c_float * max(1, len(adapters)))(*(scale for _, scale in adapters))
-        if L.llama_set_adapters_lora(self._context, pointers, len(adapters), scales):
+        if L.llama_set_adapters_lora(context, pointers, len(adapters), scales):
             raise DecodeError("llama.cpp refused the LoRA adapters")
-        self._current = adapters
+        self._current, self._context = adapters, context
+
+
+def load_adapters(model: Any, paths: dict[str, str]) -> dict[str, Any]:
+    """Load adapters by their names; they are freed with the model. Raises ModelLoadError."""
+    return {name: _load(model, name, path) for name, path in paths.items()}
 
 
 def _load(model: Any, name: str, path: str) -> Any:

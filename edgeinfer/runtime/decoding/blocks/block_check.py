@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch, Logits
 from edgeinfer.runtime.decoding.cache.states import SequenceStates
 
@@ -108,9 +109,10 @@ class _Probe:
 
     def __init__(self, context: Any, n_vocab: int, *, can_cut: bool) -> None:
         llama = libllama.lib()
-        self._context, self._can_cut = context, can_cut
+        self._can_cut = can_cut
         self.memory = llama.llama_get_memory(context)
-        self.states = SequenceStates(context, self.memory, _SCRATCH, can_cut=can_cut)
+        self._active = ActiveContext(context, self.memory)
+        self.states = SequenceStates(self._active, _SCRATCH, can_cut=can_cut)
         self._batch = Batch(
             capacity=_CHUNK,
             max_outputs=1,
@@ -118,7 +120,7 @@ class _Probe:
             n_seq_max=_N_SEQ,
             n_cells=int(llama.llama_n_ctx(context)),
         )
-        self._logits = Logits(context, n_vocab)
+        self._logits = Logits(self._active, n_vocab)
 
     def compute(self, tokens: list[int], start: int) -> Iterator[str | None]:
         """Compute `tokens` from position `start` on, in pieces. The last has logits."""
@@ -126,7 +128,7 @@ class _Probe:
             chunk = tokens[at : at + _CHUNK]
             self._batch.clear()
             self._batch.add(chunk, start + at, _SEQ_ID, outputs=int(at + _CHUNK >= len(tokens)))
-            self._batch.decode(self._context)
+            self._batch.decode(self._active)
             yield None
 
     def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:

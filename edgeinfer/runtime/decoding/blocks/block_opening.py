@@ -12,6 +12,7 @@ import msgspec
 from edgeinfer.blocks.names import model_key, stamps
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache, block_tokens
 from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache
@@ -30,6 +31,7 @@ def open_blocks(
     files: ModelFiles,
     options: LoadOptions,
     loaded: Loaded,
+    active: ActiveContext,
     kv: KvCache,
     checked: str = "",
 ) -> BlockCache:
@@ -43,7 +45,7 @@ def open_blocks(
         blocks.note_check(checked)
     return BlockCache(
         blocks=blocks,
-        states=make_states(loaded),
+        states=make_states(loaded, active),
         kv=kv,
         block_tokens=size,
         name_adapters=lambda adapters: _name_adapters(adapters, options.adapters),
@@ -84,9 +86,9 @@ def can_cut(loaded: Loaded) -> bool:
     )
 
 
-def make_states(loaded: Loaded) -> SequenceStates:
+def make_states(loaded: Loaded, active: ActiveContext) -> SequenceStates:
     """The states of the engine's context."""
-    return SequenceStates(loaded.context, loaded.memory, scratch_id(loaded), can_cut=can_cut(loaded))
+    return SequenceStates(active, scratch_id(loaded), can_cut=can_cut(loaded))
 
 
 def scratch_id(loaded: Loaded) -> int:

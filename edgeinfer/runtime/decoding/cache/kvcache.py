@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from edgeinfer.runtime.decoding.cache.points import Point, Points
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.decoding.active import ActiveContext
 
 #: Adapters and scales a sequence was computed with; another set's cells are of no use.
 AdapterKey = tuple[tuple[str, float], ...]
@@ -57,26 +60,26 @@ class Memory(Protocol):
 
 
 class LlamaMemory:
-    """`Memory` over llama.cpp's pointer."""
+    """`Memory` over the active context's."""
 
-    def __init__(self, memory: Any) -> None:
+    def __init__(self, active: ActiveContext) -> None:
         from edgeinfer.runtime.libllama import (
             L,
         )  # only this class needs it: the books are tested without
 
-        self._llama, self._memory = L, memory
+        self._llama, self._active = L, active
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:
-        return bool(self._llama.llama_memory_seq_rm(self._memory, seq_id, start, end))
+        return bool(self._llama.llama_memory_seq_rm(self._active.memory, seq_id, start, end))
 
     def copy(self, source: int, target: int, end: int) -> None:
-        self._llama.llama_memory_seq_cp(self._memory, source, target, 0, end)
+        self._llama.llama_memory_seq_cp(self._active.memory, source, target, 0, end)
 
     def shift(self, seq_id: int, start: int, delta: int) -> None:
-        self._llama.llama_memory_seq_add(self._memory, seq_id, start, -1, delta)
+        self._llama.llama_memory_seq_add(self._active.memory, seq_id, start, -1, delta)
 
     def first(self, seq_id: int) -> int:
-        return int(self._llama.llama_memory_seq_pos_min(self._memory, seq_id))
+        return int(self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id))
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from edgeinfer.errors import ModelLoadError
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch, Logits
 from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
 from edgeinfer.runtime.libllama import L
@@ -39,12 +40,12 @@ class DraftModel:
                 options, main.n_cells, main.n_batch, main.n_parallel, main.n_threads
             )
             params.n_outputs_max = main.n_parallel
-            self._context, _ = make_context(self._model, params)
+            context, _ = make_context(self._model, params)
         except BaseException:
             L.llama_model_free(self._model)
             raise
-        self._memory = L.llama_get_memory(self._context)
-        self._logits = Logits(self._context, self._vocab.n_vocab)
+        self._active = ActiveContext(context, L.llama_get_memory(context))
+        self._logits = Logits(self._active, self._vocab.n_vocab)
         self._batch = Batch(
             capacity=main.n_batch,
             max_outputs=1,
@@ -70,7 +71,7 @@ class DraftModel:
 
     def give_back(self, slot: int) -> None:
         """Forget a sequence."""
-        L.llama_memory_seq_rm(self._memory, slot, -1, -1)
+        L.llama_memory_seq_rm(self._active.memory, slot, -1, -1)
         del self._held[slot]
         self._free.append(slot)
 
@@ -95,7 +96,7 @@ class DraftModel:
         """Have `tokens` in the cache and the logits behind the last of them."""
         held = self._held[slot]
         n = min(common_prefix(held, tokens), len(tokens) - 1)
-        L.llama_memory_seq_rm(self._memory, slot, n, -1)
+        L.llama_memory_seq_rm(self._active.memory, slot, n, -1)
         del held[n:]
         while len(held) < len(tokens):
             if not self._compute(slot, list(tokens[len(held) : len(held) + self._batch.capacity])):
@@ -106,14 +107,14 @@ class DraftModel:
         held = self._held[slot]
         self._batch.clear()
         self._batch.add(tokens, len(held), slot, outputs=1)
-        if self._batch.decode(self._context):
+        if self._batch.decode(self._active):
             self._forget_all()  # no cells left, or worse: begin anew, a draft is never needed
             return False
         held += tokens
         return True
 
     def _forget_all(self) -> None:
-        L.llama_memory_clear(self._memory, False)
+        L.llama_memory_clear(self._active.memory, False)
         for held in self._held.values():
             held.clear()
 
@@ -123,14 +124,15 @@ class DraftModel:
 
     def set_threads(self, n: int) -> None:
         """Decode threads from now on."""
-        L.llama_set_n_threads(self._context, n, n)
+        L.llama_set_n_threads(self._active.context, n, n)
 
     def close(self) -> None:
         """Free model and context. Idempotent."""
         if self._model:
-            L.llama_free(self._context)
+            L.llama_free(self._active.context)
             L.llama_model_free(self._model)
-            self._model = self._context = self._memory = None
+            self._model = None
+            self._active.become(ActiveContext(None))
 
 
 class ModelDrafter:

@@ -13,14 +13,18 @@ from edgeinfer.runtime import libllama
 
 
 class Abort:
-    """The switch of one context. Any thread may call `ask`, the one that decodes the rest."""
+    """The switch of the contexts it is put on. Any thread may call `ask`, the one that decodes the
+    rest.
+    """
 
-    def __init__(self, context: Any) -> None:
-        llama = libllama.lib()
+    def __init__(self) -> None:
         self._text = ctypes.create_string_buffer(2)
         strlen = ctypes.CDLL(None).strlen
-        self._callback = ctypes.cast(strlen, llama.ggml_abort_callback)
-        llama.llama_set_abort_callback(
+        self._callback = ctypes.cast(strlen, libllama.lib().ggml_abort_callback)
+
+    def put_on(self, context: Any) -> None:
+        """Have the computing of `context` ask."""
+        libllama.lib().llama_set_abort_callback(
             context, self._callback, ctypes.cast(self._text, ctypes.c_void_p)
         )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident
 from edgeinfer.runtime.decoding.drafting.speculative import StepCosts
@@ -21,14 +21,14 @@ _ABORTED = 2
 
 
 class Execution:
-    """Runs batches on a context.
+    """Runs batches on the active context.
 
     Only where its state `can_cut` is a step given up: what it has computed is dropped.
     """
 
     def __init__(
         self,
-        context: Any,
+        active: ActiveContext,
         batch: Batch,
         kv: KvCache,
         *,
@@ -37,15 +37,21 @@ class Execution:
         counters: Counters,
         can_cut: bool,
     ) -> None:
-        self._context = context
+        self._active = active
         self._batch = batch
         self._kv = kv
         self._chunks = chunks
         self._costs = costs
         self._counters = counters
-        self._abort = Abort(context) if can_cut else None
+        self._abort = Abort() if can_cut else None
+        self.use_abort()
         self.interruptions = Interruptions(self._abort.ask if self._abort else lambda: None)
         self._in_step: list[Sequence] = []
+
+    def use_abort(self) -> None:
+        """Have the steps of the active context be given up too."""
+        if self._abort is not None:
+            self._abort.put_on(self._active.context)
 
     def run(self, parts: list[Part]) -> float | None:
         """Compute the batch; seconds in llama.cpp, None when it was given up for a newcomer.
@@ -58,7 +64,7 @@ class Execution:
             return None
         if code == 1:  # no cells, although our books say there are: free what can be spared, once more
             self._kv.drop_idle(pinned=True)
-            code = self._batch.decode(self._context)
+            code = self._batch.decode(self._active)
         seconds = time.perf_counter() - began
         if code:
             raise DecodeError(
@@ -73,11 +79,11 @@ class Execution:
     def _decode_or_abort(self, parts: list[Part]) -> int:
         """A step of nothing but prefill can be given up while it runs; what it computed is dropped."""
         if self._abort is None or not all(part.is_prefill for part in parts):
-            return self._batch.decode(self._context)
+            return self._batch.decode(self._active)
         self._abort.clear()
         self._in_step = [part.seq for part in parts]
         self.interruptions.begin(is_early=all(seq.is_prefill_only for seq in self._in_step))
-        code = self._batch.decode(self._context)
+        code = self._batch.decode(self._active)
         self.interruptions.end(lost=code == _ABORTED)
         self._in_step = []
         self._abort.clear()
@@ -111,7 +117,7 @@ class Execution:
             chunk = tokens[at : at + self._batch.capacity]
             self._batch.clear()
             self._batch.add(chunk, len(resident.tokens), resident.seq_id, outputs=0)
-            code = self._batch.decode(self._context)
+            code = self._batch.decode(self._active)
             if code:
                 raise DecodeError(
                     f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens"

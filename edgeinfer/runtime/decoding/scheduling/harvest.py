@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Logits
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, common_prefix
 from edgeinfer.runtime.decoding.drafting.speculative import StepCosts
@@ -20,7 +19,7 @@ class Harvest:
 
     def __init__(
         self,
-        context: Any,
+        active: ActiveContext,
         vocab: Vocab,
         kv: KvCache,
         *,
@@ -29,10 +28,10 @@ class Harvest:
         costs: StepCosts,
         counters: Counters,
     ) -> None:
-        self._context = context
+        self._active = active
         self._vocab = vocab
         self._kv = kv
-        self._logits = Logits(context, vocab.n_vocab)
+        self._logits = Logits(active, vocab.n_vocab)
         self._roster, self._prefixes = roster, prefixes
         self._costs, self._counters = costs, counters
 
@@ -63,7 +62,7 @@ class Harvest:
         for i in range(len(part.drafts) + 1):
             length = len(seq.tokens)
             reason = seq.sample(
-                self._vocab, self._context, part.row + i, self._logits.row(part.row + i)
+                self._vocab, self._active.context, part.row + i, self._logits.row(part.row + i)
             )
             guessed = (
                 i < len(part.drafts)

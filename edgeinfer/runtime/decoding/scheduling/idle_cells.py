@@ -10,6 +10,7 @@ import mmap
 import time
 from collections.abc import Iterator, Sequence
 
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident
 from edgeinfer.runtime.decoding.cache.states import SequenceStates
@@ -27,20 +28,20 @@ _PIECE_BYTES = 256 << 20
 
 
 class IdleCells:
-    """Empties `kv`, whose cells lie in `pages`. `states` are those of its sequences. One thread."""
+    """Empties `kv`, the active context's cells. `states` are those of its sequences. One thread."""
 
     def __init__(
         self,
         kv: KvCache,
         prefixes: Prefixes,
         states: SequenceStates | None,
-        pages: Sequence[Range],
+        active: ActiveContext,
         *,
         can_cut: bool,
     ) -> None:
         self._kv, self._prefixes = kv, prefixes
         self._states = states
-        self._pieces = list(_pieces(pages))
+        self._active = active
         self._left: list[Range] = []
         self._used_at = time.monotonic()
         self._can_cut = can_cut
@@ -55,7 +56,7 @@ class IdleCells:
         if self._left:
             return 0.0
         blocks = self._prefixes.blocks
-        if not self._pieces or blocks is None or not self._can_come_back(blocks):
+        if not self._active.cells or blocks is None or not self._can_come_back(blocks):
             return None
         least_s = 0.0 if blocks.blocks.writer.is_idle else _WRITING_S
         return max(least_s, self._used_at + _IDLE_S - time.monotonic())
@@ -79,7 +80,7 @@ class IdleCells:
         if pinned:
             self._give_back_around(pinned)
         else:
-            self._left = list(self._pieces)
+            self._left = list(pieces(self._active.cells))
 
     def _give_back_around(self, pinned: list[Resident]) -> None:
         """Give all back at once, and put what is pinned into the first cells."""
@@ -91,7 +92,7 @@ class IdleCells:
             kept.append((resident, state, point))
         for resident in pinned:
             self._kv.clear_cells(resident)
-        advise(self._pieces, DONTNEED)
+        advise(pieces(self._active.cells), DONTNEED)
         for resident, state, point in kept:
             is_back = state is not None and self._states.write(resident.seq_id, state)
             if is_back and point is not None:
@@ -100,7 +101,7 @@ class IdleCells:
                 self._kv.drop(resident)
 
 
-def _pieces(pages: Sequence[Range]) -> Iterator[Range]:
+def pieces(pages: Sequence[Range]) -> Iterator[Range]:
     """Whole pages of the ranges, in pieces."""
     for start, end in pages:
         low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -8,10 +8,9 @@ never stalls the others. One thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
 
 from edgeinfer.errors import EngineError
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache
 from edgeinfer.runtime.decoding.cache.states import SequenceStates
@@ -26,20 +25,16 @@ from edgeinfer.runtime.decoding.scheduling.planning import Adapters, Planner
 from edgeinfer.runtime.decoding.scheduling.prefill import Prefill
 from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
 from edgeinfer.runtime.decoding.scheduling.roster import Roster
-from edgeinfer.runtime.loading.mappings import Range
 from edgeinfer.runtime.vocab import Vocab
 
 
 class Scheduler:
-    """Owns the context while it runs. `n_ctx` is what one sequence may use.
-
-    `cells` is where the KV cache lies, as far as its memory can be given back.
-    """
+    """Owns the active context while it runs. `n_ctx` is what one sequence may use."""
 
     def __init__(
         self,
         *,
-        context: Any,
+        active: ActiveContext,
         vocab: Vocab,
         kv: KvCache,
         batch: Batch,
@@ -49,7 +44,6 @@ class Scheduler:
         can_cut: bool,
         exactness: Exactness,
         states: SequenceStates | None = None,
-        cells: Sequence[Range] = (),
     ) -> None:
         self.kv = kv
         self._adapters = adapters
@@ -72,10 +66,10 @@ class Scheduler:
             can_cut=can_cut,
         )
         self.execution = Execution(
-            context, batch, kv, chunks=chunks, costs=costs, counters=self.counters, can_cut=can_cut
+            active, batch, kv, chunks=chunks, costs=costs, counters=self.counters, can_cut=can_cut
         )
         self._harvest = Harvest(
-            context,
+            active,
             vocab,
             kv,
             roster=self.roster,
@@ -84,7 +78,7 @@ class Scheduler:
             counters=self.counters,
         )
 
-        self._idle_cells = IdleCells(kv, self.prefixes, states, cells, can_cut=can_cut)
+        self._idle_cells = IdleCells(kv, self.prefixes, states, active, can_cut=can_cut)
 
     def step(self) -> None:
         """End what is cancelled or late, let others in, decode one batch, sample from it."""

@@ -1,0 +1,133 @@
+"""Where layers lie, for models and devices that are only described."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from edgeinfer.machine import Machine, Memory
+from edgeinfer.runtime.loading.choices import choose_repack
+from edgeinfer.runtime.offload import Offload, Room, fewer, make_offload
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.plan import Plan, make_plan
+from edgeinfer.runtime.shape import Shape
+
+GIB = 1 << 30
+#: An 8B of 32 layers in four bits: 4.6 GiB of weights, 128 KiB of cache a token.
+DENSE = Shape(
+    weights_bytes=int(4.6 * GIB),
+    weights_bytes_per_token=int(4.6 * GIB),
+    file_type=15,
+    n_ctx_train=8192,
+    n_vocab=128_256,
+    n_embd=4096,
+    n_ff=14_336,
+    n_query=4096,
+    kv_elements=65_536,
+    n_layer=32,
+    embedding_bytes=int(0.3 * GIB),
+)
+#: 48 layers whose experts are nearly all of 17 GiB.
+EXPERTS = msgspec.structs.replace(
+    DENSE, weights_bytes=17 * GIB, expert_bytes=16 * GIB, n_layer=48, n_ff=6144, kv_elements=49_152
+)
+#: 30 layers in 90 MB.
+TINY = msgspec.structs.replace(
+    DENSE,
+    weights_bytes=90 << 20,
+    embedding_bytes=28 << 20,
+    n_layer=30,
+    n_embd=576,
+    n_ff=1536,
+    n_query=576,
+    n_vocab=49_152,
+    kv_elements=11_520,
+)
+
+
+def plan_of(shape: Shape) -> Plan:
+    memory = Memory(total_bytes=64 * GIB, available_bytes=64 * GIB, reason="made up")
+    machine = Machine(physical_cores=4, logical_cpus=4, quota=None, memory=memory)
+    options = LoadOptions(n_ctx=4096, n_parallel=4)
+    return make_plan(shape, options, machine, choose_repack("auto", shape.weights_bytes, machine))
+
+
+def rooms(*free_gib: float) -> tuple[Room, ...]:
+    return tuple(Room(name=f"Vulkan{i}", free_bytes=int(g * GIB)) for i, g in enumerate(free_gib))
+
+
+def spread(shape: Shape, *free_gib: float, wanted: int | str = "auto") -> Offload:
+    return make_offload(shape, plan_of(shape), rooms(*free_gib), wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "free_gib", "n_layers", "n_without"),
+    [
+        (DENSE, (24.0,), 33, 0),
+        (DENSE, (8.0,), 33, 0),
+        (DENSE, (4.0,), range(12, 33), 0),
+        (DENSE, (2.0,), range(1, 12), 0),
+        (DENSE, (0.5,), 0, 0),
+        (DENSE, (3.5, 3.5), 33, 0),
+        (DENSE, (24.0, 0.1), 33, 0),
+        (EXPERTS, (24.0,), 49, 0),
+        (EXPERTS, (12.0,), 49, range(10, 40)),
+        (EXPERTS, (4.0,), 49, range(35, 49)),
+        (EXPERTS, (1.0,), range(0, 25), range(0, 49)),
+        (TINY, (1.0,), 31, 0),
+        (TINY, (0.3,), range(0, 30), 0),
+        (DENSE, (), 0, 0),
+    ],
+)
+def test_as_much_as_fits_and_experts_stay_behind_first(shape, free_gib, n_layers, n_without) -> None:
+    found = spread(shape, *free_gib)
+    assert found.n_layers in (n_layers if isinstance(n_layers, range) else (n_layers,))
+    assert found.n_without_experts in (n_without if isinstance(n_without, range) else (n_without,))
+    assert found.reason
+    assert sum(part.n_layers for part in found.parts) == found.n_layers
+    for part in found.parts:
+        free = next(room.free_bytes for room in rooms(*free_gib) if room.name == part.device)
+        assert part.total_bytes < free
+
+
+def test_more_room_never_holds_less() -> None:
+    counts = [spread(DENSE, gib / 4).n_layers for gib in range(1, 33)]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 33)
+
+
+def test_devices_are_filled_to_the_same_share() -> None:
+    small, large = spread(DENSE, 6.0, 18.0).parts
+    assert small.n_layers < large.n_layers
+    assert small.n_layers + large.n_layers == 33
+    # what layers may take of each is what is free without margin and compute buffer
+    shares = [p.weights_bytes / (g * GIB) for p, g in ((small, 6.0), (large, 18.0))]
+    assert max(shares) < 1.5 * min(shares)
+
+
+def test_what_is_asked_is_taken_at_its_word() -> None:
+    assert spread(DENSE, 1.0, wanted="all").n_layers == 33
+    assert spread(DENSE, 24.0, wanted=7).n_layers == 7
+    assert spread(DENSE, 24.0, wanted=700).n_layers == 33
+    assert [part.n_layers for part in spread(DENSE, 1.0, 1.0, wanted=8).parts] == [4, 4]
+    assert spread(DENSE, 24.0, wanted="none").parts == ()
+    assert spread(DENSE, 24.0, wanted=0).reason == "as asked"
+    assert "no device" in spread(DENSE, wanted="all").reason
+
+
+@pytest.mark.parametrize("shape", [DENSE, EXPERTS, TINY])
+def test_after_no_room_fewer_are_tried_until_none(shape: Shape) -> None:
+    found, tries = spread(shape, 24.0), 0
+    plan = plan_of(shape)
+    while found.parts:
+        before = found
+        found, tries = fewer(shape, plan, rooms(24.0), found), tries + 1
+        held = (found.n_layers, -found.n_without_experts)
+        assert held < (before.n_layers, -before.n_without_experts)
+    assert 3 < tries < 25
+
+
+def test_a_person_reads_it() -> None:
+    assert str(spread(DENSE, 24.0)) == "33 of 33 (33 on Vulkan0)"
+    assert "experts of" in str(spread(EXPERTS, 12.0))
+    assert str(spread(DENSE, 0.5)).startswith("none: ")
