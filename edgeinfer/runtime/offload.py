@@ -110,7 +110,8 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
 
 def fewer(shape: Shape, plan: Plan, rooms: tuple[Room, ...], failed: Offload) -> Offload:
     """What to try after a device had no room for `failed`; one without parts when nothing is left."""
-    sizes, n_without, n_layers = _sizes(shape, plan), failed.n_without_experts, failed.n_layers
+    sizes = _sizes(shape, plan)
+    n_without, n_layers = failed.n_without_experts, failed.n_layers
     if sizes.experts and n_without < shape.n_layer:
         n_without = min(shape.n_layer, n_without + -(-shape.n_layer // 4))
     else:
