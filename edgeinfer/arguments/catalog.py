@@ -37,6 +37,13 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "--in-place", action="store_true", help="point at a local file instead of copying it"
     )
     parser.add_argument("--again", action="store_true", help="fetch it even when it is here")
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=8,
+        metavar="N",
+        help="how many connections fetch a large file at once; 8",
+    )
     _add_quiet(parser)
 
 

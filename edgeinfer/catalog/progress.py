@@ -48,12 +48,21 @@ OnProgress = Callable[[PullProgress], None]
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How often to try a server without a new byte; waits double from `pause_s` up to 30 s."""
+    """How a server is asked: `attempts` without a new byte, waits doubling from `pause_s` up to 30 s.
+
+    A file of which `parallel_bytes` or more are missing comes over as many as `connections`.
+    """
 
     attempts: int = 6
     pause_s: float = 1.0
     connect_s: float = 15.0
     silence_s: float = 30.0
+    connections: int = 8
+    parallel_bytes: int = 16 << 20
+
+    def pause(self, failures: int, asked_s: float) -> float:
+        """Seconds to wait after so many failures in a row, at least what the server asked for."""
+        return min(30.0, max(asked_s, self.pause_s * 2.0**failures))
 
 
 class Job:

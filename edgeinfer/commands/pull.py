@@ -12,11 +12,11 @@ from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog import pull as catalog_pull
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.progress import FETCHED_IS_KEPT, PullProgress
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Patience, PullProgress
 from edgeinfer.catalog.progress_bar import progress_on
 from edgeinfer.catalog.pull import PullOptions
 from edgeinfer.config import offline
-from edgeinfer.errors import InterruptedByUser
+from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
@@ -73,8 +73,14 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
             return found
         if found is not None:
             wanted = f"file:{quote(found.files[0])}"
+    if options.connections < 1:
+        raise UsageError("a file comes over one connection at least", hint="`--connections 1`")
     wish = PullOptions(
-        name=options.name, in_place=options.in_place, again=options.again, offline=offline(host.config)
+        name=options.name,
+        in_place=options.in_place,
+        again=options.again,
+        offline=offline(host.config),
+        patience=Patience(connections=options.connections),
     )
     fetched = False
 

@@ -62,6 +62,7 @@ class FaultServer:
         self.always = Fault()
         self.seen: list[Seen] = []
         self.served = 0
+        self.generation = 0
         self.grew = threading.Condition()
         self.release = threading.Event()
         self.repos: dict[str, dict[str, bytes]] = {}
@@ -76,6 +77,10 @@ class FaultServer:
 
     def gets(self, path: str) -> list[Seen]:
         return [one for one in self.seen if one.method == "GET" and one.path == path]
+
+    def drop_all(self) -> None:
+        """Cut every answer that is on its way."""
+        self.generation += 1
 
     def wait_served(self, n_bytes: int) -> None:
         with self.grew:
@@ -174,31 +179,35 @@ class HubHandler(BaseHTTPRequestHandler):
             self.reply(fault.status or 404, fault.headers)
             return
         etag = self.hub.etags.get(path, f'"{sha(body)[:16]}"')
-        start = self.start(headers, etag, fault)
+        start, end = self.span(headers, etag, fault, len(body))
         if start >= len(body) and start:
             self.reply(416, {"Content-Range": f"bytes */{len(body)}"})
             return
-        self.body(body, start, etag, fault)
+        self.body(body, start, end, etag, fault)
 
-    def start(self, headers: dict[str, str], etag: str, fault: Fault) -> int:
+    def span(self, headers: dict[str, str], etag: str, fault: Fault, size: int) -> tuple[int, int]:
+        """First byte and end of what is asked for; (0, size) is the whole file."""
         wanted = headers.get("range", "")
         if fault.ignore_range or not wanted or headers.get("if-range", etag) != etag:
-            return 0
-        return int(wanted.removeprefix("bytes=").partition("-")[0])
+            return 0, size
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        return int(first), min(size, int(last) + 1) if last else size
 
-    def body(self, body: bytes, start: int, etag: str, fault: Fault) -> None:
+    def body(self, body: bytes, start: int, end: int, etag: str, fault: Fault) -> None:
         claimed = start if fault.wrong_start is None else fault.wrong_start
-        self.send_response(206 if start else 200)
+        partly = start or end < len(body)
+        self.send_response(206 if partly else 200)
+        self.send_header("Accept-Ranges", "bytes")
         if etag:
             self.send_header("ETag", etag)
-        if start:
+        if partly:
             self.send_header(
-                "Content-Range", f"bytes {claimed}-{len(body) - 1}/{len(body) + fault.extra_length}"
+                "Content-Range", f"bytes {claimed}-{end - 1}/{len(body) + fault.extra_length}"
             )
         if fault.no_length:
             self.send_header("Connection", "close")
         else:
-            self.send_header("Content-Length", str(len(body) - start + fault.extra_length))
+            self.send_header("Content-Length", str(end - start + fault.extra_length))
         for name, value in fault.headers.items():
             self.send_header(name, value)
         self.end_headers()
@@ -206,14 +215,18 @@ class HubHandler(BaseHTTPRequestHandler):
             changed = bytearray(body)
             changed[fault.wrong_byte_at] ^= 0xFF
             body = bytes(changed)
-        self.pour(body[start:], fault)
+        self.pour(body[start:end], fault)
         if fault.no_length or fault.extra_length:
             self.close_connection = True
 
     def pour(self, body: bytes, fault: Fault) -> None:
         end = len(body) if fault.cut_after is None else min(len(body), fault.cut_after)
         step = fault.pace or 1 << 16
+        generation = self.hub.generation
         for at in range(0, end, step):
+            if self.hub.generation != generation:
+                self.connection.close()
+                break
             piece = body[at : min(at + step, end)]
             self.wfile.write(piece)
             self.wfile.flush()

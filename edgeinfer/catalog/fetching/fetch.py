@@ -9,7 +9,7 @@ from edgeinfer.catalog.fetching import local
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.plan import Plan
 from edgeinfer.catalog.progress import Job
-from edgeinfer.disk import need_room, size_or_zero
+from edgeinfer.disk import need_room
 from edgeinfer.errors import ChecksumError, UsageError
 
 
@@ -76,7 +76,7 @@ def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fet
 def _from_hub(
     source: sources.HubFile | sources.HubQuant, todo: Plan, work: Path, job: Job
 ) -> list[Fetched]:
-    from edgeinfer.catalog.fetching import download, hub  # 200 ms: httpx2, huggingface_hub
+    from edgeinfer.catalog.fetching import download, hub, spans  # 200 ms: httpx2, huggingface_hub
 
     remotes = hub.resolve(source)
     if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 and remotes[0].sha256 != todo.sha256:
@@ -84,7 +84,7 @@ def _from_hub(
             f"{source}: the hub has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
         )
     total = sum(remote.size_bytes for remote in remotes)
-    have = sum(size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
+    have = sum(spans.fetched_bytes(work / (remote.file_name + download.PART)) for remote in remotes)
     need_room(work, total - have, str(source))
     found = []
     for index, remote in enumerate(remotes):
