@@ -8,7 +8,7 @@
 #   .venv/criu           CRIU >= 4.1 beside the system's, where the system has none that works and apt is there
 #   with `test`:         the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some tests drive,
 #                        through apt where this is root's call (else it says what to type, and those tests are skipped);
-#                        glibc 2.31, which the shipped file is tested on
+#                        glibc 2.31, which the shipped file is tested on; docker-registry, which some pull from
 #   with `bench`:        the same two models; llama-server and llama-bench in the build cache, to measure beside
 #
 # Needs: Python >= 3.11 with venv, gcc, cmake, make. EDGEINFER_BUILD_CACHE moves the cache.
@@ -114,6 +114,11 @@ test_libc() {
     say "could not get glibc 2.31: the tests of the shipped file are skipped"
 }
 
+test_registry() {
+  [ -x "$cache/docker-registry" ] || ! command -v apt-get >/dev/null || tools/fetch_registry.sh "$cache/docker-registry" >&2 ||
+    say "could not get docker-registry: the tests of registries are skipped"
+}
+
 peers() {
   [ -n "${EDGEINFER_LLAMA_SERVER:-}" ] || command -v llama-server >/dev/null ||
     tools/fetch_llama_server.sh "$cache/llama-server" >/dev/null || say "could not get llama-server: nothing to measure beside"
@@ -122,6 +127,6 @@ peers() {
 mkdir -p "$cache"; exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
 make_venv; build_llama; install; install_criu
 case ${1:-} in
-  test) test_programs; test_models; test_libc ;;
+  test) test_programs; test_models; test_libc; test_registry ;;
   bench) test_models; peers ;;
 esac

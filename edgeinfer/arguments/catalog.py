@@ -30,7 +30,8 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, or FILE.gguf; default model",
+        help="NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, s3://…, oci://…, or FILE.gguf; "
+        "default model",
     )
     parser.add_argument("--name", help="store it under this name")
     parser.add_argument(

@@ -82,6 +82,10 @@ def _stem(source: sources.Source) -> str:
             return f"{repo.replace('/', '.')}-{Path(path).stem}"
         case sources.Url(url):
             return Path(url.partition("?")[0]).stem
+        case sources.StoredObject(_, key):
+            return Path(key).stem
+        case sources.OciArtifact():
+            return source.stem
         case sources.LocalFile(path) | sources.WheelFile(_, _, path):
             return Path(path).stem
 

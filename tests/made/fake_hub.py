@@ -172,7 +172,8 @@ class HubHandler(BaseHTTPRequestHandler):
             self.reply(302, headers)
 
     def file(self, path: str, headers: dict[str, str]) -> None:
-        fault = self.hub.faults.popleft() if self.hub.faults else None
+        asked = self.command == "GET" and self.hub.faults
+        fault = self.hub.faults.popleft() if asked else None
         fault = fault or self.hub.always
         body = self.hub.files.get(path)
         if fault.status or body is None:
@@ -211,6 +212,8 @@ class HubHandler(BaseHTTPRequestHandler):
         for name, value in fault.headers.items():
             self.send_header(name, value)
         self.end_headers()
+        if self.command == "HEAD":
+            return
         if fault.wrong_byte_at is not None:
             changed = bytearray(body)
             changed[fault.wrong_byte_at] ^= 0xFF

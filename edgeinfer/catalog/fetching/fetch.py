@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgeinfer.catalog import names, sources
 from edgeinfer.catalog.fetching import local
@@ -10,7 +12,12 @@ from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.plan import Plan
 from edgeinfer.catalog.progress import Job
 from edgeinfer.disk import need_room
-from edgeinfer.errors import ChecksumError, UsageError
+from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer.catalog.fetching.download import Remote
+
+Resolve = Callable[[], "list[Remote]"]
 
 
 def fetch(
@@ -35,7 +42,7 @@ def fetch(
         case sources.Url():
             return _from_web(first, todo, work, job)
         case _:
-            return _from_hub(first, todo, work, job)
+            return _from_store(first, todo, work, job)
 
 
 def _from_wheels(
@@ -61,7 +68,7 @@ def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fet
         remote = download.Remote(
             url=url,
             file_name=sibling,
-            origin=url,
+            origin=str(sources.Url(url)),
             size_bytes=todo.size_bytes if single else 0,
             sha256=todo.sha256 if single else "",
         )
@@ -73,15 +80,33 @@ def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fet
     return found
 
 
-def _from_hub(
-    source: sources.HubFile | sources.HubQuant, todo: Plan, work: Path, job: Job
-) -> list[Fetched]:
-    from edgeinfer.catalog.fetching import download, hub, spans  # 200 ms: httpx2, huggingface_hub
+def _resolver(source: sources.Source) -> Resolve:
+    """What finds the files of a source that must be asked for them."""
+    match source:
+        case sources.HubFile() | sources.HubQuant():
+            from edgeinfer.catalog.fetching import hub  # 200 ms: httpx2, huggingface_hub
 
-    remotes = hub.resolve(source)
-    if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 and remotes[0].sha256 != todo.sha256:
+            return lambda: hub.resolve(source)
+        case sources.StoredObject():
+            from edgeinfer.catalog.fetching import s3  # 100 ms: httpx2
+
+            return lambda: s3.resolve(source)
+        case sources.OciArtifact():
+            from edgeinfer.catalog.fetching import oci  # 75–120 ms: httpx2
+
+            return lambda: oci.resolve(source)
+    raise UsageError(f"{source} cannot be asked for files")
+
+
+def _from_store(source: sources.Source, todo: Plan, work: Path, job: Job) -> list[Fetched]:
+    """The files of a place that says their sizes, and mostly their digests, before they are fetched."""
+    resolve = _resolver(source)
+    from edgeinfer.catalog.fetching import download, spans  # imported by the resolver already
+
+    remotes = resolve()
+    if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 not in ("", todo.sha256):
         raise ChecksumError(
-            f"{source}: the hub has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
+            f"{source} has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
         )
     total = sum(remote.size_bytes for remote in remotes)
     have = sum(spans.fetched_bytes(work / (remote.file_name + download.PART)) for remote in remotes)
@@ -95,10 +120,9 @@ def _from_hub(
             n_files=len(remotes),
             total=remote.size_bytes or None,
         )
-        path = download.fetch(remote, work, job)
         found.append(
             Fetched(
-                path=path,
+                path=_lasting(resolve, remotes, index, work, job),
                 file_name=remote.file_name,
                 sha256=remote.sha256,
                 index=index,
@@ -106,3 +130,19 @@ def _from_hub(
             )
         )
     return found
+
+
+def _lasting(resolve: Resolve, remotes: list[Remote], index: int, work: Path, job: Job) -> Path:
+    """Fetch one file, asking for a new address or token when the old one has run out on the way."""
+    from edgeinfer.catalog.fetching import download, spans  # imported by the resolver already
+
+    remote = remotes[index]
+    part = work / (remote.file_name + download.PART)
+    while True:
+        had = spans.fetched_bytes(part)
+        try:
+            return download.fetch(remote, work, job)
+        except AuthenticationError:
+            if spans.fetched_bytes(part) <= had:
+                raise
+            remote = resolve()[index]

@@ -1,0 +1,191 @@
+"""Registries of containers: from an artefact's manifest to its layers that are GGUF files.
+
+Ollama's registry and Docker's model artefacts are such: a manifest lists layers by media type and
+digest. The digest is the SHA-256 of the file, so what is fetched is checked against it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
+
+from edgeinfer.catalog import names
+from edgeinfer.catalog.fetching import answers
+from edgeinfer.catalog.fetching.download import Remote
+from edgeinfer.catalog.sources import OciArtifact
+from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
+
+#: A layer that is a model's weights as GGUF: Ollama's, Docker's, and ModelPack's by name.
+_WEIGHTS = (
+    "application/vnd.ollama.image.model",
+    "application/vnd.docker.ai.gguf.v3",
+    "application/vnd.cncf.model.weight.v1.gguf",
+    "application/vnd.cncf.model.weight.v1.raw",
+)
+_INDEXES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+_MANIFESTS = (
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+    *_INDEXES,
+)
+_TITLES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
+_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+#: Docker Hub's registry, by the names that people write.
+_HUB = "registry-1.docker.io"
+_TIMEOUT_S = 30.0
+
+
+def resolve(source: OciArtifact) -> list[Remote]:
+    """The artefact's GGUF files, in order, with their sizes and digests.
+
+    Raises AuthenticationError, SourceNotFoundError, ChecksumError for a manifest that is not what was
+    asked for by its digest, DownloadError.
+    """
+    try:
+        with httpx2.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
+            registry = _Registry(source, client)
+            manifest = registry.manifest(source.reference)
+            if manifest.get("mediaType") in _INDEXES or "manifests" in manifest:
+                manifest = registry.manifest(manifest["manifests"][0]["digest"])
+            layers = _weights(source, manifest)
+            file_names = _file_names(source, layers)
+            return [registry.blob(*pair) for pair in zip(layers, file_names, strict=True)]
+    except httpx2.TransportError as error:
+        raise DownloadError(f"{source}: {answers.describe_trouble(error)}") from error
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise DownloadError(f"{source}: the registry's manifest is none: {error!r}") from error
+
+
+def _weights(source: OciArtifact, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    layers = manifest.get("layers", [])
+    found = [layer for layer in layers if _is_weights(layer)]
+    if not found:
+        kinds = ", ".join(sorted({layer["mediaType"] for layer in layers})) or "no layers"
+        raise SourceNotFoundError(f"{source} holds no GGUF file: it has {kinds}")
+    return found
+
+
+def _is_weights(layer: dict[str, Any]) -> bool:
+    if layer["mediaType"] == "application/vnd.cncf.model.weight.v1.raw":
+        return _title(layer).endswith(".gguf")
+    return layer["mediaType"] in _WEIGHTS
+
+
+def _title(layer: dict[str, Any]) -> str:
+    titles = layer.get("annotations") or {}
+    return next((str(titles[key]) for key in _TITLES if key in titles), "")
+
+
+def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
+    made = names.tamed_file_name(source.stem)
+    if len(layers) == 1:
+        return [f"{made}.gguf"]
+    return [f"{made}-{i:05d}-of-{len(layers):05d}.gguf" for i in range(1, len(layers) + 1)]
+
+
+class _Registry:
+    """One repository of a registry, asked with the token it gives for reading."""
+
+    def __init__(self, source: OciArtifact, client: httpx2.Client) -> None:
+        host = _HUB if source.registry in ("docker.io", "index.docker.io") else source.registry
+        scheme = "http" if _is_loopback(host) else "https"
+        self._base = f"{scheme}://{host}/v2/{source.repository}"
+        self._source = source
+        self._client = client
+        self._authorization = ""
+
+    def manifest(self, reference: str) -> dict[str, Any]:
+        """The manifest by tag or digest, whose own digest is checked."""
+        response = self._get(f"{self._base}/manifests/{reference}", {"Accept": ", ".join(_MANIFESTS)})
+        found = f"sha256:{hashlib.sha256(response.content).hexdigest()}"
+        if reference.startswith("sha256:") and found != reference:
+            raise ChecksumError(f"{self._source}: the registry serves {found} instead of {reference}")
+        manifest = json.loads(response.content)
+        if not isinstance(manifest, dict):
+            raise ValueError("no object")
+        return manifest
+
+    def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
+        """A layer's address, size and digest."""
+        digest = str(layer["digest"])
+        return Remote(
+            url=f"{self._base}/blobs/{digest}",
+            file_name=file_name,
+            origin=f"oci://{self._source.registry}/{self._source.repository}@{digest}",
+            size_bytes=int(layer["size"]),
+            sha256=names.digest(digest),
+            headers={"Authorization": self._authorization} if self._authorization else {},
+        )
+
+    def _get(self, url: str, headers: dict[str, str]) -> httpx2.Response:
+        response = self._ask(url, headers)
+        if response.status_code == 401:
+            challenge = response.headers.get("WWW-Authenticate", "")
+            self._authorization = self._authorize(challenge)
+            response = self._ask(url, headers)
+        if response.status_code in (401, 403):
+            raise AuthenticationError(
+                f"{self._source}: the registry refuses ({response.status_code})",
+                hint=f"log in first: `docker login {self._source.registry}`",
+            )
+        if response.status_code == 404:
+            raise SourceNotFoundError(f"{self._source}: the registry has no such artefact")
+        if response.status_code != 200:
+            raise DownloadError(f"{self._source}: the registry answers {response.status_code}")
+        return response
+
+    def _ask(self, url: str, headers: dict[str, str]) -> httpx2.Response:
+        given = {"Authorization": self._authorization} if self._authorization else {}
+        response = self._client.get(url, headers={"User-Agent": "edgeinfer"} | headers | given)
+        answers.refuse_downgrade(url, str(self._source), response)
+        return response
+
+    def _authorize(self, challenge: str) -> str:
+        """The Authorization header that a challenge asks for; "" when none can be made."""
+        kind, _, rest = challenge.partition(" ")
+        login = _login(self._source.registry)
+        if kind.lower() == "basic":
+            return f"Basic {login}" if login else ""
+        words = dict(_CHALLENGE.findall(rest))
+        realm = words.pop("realm", "")
+        if kind.lower() != "bearer" or not realm.startswith(("https:", self._base[:6])):
+            return ""
+        asked = {key: words[key] for key in ("service", "scope") if key in words}
+        headers = {"Authorization": f"Basic {login}"} if login else {}
+        response = self._client.get(realm, params=asked, headers=headers)
+        if response.status_code != 200:
+            return ""
+        given = response.json()
+        token = given.get("token") or given.get("access_token") or ""
+        return f"Bearer {token}" if token else ""
+
+
+def _is_loopback(host: str) -> bool:
+    """As Docker has it: a registry on this machine may speak without encryption."""
+    name = host.partition(":")[0]
+    return name == "localhost" or name.startswith("127.")
+
+
+def _login(registry: str) -> str:
+    """What `docker login` or `podman login` has kept for a registry, base64; "" for nothing."""
+    home = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    podman = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent") / "containers/auth.json"
+    hub = registry in ("docker.io", "index.docker.io", _HUB)
+    keys = ["https://index.docker.io/v1/", "docker.io"] if hub else [registry, f"https://{registry}"]
+    named = os.environ.get("REGISTRY_AUTH_FILE")
+    for place in [Path(named)] if named else [home, podman]:
+        try:
+            kept = json.loads(place.read_bytes())["auths"]
+            return next(str(kept[key]["auth"]) for key in keys if key in kept)
+        except (OSError, ValueError, KeyError, TypeError, StopIteration):
+            continue
+    return ""

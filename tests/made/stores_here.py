@@ -1,0 +1,109 @@
+"""Real stores on this machine: moto's S3 server, and Debian's docker-registry."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_MOTO = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+
+
+@contextmanager
+def moto() -> Iterator[str]:
+    """The address of an S3 server that knows every key and keeps its objects in memory."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def registry_program(cache: Path) -> str | None:
+    """Find docker-registry: the one that tools/setup.sh keeps in `cache`, else PATH's."""
+    fetched = cache / "docker-registry"
+    return str(fetched) if fetched.is_file() else shutil.which("docker-registry")
+
+
+@contextmanager
+def docker_registry(program: str, folder: Path, htpasswd: str = "") -> Iterator[str]:
+    """HOST:PORT of a registry that keeps its blobs under `folder`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    config: dict[str, Any] = {
+        "version": "0.1",
+        "log": {"level": "error", "accesslog": {"disabled": True}},
+        "storage": {"filesystem": {"rootdirectory": str(folder / "blobs")}},
+        "http": {"addr": address},
+    }
+    if htpasswd:
+        (folder / "htpasswd").write_text(htpasswd)
+        config["auth"] = {"htpasswd": {"realm": "here", "path": str(folder / "htpasswd")}}
+    (folder / "config.yml").write_text(json.dumps(config))  # JSON is YAML
+    process = subprocess.Popen(
+        [program, "serve", str(folder / "config.yml")], stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait(address, process)
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+def push(
+    address: str, name: str, tag: str, layers: list[tuple[str, bytes]], authorization: str = ""
+) -> str:
+    """Push an artefact of (media type, content) layers; its manifest's digest."""
+    base = f"http://{address}/v2/{name}"
+
+    def send(method: str, url: str, body: bytes, kind: str) -> dict[str, str]:
+        headers = {"Content-Type": kind} | ({"Authorization": authorization} if authorization else {})
+        request = urllib.request.Request(url, data=body, method=method, headers=headers)
+        with urllib.request.urlopen(request) as answer:
+            return dict(answer.headers)
+
+    described = []
+    for kind, content in [("application/vnd.docker.ai.model.config.v0.1+json", b"{}"), *layers]:
+        digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        place = send("POST", f"{base}/blobs/uploads/", b"", "application/octet-stream")["Location"]
+        joint = "&" if "?" in place else "?"
+        send("PUT", f"{place}{joint}digest={digest}", content, "application/octet-stream")
+        described.append({"mediaType": kind, "digest": digest, "size": len(content)})
+    config, *rest = described
+    manifest = json.dumps(
+        {"schemaVersion": 2, "mediaType": MANIFEST, "config": config, "layers": rest}
+    ).encode()
+    send("PUT", f"{base}/manifests/{tag}", manifest, MANIFEST)
+    return f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+
+
+def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
+    host, _, port = address.partition(":")
+    while process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))) == 0:
+                return
+    raise AssertionError("docker-registry ended")
