@@ -1,4 +1,4 @@
-"""`pull`, `list`, `show`, `rm`, `forget`, `quantize`: models as files."""
+"""`pull`, `list`, `show`, `preload`, `rm`, `forget`, `quantize`: models as files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_pull(verbs)
     _add_list(verbs)
     _add_show(verbs)
+    _add_preload(verbs)
     _add_rm(verbs)
     _add_forget(verbs)
     _add_quantize(verbs)
@@ -73,6 +74,16 @@ def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--kv-type", choices=KV_TYPE.words, help=KV_TYPE.help)
     parser.add_argument("--template", action="store_true", help="print the chat template alone")
+
+
+def _add_preload(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs, "preload", "preload:preload", "bring a model's files into memory before they are needed"
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model"
+    )
+    _add_quiet(parser)
 
 
 def _add_rm(verbs: Verbs[argparse.ArgumentParser]) -> None:

@@ -14,7 +14,15 @@ import msgspec
 from edgeinfer.errors import InterruptedByUser
 
 Stage = Literal[
-    "resolving", "checking", "downloading", "copying", "verifying", "quantizing", "scoring", "done"
+    "resolving",
+    "checking",
+    "downloading",
+    "copying",
+    "verifying",
+    "quantizing",
+    "scoring",
+    "reading",
+    "done",
 ]
 
 #: What a stop, or a disk without room, leaves of a pull.

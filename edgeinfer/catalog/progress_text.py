@@ -19,6 +19,7 @@ STAGES: dict[Stage, str] = {
     "verifying": "verifying",
     "quantizing": "quantizing",
     "scoring": "measuring",
+    "reading": "reading",
     "done": "done",
 }
 _COUNTS: dict[Stage, str] = {"quantizing": "tensors", "scoring": "tokens"}
