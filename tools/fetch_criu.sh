@@ -88,23 +88,14 @@ padding=$(printf '%*s' $((INTERP_LENGTH - ${#interpreter})) '')
 
 # --- where each came from ----------------------------------------------------------------------------------------------
 for deb in "$work"/debs/*.deb; do
-    name=$(dpkg-deb -f "$deb" Package)
     dpkg-deb -c "$deb" | awk '{print $6}' | sed 's|^\.|'"$work/root"'|' >"$work/files"
     used=
     for source in "${sources[@]}"; do
         if grep -qxF "$source" "$work/files" || grep -qxF "${source/\/root\/usr\/lib\//\/root\/lib\/}" "$work/files"; then used=1; fi
     done
-    [ -n "$used" ] || continue
-    # Source: is "name (version)", "name", or absent when it is the package itself
-    source=$(dpkg-deb -f "$deb" Source)
-    version=$(dpkg-deb -f "$deb" Version)
-    source_name=${source%% *}
-    source_version=$(sed -n 's/.*(\(.*\)).*/\1/p' <<<"$source")
-    printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$version" "${source_name:-$name}" "${source_version:-$version}" \
-        "$(sha256sum "$deb" | cut -d' ' -f1)" >>"$out/share/packages.tsv"
-    mkdir -p "$out/share/doc/$name"
-    cp -L "$work/root/usr/share/doc/$name/copyright" "$out/share/doc/$name/copyright"
+    [ -n "$used" ] || rm "$deb"
 done
+list_packages "$work/debs" "$work/root" "$out/share"
 grep -q '^criu	' "$out/share/packages.tsv" || die "criu's own package is not among the used ones: its layout changed"
 echo $LAYOUT >"$out/share/layout"
 chmod -R u+w,a+rX "$out"

@@ -5,10 +5,13 @@
 #   llama-cpp-python     compiled once and kept as a wheel in the build cache (8 to 15 minutes on 2 cores the first time).
 #                        One build serves development, tests and the binary: each instruction set is a variant, and ggml
 #                        takes this machine's at run time (docs/decisions/001-one-build.md)
+#   libggml-vulkan.so    ggml's Vulkan backend of the same source, compiled beside it and kept likewise; 6 minutes of one core.
+#                        It lies in .venv/lib/edgeinfer/backends and is opened when a GPU is asked for
 #   .venv/criu           CRIU >= 4.1 beside the system's, where the system has none that works and apt is there
 #   with `test`:         the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some tests drive,
 #                        through apt where this is root's call (else it says what to type, and those tests are skipped);
-#                        glibc 2.31, which the shipped file is tested on; docker-registry, which some pull from
+#                        glibc 2.31, which the shipped file is tested on; docker-registry, which some pull from; a Vulkan device
+#                        in software
 #   with `bench`:        the same two models; llama-server and llama-bench in the build cache, to measure beside
 #
 # Needs: Python >= 3.11 with venv, gcc, cmake, make. EDGEINFER_BUILD_CACHE moves the cache.
@@ -16,6 +19,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
+backends=$cache/backends/vulkan-$llama-$(printf '%s' "$llama $(uname -sm) $(ldd --version 2>/dev/null | head -1)" | cksum | cut -d' ' -f1)
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '%s\n' "setup: $*" >&2; }
@@ -38,7 +42,6 @@ make_venv() {
 build_llama() {  # a wheel in the cache, keyed by what went into it
   flags="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DLLAVA_BUILD=OFF"
   [ "$(uname -s)" = Linux ] || flags="-DLLAVA_BUILD=OFF"
-  if [ -n "${EDGEINFER_CUDA:-}" ]; then flags="$flags -DGGML_CUDA=ON"; fi
   key=$(printf '%s' "$llama $flags $(uname -sm) $(ldd --version 2>/dev/null | head -1)" | cksum | cut -d' ' -f1)
   wheels=$cache/wheels/llama-$llama-$key
   ls "$wheels"/*.whl >/dev/null 2>&1 && return
@@ -61,6 +64,18 @@ build_llama() {  # a wheel in the cache, keyed by what went into it
   wait $pid || { tail -20 "$log" >&2; die "llama-cpp-python did not compile" "the whole log: $log"; }
   rm -rf "$wheels" && mv "$wheels.tmp" "$wheels"
   say "compiled in $((SECONDS - started)) s; the wheel is kept in the build cache"
+}
+
+build_vulkan() {
+  [ -d "$backends" ] && return
+  [ "$(uname -s)" = Linux ] || return 0
+  nice -n 5 tools/build_vulkan.sh "$backends" >&2 || say "no Vulkan backend: without it nothing runs on a GPU"
+}
+
+install_vulkan() {
+  [ -d "$backends" ] || return 0
+  mkdir -p .venv/lib/edgeinfer
+  ln -sfn "$backends" .venv/lib/edgeinfer/backends
 }
 
 install() {  # again only when pyproject.toml or the wheel changed
@@ -119,14 +134,22 @@ test_registry() {
     say "could not get docker-registry: the tests of registries are skipped"
 }
 
+test_vulkan() {
+  [ -d "$cache/lavapipe" ] || ! command -v apt-get >/dev/null || tools/fetch_lavapipe.sh "$cache/lavapipe" >&2 ||
+    say "could not get Mesa's software device: the tests of offload are skipped"
+}
+
 peers() {
   [ -n "${EDGEINFER_LLAMA_SERVER:-}" ] || command -v llama-server >/dev/null ||
     tools/fetch_llama_server.sh "$cache/llama-server" >/dev/null || say "could not get llama-server: nothing to measure beside"
 }
 
 mkdir -p "$cache"; exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
-make_venv; build_llama; install; install_criu
+make_venv
+build_vulkan & vulkan=$!
+build_llama; install; install_criu
+wait $vulkan; install_vulkan
 case ${1:-} in
-  test) test_programs; test_models; test_libc; test_registry ;;
+  test) test_programs; test_models; test_libc; test_registry; test_vulkan ;;
   bench) test_models; peers ;;
 esac

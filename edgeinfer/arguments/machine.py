@@ -1,10 +1,10 @@
-"""`doctor`, `version`, `config`, `completion`, …: this machine and this program."""
+"""`doctor`, `backend`, `version`, `config`, `completion`, …: this machine and this program."""
 
 from __future__ import annotations
 
 import argparse
 
-from edgeinfer.arguments.verb import Verbs, add_verb
+from edgeinfer.arguments.verb import Verbs, add_verb, json_option
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -15,6 +15,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "doctor:doctor",
         "what works on this machine, and what to type for what doesn't",
     )
+    _add_backend(verbs)
     add_verb(verbs, "version", "version:version", "versions of edgeinfer and of what it is built on")
     add_verb(
         verbs, "config", "config:show_config", "the configuration in force and where it comes from"
@@ -29,6 +30,34 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "whether every byte of this program is what was built",
     )
     _add_uninstall(verbs)
+
+
+def _add_backend(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    from edgeinfer.runtime.backends.files import NAMES  # 1 ms
+
+    parser = add_verb(
+        verbs, "backend", "backend:backend", "list, add and remove libraries for GPUs", linux_only=True
+    )
+    parser.set_defaults(action="list")
+    actions = parser.add_subparsers(dest="action", metavar="list|add|remove")
+
+    def add_action(name: str, about: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=about, parents=[json_option()])
+
+    named = f"one of {', '.join(NAMES)}"
+    adding = add_action("add", "fetch and verify a library")
+    adding.add_argument("name", metavar="NAME", help=named)
+    adding.add_argument(
+        "--from",
+        dest="source",
+        default="",
+        metavar="FOLDER|URL",
+        help="where the library and its JSON file are; left out: `source` under [gpu] in config.toml",
+    )
+    adding.add_argument("--sha256", default="", metavar="HEX", help="what the library's digest must be")
+    adding.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    add_action("remove", "remove an added library").add_argument("name", metavar="NAME", help=named)
+    add_action("list", "every backend and its devices (what `edgeinfer backend` does)")
 
 
 def _add_completion(verbs: Verbs[argparse.ArgumentParser]) -> None:

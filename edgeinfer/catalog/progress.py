@@ -19,7 +19,6 @@ Stage = Literal[
     "downloading",
     "copying",
     "verifying",
-    "converting",
     "quantizing",
     "scoring",
     "reading",

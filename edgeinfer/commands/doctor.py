@@ -1,6 +1,7 @@
 """`edgeinfer doctor`: what works on this machine, and what to type for what doesn't.
 
-Each check is a function that returns a `Check` and raises nothing of ours; `CHECKS` is their order.
+Each check is a function that returns a `Check`, or one for each thing it looked at; `CHECKS` is their
+order.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +22,7 @@ from edgeinfer.disk import free_bytes
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
+from edgeinfer.runtime.backends.devices import Loaded, NotLoaded, device_line
 
 Status = Literal["ok", "warn", "fail"]
 #: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
@@ -65,16 +66,18 @@ class DoctorResult(Result, frozen=True, kw_only=True):
 
 def doctor(_options: argparse.Namespace, _host: Host) -> DoctorResult:
     """Look at everything; nothing is changed."""
-    return DoctorResult(version=__version__, checks=tuple(_guarded(check) for check in CHECKS))
+    found = (_guarded(check) for check in CHECKS)
+    return DoctorResult(version=__version__, checks=tuple(one for many in found for one in many))
 
 
-def _guarded(check: Callable[[], Check]) -> Check:
+def _guarded(check: Callable[[], Check | list[Check]]) -> list[Check]:
     """A check that fails in one of our ways is a finding, not the end of the examination."""
     try:
-        return check()
+        found = check()
     except EdgeInferError as error:
         name = (check.__doc__ or check.__name__).split(":")[0].lower()
-        return Check(name, "fail", error.message, error_text.hint(error))
+        return [Check(name, "fail", error.message, error_text.hint(error))]
+    return found if isinstance(found, list) else [found]
 
 
 def _python() -> Check:
@@ -126,17 +129,36 @@ def _llama() -> Check:
     )
 
 
-def _gpu() -> Check:
-    """GPU: whether the build can offload."""
-    from edgeinfer.runtime.libllama import build_info
+def _gpu() -> list[Check]:
+    """GPU: what the backend libraries find, each in a process of its own."""
+    from edgeinfer.machine import read_gpus
+    from edgeinfer.runtime.backends.survey import survey
 
-    build = build_info()
-    if build.supports_gpu:
-        return Check("gpu", "ok", f"offload available: {', '.join(build.devices)}")
-    fix = "not needed; for CUDA, set up again with EDGEINFER_CUDA=1"
-    return Check(
-        "gpu", "ok", "this build runs on the CPU alone", fix if shutil.which("nvidia-smi") else ""
-    )
+    cards, answers = read_gpus(), survey()
+    checks = [_backend(answer, cards) for answer in answers]
+    if not answers and cards:
+        text = f"{' and '.join(cards)} on the bus, but no library for it"
+        return [Check("gpu", "warn", text, "edgeinfer backend add vulkan")]
+    return checks or [Check("gpu", "ok", "none on the bus, and no library for one")]
+
+
+def _backend(answer: Loaded | NotLoaded, cards: tuple[str, ...]) -> Check:
+    """One backend library: its devices, or why it has none. `cards` are on the PCI bus."""
+    if isinstance(answer, NotLoaded):
+        missed = bool(cards) or not answer.absent
+        bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
+        return Check(
+            "gpu",
+            "warn" if missed else "ok",
+            f"{answer.name}: {answer.reason}; {bus}",
+            answer.fix if missed else "",
+        )
+    found = f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
+    if all(device.kind == "software" for device in answer.devices):
+        return Check(
+            "gpu", "warn", found, "a software device is slower than the CPU: --gpu-layers none"
+        )
+    return Check("gpu", "warn" if answer.warning else "ok", found, answer.warning)
 
 
 def _snapshots() -> Check:
@@ -216,7 +238,7 @@ def _catalogue() -> Check:
     return Check("catalogue", "ok", text)
 
 
-CHECKS: tuple[Callable[[], Check], ...] = (
+CHECKS: tuple[Callable[[], Check | list[Check]], ...] = (
     _python,
     _cpu,
     _memory,

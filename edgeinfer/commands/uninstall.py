@@ -16,6 +16,7 @@ from edgeinfer import paths
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
+from edgeinfer.runtime.backends.files import added_dir
 from edgeinfer.shipping import shipped, unpack
 from edgeinfer.snapshots.running import processes, shares_folders
 from edgeinfer.units import format_bytes
@@ -75,6 +76,7 @@ def parts() -> list[Part]:
         ("logs and histories", paths.state_dir(), True),
         ("configuration", paths.config_dir(), True),
         ("models", paths.models_dir(), True),
+        ("GPU backends", added_dir(), True),
         *((f"{p.name}, a file of yours", p, True) for p in _data_files()),
         ("unpacked application", unpack.app_root(), False),
     ]
@@ -92,7 +94,7 @@ def parts() -> list[Part]:
 def _data_files() -> list[Path]:
     """What else lies in the data directory: conversations, and whatever was put there."""
     data = paths.data_dir()
-    ours = {paths.models_dir(), unpack.app_root()}
+    ours = {paths.models_dir(), unpack.app_root(), added_dir()}
     return sorted(p for p in data.iterdir() if p not in ours) if data.is_dir() else []
 
 

@@ -56,6 +56,8 @@ def test_a_library_of_another_llama_is_not_for_this_one(shipped: Path) -> None:
     put(shipped, build=msgspec.structs.replace(BUILD, ggml="0.24.0"))
     problem = files.misfit(files.find("vulkan"), BUILD)
     assert "ggml 0.24.0" in problem
+    fitting = put(files.added_dir())
+    assert files.find("vulkan", BUILD).path == str(fitting)
     assert "this is llama-cpp-python 0.3.36, ggml 0.25.3 (abc1234)" in problem
 
 

@@ -55,9 +55,9 @@ def test_doctor_reports_a_library_that_does_not_load(monkeypatch):
         """Llama.cpp: as when its libraries are gone."""
         raise EngineError("no CPU backend")
 
-    assert doctor_module._guarded(broken) == Check(
-        "llama.cpp", "fail", "no CPU backend", "run `edgeinfer doctor`"
-    )
+    assert doctor_module._guarded(broken) == [
+        Check("llama.cpp", "fail", "no CPU backend", "run `edgeinfer doctor`")
+    ]
 
 
 def test_doctor_reads_without_colour():

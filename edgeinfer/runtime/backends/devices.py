@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from edgeinfer.runtime.backends.files import BackendFile
+from edgeinfer.units import format_bytes
 
 #: "gpu" has memory of its own, "integrated" shares the machine's, "software" is a CPU that plays a GPU.
 Kind = Literal["gpu", "integrated", "software", "accelerator"]
@@ -34,11 +35,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     """A backend library that is registered in this process, which can't be dumped from now on.
 
-    `devices` has at least one.
+    `devices` has at least one. `warning` says what it will lack, "" for nothing.
     """
 
     file: BackendFile
     devices: tuple[Device, ...]
+    warning: str = ""
 
 
 class NotLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
@@ -52,3 +54,11 @@ class NotLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
     reason: str
     fix: str = ""
     absent: bool = False
+
+
+def device_line(device: Device) -> str:
+    """One device on one line: name, kind, memory, driver."""
+    kind = {"gpu": "", "integrated": ", integrated", "software": ", in software"}.get(device.kind, "")
+    memory = f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"
+    driver = f"; {device.driver}" if device.driver else ""
+    return f"{device.name}: {device.description}{kind}, {memory}{driver}"

@@ -105,12 +105,15 @@ def available() -> tuple[BackendFile, ...]:
     return tuple(file for file in found if file)
 
 
-def find(name: str) -> BackendFile | None:
-    """The library of one backend; None where there is none. Raises UsageError for an unknown name."""
+def find(name: str, build: Build | None = None) -> BackendFile | None:
+    """The library of one backend, one that fits `build` if any does; None where there is none.
+
+    Raises UsageError for an unknown name.
+    """
     library = file_name(name)
     places = ((added_dir() / library, True), (shipped_dir() / library, False))
     files = [read(name, path, added=added) for path, added in places if path.is_file()]
-    usable = [file for file in files if not file.problem]
+    usable = [file for file in files if not (misfit(file, build) if build else file.problem)]
     return next(iter(usable or files), None)
 
 

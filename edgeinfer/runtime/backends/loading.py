@@ -13,7 +13,7 @@ import threading
 import msgspec
 
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.backends import files, vulkan
+from edgeinfer.runtime.backends import cublas, files, vulkan
 from edgeinfer.runtime.backends.devices import Device, Kind, Loaded, NotLoaded
 from edgeinfer.runtime.backends.files import BackendFile, Build
 
@@ -66,11 +66,12 @@ def load(name: str) -> Loaded | NotLoaded:
     with _lock:
         if name in _loaded:
             return _measured(*_loaded[name])
-        file = files.find(name)
+        build = this_build()
+        file = files.find(name, build)
         if file is None:
             fix = f"edgeinfer backend add {name}"
             return NotLoaded(name=name, reason="no library of it is here", fix=fix, absent=True)
-        misfit = files.misfit(file, this_build())
+        misfit = files.misfit(file, build)
         if misfit:
             fix = f"edgeinfer backend add {name}" if file.added else ""
             return NotLoaded(name=name, reason=misfit, fix=fix)
@@ -81,10 +82,12 @@ def _load(file: BackendFile) -> Loaded | NotLoaded:
     probe = vulkan.probe() if file.name == "vulkan" else vulkan.Probe()
     if probe.problem:
         return NotLoaded(name=file.name, reason=probe.problem, fix=probe.fix, absent=True)
+    warning = cublas.prepare(file.path) if file.name == "cuda" else ""
     handle, lines = libllama.load_backend(file.path)
     if not handle:
         return _why_not(file.name, lines)
-    loaded = Loaded(file=file, devices=_devices(file.name, handle, probe))
+    devices = _devices(file.name, handle, probe)
+    loaded = Loaded(file=file, devices=devices, warning=warning)
     if not loaded.devices:
         return _no_device(file.name, lines, probe)
     _loaded[file.name] = handle, loaded

@@ -1,1 +1,0 @@
-"""Checkpoints as their makers publish them (safetensors, config.json) become GGUF files."""

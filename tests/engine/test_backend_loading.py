@@ -1,0 +1,131 @@
+"""Backend libraries loaded for real, each in a process of its own, on Mesa's software device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from edgeinfer.runtime.backends import files
+from edgeinfer.runtime.backends.files import Facts
+
+from ..conftest import BUILD_CACHE
+
+LAVAPIPE = BUILD_CACHE / "lavapipe"
+#: Prints what loading gives, and what of it the process then maps.
+LOAD = """
+import json, sys
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.backends import loading, vulkan
+import msgspec
+libllama.lib()
+mapped = lambda: [w for w in ("libggml-", "libvulkan") if w in open("/proc/self/maps").read().replace("libggml-base", "").replace("libggml-cpu", "")]
+before = mapped()
+vulkan.LOADER = sys.argv[2] if len(sys.argv) > 2 else vulkan.LOADER
+first, second = loading.load(sys.argv[1]), loading.load(sys.argv[1])
+same = getattr(first, "devices", ()) == getattr(second, "devices", ())
+print(msgspec.json.encode({"answer": first, "before": before, "after": mapped(), "same": same}).decode())
+"""
+
+
+def load(name: str, *args: str, **more: str):
+    """What `loading.load` gives in a fresh process with more in its environment."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, name, *args],
+        env={**os.environ, **more},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def lavapipe() -> dict[str, str]:
+    """The environment in which the Vulkan loader finds Mesa's software device and no other."""
+    if not LAVAPIPE.is_dir():
+        pytest.skip("Mesa's software device is not here: tools/setup.sh test fetches it where apt is")
+    driver = str(LAVAPIPE / "lvp_icd.json")
+    return {
+        "LD_LIBRARY_PATH": str(LAVAPIPE / "loader"),
+        "VK_DRIVER_FILES": driver,
+        "VK_ICD_FILENAMES": driver,
+    }
+
+
+def test_a_device_is_described_and_nothing_of_it_is_here_before(lavapipe: dict[str, str]) -> None:
+    found = load("vulkan", **lavapipe, GGML_VK_VISIBLE_DEVICES="0")
+    assert found["before"] == []
+    assert found["after"] == ["libggml-", "libvulkan"]
+    (device,) = found["answer"]["devices"]
+    assert device["name"] == "Vulkan0"
+    assert device["kind"] == "software"
+    assert "llvmpipe" in device["description"]
+    assert "Mesa" in device["driver"]
+    assert 0 < device["free_bytes"] <= device["total_bytes"]
+    assert device["pointer"]
+    assert found["same"]
+
+
+def test_why_there_is_no_device_is_said_in_words(lavapipe: dict[str, str]) -> None:
+    software = load("vulkan", **lavapipe)["answer"]
+    assert "software one (llvmpipe" in software["reason"]
+    none = load("vulkan", **lavapipe | dict.fromkeys(("VK_DRIVER_FILES", "VK_ICD_FILENAMES"), "/none"))
+    assert none["answer"]["reason"] == "no Vulkan driver has a device here"
+    assert "libggml-" not in none["after"]
+    loaderless = load("vulkan", "libnone.so.1")["answer"]
+    assert "no Vulkan loader" in loaderless["reason"]
+    assert "libvulkan1" in loaderless["fix"]
+    assert all(answer["absent"] for answer in (software, none["answer"], loaderless))
+
+
+def library(folder: Path, name: str, needs: str, code: str) -> Path:
+    """A stand-in for the library of a backend, linked with `needs`."""
+    own = files.find("vulkan")
+    assert own, "no Vulkan backend is here: run tools/setup.sh"
+    build = own.facts.build
+    folder.mkdir(parents=True, exist_ok=True)
+    stub = folder / "stub.so"
+    compiler = ["gcc", "-x", "c", "-shared", "-fPIC"]
+    subprocess.run([*compiler, f"-Wl,-soname,{needs}", "-o", stub, "-"], input=b"int f;", check=True)
+    out = folder / files.file_name(name)
+    link = ["-x", "none", "-Wl,--no-as-needed", stub]
+    subprocess.run([*compiler, "-o", out, "-", *link], input=code.encode(), check=True)
+    stub.unlink()
+    facts = Facts(name=name, build=build, sha256="", size_bytes=out.stat().st_size)
+    files.facts_path(out).write_bytes(msgspec.json.encode(facts))
+    return out
+
+
+def test_a_machine_without_the_driver_skips_cuda_without_a_word() -> None:
+    library(files.added_dir(), "cuda", "libcuda.so.1", "void *ggml_backend_init(void) { return 0; }")
+    answer = load("cuda")["answer"]
+    assert answer["reason"] == "there is no NVIDIA driver (libcuda.so.1)"
+    assert answer["absent"]
+
+
+def test_a_library_of_another_build_is_never_opened() -> None:
+    out = library(files.added_dir(), "sycl", "libc.so.6", "int f;")
+    facts = msgspec.json.decode(files.facts_path(out).read_bytes(), type=Facts)
+    build = msgspec.structs.replace(facts.build, ggml="0.1.0")
+    facts = msgspec.structs.replace(facts, build=build)
+    files.facts_path(out).write_bytes(msgspec.json.encode(facts))
+    found = load("sycl")
+    assert "was built for" in found["answer"]["reason"]
+    assert "ggml 0.1.0" in found["answer"]["reason"]
+    assert not found["answer"]["absent"]
+    assert found["after"] == []
+
+
+def test_a_driver_that_crashes_ends_the_process_that_asks_alone() -> None:
+    from edgeinfer.runtime.backends.survey import ask
+
+    library(files.added_dir(), "rocm", "libc.so.6", "void ggml_backend_init(void) { *(int *)0 = 1; }")
+    assert ask("rocm").reason == "the process that loaded it died of SIGSEGV"
