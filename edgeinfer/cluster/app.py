@@ -1,0 +1,105 @@
+"""The Serve application: every route of the endpoint, a deployment a model.
+
+    serve run edgeinfer.cluster.app:application model=qwen3-4b max_replicas=4
+
+Ray places replicas, restarts them and scales them; nothing here is distributed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgeinfer.cluster import settings as options
+from edgeinfer.cluster.asking import Asked, Part
+from edgeinfer.cluster.front import Front
+from edgeinfer.cluster.replica import Replica
+
+_MANY = 10_000
+#: How often Serve counts what waits: its default of 10 s would be most of the way from 0 to 1.
+_COUNT_S = 0.2
+_ROUTER = "edgeinfer.cluster.router.PrefixRouter"
+
+
+class ModelDeployment:
+    """A replica of one model."""
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, settings: options.ModelSettings
+    ) -> None:
+        self._replica = Replica(settings, serve.get_replica_context().replica_id.unique_id)
+        await self._replica.ready()
+
+    async def answer(self, asked: Asked) -> AsyncIterator[Part]:
+        """See `Replica.answer`."""
+        async for part in self._replica.answer(asked):
+            yield part
+
+    async def check_health(self) -> None:
+        """Called by Ray, which replaces a replica that raises here several times."""
+        await self._replica.check()
+
+    async def __del__(self) -> None:
+        """Called by Ray when it removes the replica."""
+        await self._replica.close()
+
+
+class FrontDeployment:
+    """What the HTTP proxy asks."""
+
+    def __init__(self, models: Mapping[str, DeploymentHandle], start_s: float) -> None:
+        self._front = Front({name: _Handle(handle) for name, handle in models.items()}, start_s)
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one HTTP request."""
+        return await self._front.answer(request)
+
+
+class _Handle:
+    """A deployment, asked for a stream."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle.options(stream=True)
+
+    def answer(self, asked: Asked) -> AsyncIterator[Part]:
+        stream: AsyncIterator[Part] = self._handle.answer.remote(asked)
+        return stream
+
+
+def application(arguments: Mapping[str, object]) -> serve.Application:
+    """Make a Serve application of `{"models": [...]}`, or of the fields of one model (`settings`).
+
+    Raises UsageError.
+    """
+    settings = options.read(arguments)
+    models = {one.model: _deployment(one) for one in settings.models}
+    front = serve.deployment(
+        name="edgeinfer", max_ongoing_requests=_MANY, ray_actor_options={"num_cpus": 0}
+    )(FrontDeployment)
+    return front.bind(models, settings.start_s)
+
+
+def _deployment(one: options.ModelSettings) -> Any:
+    made = serve.deployment(
+        name=one.model.replace("/", "-"),
+        max_ongoing_requests=one.max_ongoing_requests,
+        ray_actor_options={"num_cpus": one.cpus},
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=one.min_replicas,
+            max_replicas=one.max_replicas,
+            target_ongoing_requests=one.target_ongoing_requests,
+            upscale_delay_s=0.0,
+            downscale_delay_s=one.idle_s,
+            metrics_interval_s=_COUNT_S,
+            look_back_period_s=_COUNT_S * 5,
+        ),
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        health_check_period_s=5.0,
+    )(ModelDeployment)
+    return made.bind(one)

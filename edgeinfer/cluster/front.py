@@ -1,0 +1,130 @@
+"""From an HTTP request to the model it names; from a replica's death to words for the client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from edgeinfer.cluster import prefix
+from edgeinfer.cluster.asking import Accepted, Asked, Head, Part, passed_on
+from edgeinfer.server import operations
+from edgeinfer.server.core.dialect import Dialect
+from edgeinfer.server.core.problems import Problem, unavailable
+from edgeinfer.server.core.replies import json_reply
+
+#: Which replica answered, by Ray's id of it.
+REPLICA_HEADER = "x-edgeinfer-replica"
+_LOG = logging.getLogger("ray.serve")
+_STREAMS = ("text/event-stream", "application/x-ndjson")
+_OWN = ("/health", "/healthz")
+
+
+class Deployment(Protocol):
+    """A model's replicas."""
+
+    def answer(self, asked: Asked) -> AsyncIterator[Part]:
+        """The parts of an answer."""
+
+
+class Front:
+    """Routes by the `model` of a request; the first model answers those that name none."""
+
+    def __init__(self, models: Mapping[str, Deployment], start_s: float) -> None:
+        self._models = models
+        self._start_s = start_s
+        self._first = next(iter(models))
+
+    async def answer(self, request: Request) -> Response:
+        """The answer of a replica. What needs none, health and the list of models, wakes none."""
+        path = request.url.path
+        place = operations.find(path)
+        if path in _OWN:
+            return json_reply({"status": "ok"})
+        if request.method == "GET" and place is operations.find("/v1/models"):
+            return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
+        body = await request.body()
+        fields = prefix.decoded(body)
+        named = place.params.get("model", "") or prefix.model_named(fields) or self._first
+        if named not in self._models:
+            return _refusal(place.dialect, _unknown(named, self._models))
+        asked = Asked(
+            request.method,
+            path + (f"?{request.url.query}" if request.url.query else ""),
+            passed_on(tuple(request.headers.items())),
+            body,
+            prefix.names(fields),
+        )
+        return await self._ask(named, asked, place.dialect)
+
+    async def _ask(self, named: str, asked: Asked, dialect: Dialect) -> Response:
+        """Ask; once more when the replica died before it said anything."""
+        for _ in range(2):
+            parts = self._models[named].answer(asked)
+            try:
+                async with asyncio.timeout(self._start_s):
+                    accepted = await anext(parts)
+                head = await anext(parts)
+            except TimeoutError:
+                return _refusal(dialect, _not_started(named, self._start_s))
+            except Exception:  # noqa: BLE001  # Ray has many names for a replica that is gone
+                _LOG.warning("a replica ended before it answered", exc_info=True)
+            else:
+                assert isinstance(accepted, Accepted)
+                assert isinstance(head, Head)
+                named_by = (REPLICA_HEADER, accepted.replica)
+                return _response(Head(head.status, (*head.headers, named_by)), parts, dialect)
+        return _refusal(dialect, _gone())
+
+
+def _response(head: Head, parts: AsyncIterator[Part], dialect: Dialect) -> Response:
+    kind = next((value for name, value in head.headers if name == "content-type"), "")
+    pieces = _pieces(parts, dialect if kind.startswith(_STREAMS) else None)
+    response = StreamingResponse(pieces, head.status)
+    response.raw_headers = [
+        (name.encode("latin-1"), value.encode("latin-1")) for name, value in head.headers
+    ]
+    return response
+
+
+async def _pieces(parts: AsyncIterator[Part], dialect: Dialect | None) -> AsyncIterator[bytes]:
+    """The body's bytes. A stream whose replica dies ends with an error event; other answers are cut."""
+    try:
+        async for part in parts:
+            assert isinstance(part, bytes)
+            yield part
+    except Exception:
+        if dialect is None:
+            raise
+        _LOG.warning("a replica ended in the middle of an answer", exc_info=True)
+        yield dialect.error_events(_gone(), "")
+
+
+def _gone() -> Problem:
+    return unavailable(
+        "The model's replica ended while it worked on this request; ask again.", "replica_ended", 1
+    )
+
+
+def _not_started(named: str, after_s: float) -> Problem:
+    said = f"No replica of {named} has started within {after_s:g} s; `serve status` says why."
+    return unavailable(said, "model_unavailable", 10)
+
+
+def _unknown(named: str, models: Mapping[str, Deployment]) -> Problem:
+    said = f"this application has no model {named!r}: it has {', '.join(models)}"
+    return Problem(404, said, param="model", code="model_not_found")
+
+
+def _refusal(dialect: Dialect, problem: Problem) -> Response:
+    return Response(
+        dialect.error_body(problem, ""), problem.status, problem.headers, media_type="application/json"
+    )
+
+
+def _card(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "edgeinfer"}

@@ -1,0 +1,38 @@
+"""A Ray cluster of two nodes beside its head on this machine, with one Serve application.
+
+start.py FOLDER PORT ARGUMENTS      ARGUMENTS as JSON; ends with its standard input
+"""
+
+import json
+import sys
+import threading
+
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from edgeinfer.cluster.app import application
+
+folder, port = sys.argv[1:3]
+arguments = json.loads(sys.argv[3])
+cluster = Cluster(
+    initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
+)
+for _ in range(2):
+    cluster.add_node(num_cpus=3)
+ray.init(address=cluster.address, log_to_driver=False)
+serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
+serve.run(application(arguments))
+print("ready", flush=True)
+ended = threading.Thread(target=sys.stdin.read)
+ended.start()
+while ended.is_alive():
+    for (
+        node
+    ) in cluster.list_all_nodes():  # what is killed must not stay as a zombie: Ray sees it as alive
+        for process in (one.process for group in node.all_processes.values() for one in group):
+            process.poll()
+    ended.join(0.2)
+serve.shutdown()
+ray.shutdown()
+cluster.shutdown()

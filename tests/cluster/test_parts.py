@@ -1,0 +1,59 @@
+"""What needs no cluster: settings, names of beginnings, and who has read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgeinfer.cluster import prefix, settings
+from edgeinfer.errors import UsageError
+
+
+def _named(text: str, **more) -> tuple[int, ...]:
+    return prefix.names({"messages": [{"role": "user", "content": text}], **more})
+
+
+def test_requests_share_as_many_names_as_strides() -> None:
+    one, other = _named("a" * 5000 + "b"), _named("a" * 5000 + "c" * 3000)
+    shared = [a == b for a, b in zip(one, other, strict=False)]
+    assert shared == [True] * 4 + [False]
+    assert _named("a" * 5000, tools=[{"name": "look"}])[0] != one[0]
+    assert _named("a" * 5000, temperature=1)[:4] == one[:4]  # what is not read makes no difference
+
+
+def test_bodies_that_are_no_requests_have_no_names() -> None:
+    assert prefix.names(prefix.decoded(b"")) == ()
+    assert prefix.names(prefix.decoded(b"{broken")) == ()
+    assert prefix.names(prefix.decoded(b"[1]")) == ()
+    assert len(_named("x" * 10_000_000)) == 256
+    assert prefix.model_named({"model": 3}) == ""
+
+
+def test_the_longest_beginning_decides_and_the_oldest_is_forgotten() -> None:
+    readers = prefix.Readers(most=4)
+    readers.note((1, 2), "one")
+    readers.note((1, 3), "other")
+    assert readers.find((1, 2, 9), ("one", "other")) == "one"
+    assert readers.find((1, 2, 9), ("other",)) == "other"
+    assert readers.find((8,), ("one", "other")) is None
+    readers.note((5, 6), "one")
+    assert readers.find((2,), ("one",)) is None
+
+
+def test_settings_of_one_model_as_ray_passes_them() -> None:
+    read = settings.read({"model": "small", "max_replicas": "4", "cpus": "2"})
+    assert (read.models[0].max_replicas, read.models[0].cpus) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"models": []},
+        {"model": "small", "replicas": 3},
+        {"model": "small", "max_replicas": 0},
+        {"models": [{"model": "small"}, {"model": "small"}]},
+    ],
+)
+def test_settings_that_are_wrong_are_named(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        settings.read(wrong)

@@ -1,0 +1,179 @@
+"""The Serve application on a real Ray cluster of several nodes, and what is left when parts of it are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from edgeinfer.cluster.front import REPLICA_HEADER
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+_CHAT = "/v1/chat/completions"
+
+
+def _until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+class Application:
+    """A running application, the processes of its replicas, and a client."""
+
+    def __init__(self, port: int, home: Path) -> None:
+        self.home = home
+        self.client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
+
+    def chat(self, model: str, text: str, **fields) -> httpx2.Response:
+        return self.client.post(_CHAT, json=_body(model, text, **fields))
+
+    def processes(self, *words: str) -> list[int]:
+        """Those of this application's home whose command line has all the words."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                environment = (folder / "environ").read_bytes()
+            except (OSError, ValueError):
+                continue
+            if str(self.home).encode() in environment and all(word in command for word in words):
+                found.append(int(folder.name))
+        return found
+
+    def replicas(self, model: str) -> list[int]:
+        """Ray's processes."""
+        return self.processes(f"ray::ServeReplica:default:{model}")
+
+    def endpoints(self, model: str) -> list[int]:
+        """What they started."""
+        replicas = self.replicas(model)
+        found = self.processes("edgeinfer.cluster.tied", f" serve {model} ")
+        return [pid for pid in found if _parent(pid) in replicas]
+
+
+def _body(model: str, text: str, **fields) -> dict[str, object]:
+    said = [{"role": "user", "content": text}]
+    return {"model": model, "messages": said, "max_tokens": 8, "temperature": 0, **fields}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def app(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+    home = tmp_path_factory.mktemp("cluster")
+    folder = tempfile.mkdtemp(prefix="ei")  # short: Ray's sockets are below it
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("EDGEINFER", "RAY"))
+    }
+    environment = kept | {"EDGEINFER_HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
+    for name in ("small", "twins"):
+        pull = [sys.executable, "-m", "edgeinfer", "pull", str(smollm2), "--name", name, "--in-place"]
+        subprocess.run([*pull, "--quiet"], env=environment, check=True)
+    models = [
+        {"model": "small", "max_replicas": 1},
+        {"model": "twins", "min_replicas": 2, "max_replicas": 2},
+    ]
+    port = _free_port()
+    command = [sys.executable, str(Path(__file__).with_name("start.py")), folder, str(port)]
+    with subprocess.Popen(
+        [*command, json.dumps({"models": models})],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout
+        assert started.stdin
+        assert any(line == "ready\n" for line in started.stdout)
+        running = Application(port, home)
+        yield running
+        running.client.close()
+        started.stdin.close()
+        started.wait(120)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_no_process_until_somebody_asks_and_then_every_dialect(app: Application) -> None:
+    listed = app.client.get("/v1/models").json()
+    assert [card["id"] for card in listed["data"]] == ["small", "twins"]
+    refused = app.client.post("/v1/messages", json={"model": "nobody", "max_tokens": 1, "messages": []})
+    assert refused.status_code == 404
+    assert refused.json()["error"]["type"] == "not_found_error"  # in the words of the dialect
+    assert app.endpoints("small") == []
+
+    said = [{"role": "user", "content": "Name three colours."}]
+    answer = app.client.post(
+        "/v1/messages", json={"model": "small", "max_tokens": 8, "temperature": 0, "messages": said}
+    )
+    chat = app.chat("small", "Name three colours.")
+    assert answer.json()["content"][0]["text"] == chat.json()["choices"][0]["message"]["content"] != ""
+    assert len(app.endpoints("small")) == 1
+    wrong = app.client.post(_CHAT, json={"model": "small", "messages": "none"})
+    assert wrong.status_code == 400
+
+
+def test_a_client_that_leaves_ends_its_generation(app: Application) -> None:
+    with app.client.stream(
+        "POST", _CHAT, json=_body("small", "Count.", max_tokens=4000, ignore_eos=True, stream=True)
+    ) as left:
+        next(left.iter_raw())
+
+    def idle() -> bool:
+        lines = app.client.get("/metrics").text.splitlines()
+        running = [line for line in lines if line.startswith("edgeinfer_num_requests_running{")]
+        return running and all(line.endswith(" 0.0") for line in running)
+
+    _until(idle, "the generation ends", seconds=30)
+
+
+def test_what_begins_alike_goes_where_it_was_read(app: Application) -> None:
+    texts = ["first " * 400, "second " * 400]
+
+    def one(text: str) -> str:
+        return app.chat("twins", text, max_tokens=40, ignore_eos=True).headers[REPLICA_HEADER]
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = list(pool.map(one, texts))
+    assert len(set(readers)) == 2  # both were busy: each took one
+    for text, reader in zip(texts, readers, strict=True):
+        assert [one(f"{text} {n}") for n in range(3)] == [reader] * 3
+
+
+@pytest.mark.parametrize("victim", ["replica", "node"])
+def test_killed_in_the_middle_of_a_stream(app: Application, victim: str) -> None:
+    """The client gets an error event, what was started ends too, and the next request is answered."""
+    app.chat("small", "Hello.")
+    replica = app.replicas("small")[0]
+    endpoint = app.endpoints("small")[0]
+    body = _body("small", "Tell me everything.", max_tokens=4000, ignore_eos=True, stream=True)
+    with app.client.stream("POST", _CHAT, json=body) as stream:
+        pieces = stream.iter_raw()
+        next(pieces)
+        os.kill(replica if victim == "replica" else _parent(replica), signal.SIGKILL)
+        rest = b"".join(pieces)
+    assert b"replica_ended" in rest
+    assert rest.endswith(b"data: [DONE]\n\n")
+    _until(lambda: not Path(f"/proc/{endpoint}").exists(), "its endpoint ends", 100)
+    assert app.chat("small", "Hello.").status_code == 200
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
