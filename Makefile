@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: cuda clients bench-memory bench-resume bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
+.PHONY: cuda clients bench-converting bench-memory bench-resume bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -53,6 +53,9 @@ bench-memory: setup ## what is remembered: conversations in turn, after kill -9,
 
 bench-pull: setup ## a download over 1 to 16 connections, from a server that limits each and from one that does not
 	$(BIN)/python benchmarks/bench_pull.py $(ARGS)
+
+bench-converting: setup ## a sharded checkpoint to GGUF: time beside a copy, peak memory; 20 GB of disk
+	$(BIN)/python benchmarks/bench_converting.py $(ARGS)
 
 bench-serve: setup ## the endpoint beside llama-server, 1 to 32 clients
 	@tools/setup.sh bench

@@ -35,6 +35,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     ),
     e.ModelBusyError: (3, "wait for the other command to end"),
     e.InvalidGgufError: (5, "fetch the file again from a source you trust"),
+    e.ConversionError: (5, "look for a repository with GGUF files of the same model"),
     e.QuantizeError: (8, "try another type: `edgeinfer quantize --help` lists them"),
     e.DiskFullError: (
         6,

@@ -14,6 +14,7 @@
     │   ├── ChecksumError             the bytes are not the ones promised; never published
     │   ├── ModelBusyError            another process pulls, quantizes or removes this model
     │   ├── InvalidGgufError          the header does not fit the file
+    │   ├── ConversionError           a checkpoint that cannot become a GGUF; names what of it
     │   └── QuantizeError             llama.cpp's quantizer refused or died
     ├── DiskFullError                 no room; names the bytes needed and free
     ├── EngineError
@@ -133,6 +134,10 @@ class ModelBusyError(CatalogError):
 
 class InvalidGgufError(CatalogError):
     """The file's header is not a GGUF header that fits the file."""
+
+
+class ConversionError(CatalogError):
+    """A checkpoint, or an adapter, cannot become a GGUF file."""
 
 
 class QuantizeError(CatalogError):

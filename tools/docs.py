@@ -149,6 +149,17 @@ def quantizations() -> str:
     )
 
 
+def converted_families() -> str:
+    """The families that checkpoints are converted of."""
+    from edgeinfer.catalog.converting.families import FAMILIES
+
+    rows = [
+        f"| {one.title} | {', '.join(f'`{name}`' for name in one.checkpoints)} | `{one.arch}` |"
+        for one in FAMILIES
+    ]
+    return "\n".join(["| family | `architectures` | in llama.cpp |", "|---|---|---|", *rows]) + "\n"
+
+
 def metrics() -> str:
     """Every Prometheus metric of the endpoint."""
     from edgeinfer.server.observe.metrics import Metrics
@@ -253,6 +264,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "chat-keys": chat_keys,
     "command-line": command_line,
     "configuration": configuration,
+    "converted-families": converted_families,
     "exit-codes": exit_codes,
     "fields-chat": partial(fields, "openai.wire:ChatRequest"),
     "fields-completions": partial(fields, "openai.wire:CompletionRequest"),

@@ -31,10 +31,16 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, s3://…, oci://…, or FILE.gguf; "
-        "default model",
+        help="NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, s3://…, oci://…, FILE.gguf, or a FOLDER "
+        "of safetensors; default model",
     )
     parser.add_argument("--name", help="store it under this name")
+    parser.add_argument(
+        "--quantize",
+        default="",
+        metavar="TYPE",
+        help="store it in this type; a checkpoint's own is BF16 or F16",
+    )
     parser.add_argument(
         "--in-place", action="store_true", help="point at a local file instead of copying it"
     )

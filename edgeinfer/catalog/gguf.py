@@ -25,6 +25,16 @@ from edgeinfer.errors import InvalidGgufError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+_GGML = (
+    "a GGML file, of the time before GGUF (August 2023), which llama.cpp no longer reads",
+    "pull the same model as GGUF or safetensors: `edgeinfer pull OWNER/REPO`",
+)
+_PICKLE = (
+    "a PyTorch archive of pickles, which can run any program when they are read",
+    "pull its repository as safetensors or GGUF: `edgeinfer pull OWNER/REPO`",
+)
+#: What other files begin with: what they are, and the way out.
+OTHERS = {b"lmgg": _GGML, b"fmgg": _GGML, b"tjgg": _GGML, b"algg": _GGML, b"PK\x03\x04": _PICKLE}
 DEFAULT_ALIGNMENT = 32
 #: Limits of ggml's own reader (gguf.cpp, ggml.h).
 MAX_DIMS = 4
@@ -254,6 +264,8 @@ class _Walker:
     def _preamble(self) -> tuple[int, int, int]:
         start = self._need(4, "the magic")
         magic = self.view[start : start + 4]
+        if magic in OTHERS:
+            raise InvalidGgufError(f"{self.name} is {OTHERS[magic][0]}", hint=OTHERS[magic][1])
         if magic != MAGIC:
             self.bad(f"it begins with {magic!r}, not {MAGIC!r}")
         version = self._u32("the version")

@@ -30,7 +30,7 @@ def plan(text: str, catalog: Catalog, name: str | None = None) -> Plan:
     if names.is_path(text):
         path = Path(text).expanduser().absolute()
         return Plan(
-            ref=wanted or _named_after(path.stem, catalog),
+            ref=wanted or _named_after(path.name if path.is_dir() else path.stem, catalog),
             candidates=((sources.LocalFile(str(path)),),),
         )
     if sources.looks_like_source(text):

@@ -19,6 +19,7 @@ Stage = Literal[
     "downloading",
     "copying",
     "verifying",
+    "converting",
     "quantizing",
     "scoring",
     "reading",

@@ -17,6 +17,7 @@ STAGES: dict[Stage, str] = {
     "downloading": "downloading",
     "copying": "copying",
     "verifying": "verifying",
+    "converting": "converting",
     "quantizing": "quantizing",
     "scoring": "measuring",
     "reading": "reading",

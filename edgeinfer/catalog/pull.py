@@ -19,8 +19,10 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import gguf, pins, sources, store
+from edgeinfer.catalog.converting.fetched import DIRECT, convert_fetched
 from edgeinfer.catalog.fetching.fetch import fetch
 from edgeinfer.catalog.fetching.fetched import Fetched
+from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan
@@ -29,16 +31,25 @@ from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.config import load_config
 from edgeinfer.config import offline as offline_in
 from edgeinfer.disk import room_errors, sha256_of, sync
-from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, OfflineError
+from edgeinfer.errors import (
+    CatalogError,
+    ChecksumError,
+    DownloadError,
+    InvalidGgufError,
+    OfflineError,
+    UsageError,
+)
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`in_place` points at a local file instead of copying it; `again` fetches what is here.
+    """`quantize` is a type to store it in instead of the catalogue's, "" for that.
 
-    `offline` None asks the configuration and the environment; `patience` is with web servers.
+    `in_place` points at a local file instead of copying it; `again` fetches what is here. `offline`
+    None asks the configuration and the environment; `patience` is with web servers.
     """
 
     name: str | None = None
+    quantize: str = ""
     in_place: bool = False
     again: bool = False
     offline: bool | None = None
@@ -59,7 +70,7 @@ def pull(
     """
     options = options or PullOptions()
     job = Job(progress, cancel, options.patience)
-    todo = plan(text, load_catalog(), options.name)
+    todo = _in_type(plan(text, load_catalog(), options.name), options.quantize)
     with _plain_words(), room_errors(paths.models_dir(), FETCHED_IS_KEPT), model_lock(todo.ref):
         here = None if options.again else _already_here(todo, job)
         if here is not None:
@@ -68,10 +79,29 @@ def pull(
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             fetched, source = _first_that_works(todo, work, job, options)
-            return _publish(todo, fetched, source, work, job)
+            return _publish(_in_type(todo, _named_type(todo, fetched)), fetched, source, work, job)
         finally:
             with suppress(OSError):
                 work.rmdir()  # only when nothing was fetched
+
+
+def _in_type(todo: Plan, type_name: str) -> Plan:
+    """The plan with another type to store the model in. Raises UsageError for none of llama.cpp's."""
+    if not type_name:
+        return todo
+    if file_type(type_name) is None:
+        raise UsageError(
+            f"{type_name!r} is no type of llama.cpp", hint="`edgeinfer quantize --help` lists them"
+        )
+    return msgspec.structs.replace(todo, quantize=type_name.upper())
+
+
+def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
+    """What `OWNER/REPO:TYPE` means for a checkpoint that nobody said otherwise of."""
+    named = (part for parts in todo.candidates for part in parts if isinstance(part, sources.HubQuant))
+    return (
+        next((part.quant for part in named), "") if fetched[0].checkpoint and not todo.quantize else ""
+    )
 
 
 @contextmanager
@@ -147,6 +177,8 @@ def _refuse_network(parts: tuple[sources.Source, ...], source: str, options: Pul
 
 def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None:
     """Compare with every known digest, check the header; set a wrong file aside as `.bad`."""
+    if one.path.is_dir():
+        return
     size = one.path.stat().st_size
     job.begin("verifying", one.file_name, total=size, index=one.index, n_files=one.n_files)
     whole = todo if one.n_files == 1 else None  # the catalogue's figures are of a single file
@@ -168,11 +200,13 @@ def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None
                 f"{one.file_name} of {source} has SHA-256 {found}, not {expected} as {who} says; {kept}"
             )
     one.found_sha256 = found
+    if one.checkpoint:
+        return
     try:
         _refuse_other_part(gguf.check(one.path), one)
     except InvalidGgufError as error:
         kept = _set_aside(one, work)
-        raise InvalidGgufError(f"{source}: {error.message}; {kept}") from error
+        raise InvalidGgufError(f"{source}: {error.message}; {kept}", hint=error.hint) from error
 
 
 def _refuse_other_part(header: gguf.GgufHeader, one: Fetched) -> None:
@@ -198,9 +232,12 @@ def _set_aside(one: Fetched, work: Path) -> str:
 
 
 def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
+    pins.remember(todo.ref, source, fetched)
+    if fetched[0].checkpoint:
+        direct = todo.quantize if todo.quantize in DIRECT else ""
+        fetched = [convert_fetched(fetched, direct, work, job)]
     header = gguf.check(fetched[0].path)
     original = header.quantization
-    pins.remember(todo.ref, source, fetched)
     if todo.quantize and original != todo.quantize:
         from edgeinfer.catalog.quantize import (
             quantize_fetched,

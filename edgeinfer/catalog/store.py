@@ -274,6 +274,11 @@ def _vouch(path: Path, file: PulledFile, name: str) -> None:
 
 def _files_of_path(path: Path) -> ModelFiles:
     """A GGUF outside the store, with its other parts when it is split; no digest is known of it."""
+    if path.is_dir():
+        raise ModelNotPulledError(
+            f"{path} is a folder: it is converted once, then used by its name",
+            hint=f"`edgeinfer pull {path}`",
+        )
     parts = names.split_parts(path.absolute())
     for part in parts:
         gguf.check(part)

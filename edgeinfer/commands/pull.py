@@ -77,6 +77,7 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
         raise UsageError("a file comes over one connection at least", hint="`--connections 1`")
     wish = PullOptions(
         name=options.name,
+        quantize=options.quantize,
         in_place=options.in_place,
         again=options.again,
         offline=offline(host.config),

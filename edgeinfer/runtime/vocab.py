@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from edgeinfer.runtime.libllama import L
+from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalized
 
 #: Longest piece read in one call, bytes; a longer one takes a second call.
 _PIECE_BYTES = 512
@@ -36,6 +37,7 @@ class Vocab:
         self.eos: int = L.llama_vocab_eos(self.pointer)
         self.adds_bos: bool = L.llama_vocab_get_add_bos(self.pointer)
         self.kind: int = L.llama_vocab_type(self.pointer)
+        self._normalizer = _read_normalizer(model)
         self._pieces: dict[int, bytes] = {}
         self._special_pieces: dict[int, bytes] = {}
 
@@ -102,7 +104,7 @@ class Vocab:
 
         `parse_special` reads `<|im_end|>` and its like as tokens; `add_special` adds BOS where due.
         """
-        data = text.encode("utf-8", "replace")
+        data = normalized(text, self._normalizer).encode("utf-8", "replace")
         size = len(data) // 2 + 16
         while True:
             tokens = (L.llama_token * size)()
@@ -125,3 +127,9 @@ class Vocab:
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
+
+
+def _read_normalizer(model: Any) -> str:
+    buffer = ctypes.create_string_buffer(64)
+    found = L.llama_model_meta_val_str(model, NORMALIZER_KEY.encode(), buffer, len(buffer))
+    return buffer.value.decode("ascii", "replace") if found > 0 else ""

@@ -127,6 +127,7 @@ def _from_store(source: sources.Source, todo: Plan, work: Path, job: Job) -> lis
                 sha256=remote.sha256,
                 index=index,
                 n_files=len(remotes),
+                checkpoint=not remote.file_name.lower().endswith(".gguf"),
             )
         )
     return found

@@ -12,6 +12,7 @@ class Fetched(msgspec.Struct, kw_only=True):
 
     `sha256` is what its source promises ("": nothing); whoever hashes it fills in `found_sha256`.
     `pinned` is false for files of this machine, which may change between two imports.
+    `checkpoint` marks files, or the folder, that are to be converted.
     """
 
     path: Path
@@ -22,6 +23,7 @@ class Fetched(msgspec.Struct, kw_only=True):
     index: int = 0
     n_files: int = 1
     found_sha256: str = ""
+    checkpoint: bool = False
 
     @property
     def size_bytes(self) -> int:

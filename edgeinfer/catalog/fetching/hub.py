@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from edgeinfer.catalog import names
+from edgeinfer.catalog.converting.files import checkpoint_files, flat_name
 from edgeinfer.catalog.fetching.download import Remote
 from edgeinfer.catalog.sources import HubFile, HubQuant
 from edgeinfer.errors import (
@@ -56,6 +57,8 @@ def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
             )
         return _whole_split(source.path, paths, source.repo)
     candidates = [path for path in paths if names.quantization_of(path) == source.quant]
+    if not candidates and not _ggufs(paths) and (files := checkpoint_files(paths)):
+        return files
     if not candidates:
         known = sorted({q for path in paths if (q := names.quantization_of(path))})
         raise SourceNotFoundError(
@@ -77,8 +80,12 @@ def _whole_split(path: str, paths: list[str], repo: str) -> list[str]:
     return parts
 
 
+def _ggufs(paths: list[str]) -> list[str]:
+    return [path for path in paths if path.lower().endswith(".gguf")]
+
+
 def _near_files(paths: list[str]) -> str | None:
-    ggufs = [path for path in paths if path.lower().endswith(".gguf")]
+    ggufs = _ggufs(paths)
     return f"it has {', '.join(ggufs[:8])}" if ggufs else "it has no GGUF at all"
 
 
@@ -90,13 +97,14 @@ def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Rem
         head = get_hf_file_metadata(
             url, token=api.token, timeout=_TIMEOUT_S, endpoint=api.endpoint, retry_on_errors=True
         )
+    is_gguf = file.rfilename.lower().endswith(".gguf")
     listed = file.lfs.sha256 if file.lfs else ""
     announced = head.etag if head.etag and _SHA256.fullmatch(head.etag) else ""
     if listed and announced and listed != announced:
         raise ChecksumError(f"{source}: the hub lists SHA-256 {listed} and serves {announced}")
     return Remote(
         url=url,
-        file_name=names.file_name(file.rfilename),
+        file_name=names.file_name(file.rfilename if is_gguf else flat_name(file.rfilename)),
         origin=f"hf:{source.repo}/{file.rfilename}",
         size_bytes=head.size or file.size or 0,
         sha256=announced or listed,

@@ -9,14 +9,21 @@ from edgeinfer.catalog import names
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.progress import Job
 from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
-from edgeinfer.errors import SourceNotFoundError
+from edgeinfer.errors import SourceNotFoundError, UsageError
 
 
 def fetch(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
     """The file at `path`, or all parts of a split one, copied into `work` unless `in_place`.
 
-    Raises SourceNotFoundError, DiskFullError, InterruptedByUser.
+    A folder is not copied. Raises SourceNotFoundError, UsageError, DiskFullError, InterruptedByUser.
     """
+    if path.is_dir():
+        return [_checkpoint(path)]
+    if path.suffix == ".safetensors":
+        raise UsageError(
+            f"{path.name} is weights alone, without the configuration and tokenizer beside them",
+            hint=f"pull the folder it is in: `edgeinfer pull {path.parent}`",
+        )
     parts = names.split_parts(path)
     for part in parts:
         if not part.is_file():
@@ -35,6 +42,17 @@ def fetch(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
             )
         )
     return found
+
+
+def _checkpoint(folder: Path) -> Fetched:
+    """A folder to be converted, which is read where it is. Raises SourceNotFoundError."""
+    if not (folder / "config.json").is_file():
+        raise SourceNotFoundError(
+            f"{folder} has no config.json: it is no checkpoint",
+            hint="name a GGUF file, or a folder of config.json, tokenizer.json and safetensors",
+        )
+    name = names.tamed_file_name(folder.name)
+    return Fetched(path=folder, file_name=name, ours=False, pinned=False, checkpoint=True)
 
 
 def _copied(source: Path, work: Path, job: Job, index: int, n_files: int) -> Path:

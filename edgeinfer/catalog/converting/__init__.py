@@ -1,0 +1,1 @@
+"""Checkpoints as their makers publish them (safetensors, config.json) become GGUF files."""

@@ -1,0 +1,55 @@
+"""The files of a checkpoint: which they are, in a folder or a repository."""
+
+from __future__ import annotations
+
+import re
+
+from edgeinfer.errors import SourceNotFoundError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+#: Beside the weights, what a conversion reads; `1_Pooling` is sentence-transformers'.
+_WORDS = (
+    CONFIG,
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "1_Pooling/config.json",
+)
+
+
+def weight_files(names: list[str]) -> list[str]:
+    """Pick the files with a checkpoint's weights, of a folder or repository, in order; [] for none.
+
+    Raises SourceNotFoundError when shards of a numbered set are missing.
+    """
+    if WEIGHTS in names:
+        return [WEIGHTS]
+    shards = sorted(name for name in names if _SHARD.fullmatch(name))
+    if not shards:
+        return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    found = _SHARD.fullmatch(shards[0])
+    assert found is not None
+    wanted = [f"model-{index + 1:05}-of-{found[2]}.safetensors" for index in range(int(found[2]))]
+    if missing := [name for name in wanted if name not in shards]:
+        raise SourceNotFoundError(
+            f"{len(missing)} of {len(wanted)} shards are missing: {', '.join(missing[:4])}",
+            hint="a file ending in .part or .incomplete is half of one: fetch it again",
+        )
+    return wanted
+
+
+def checkpoint_files(paths: list[str]) -> list[str]:
+    """What to fetch of a repository to convert it; [] when it has no checkpoint."""
+    weights = weight_files(paths) if CONFIG in paths else []
+    return [*(word for word in _WORDS if word in paths), *weights] if weights else []
+
+
+def flat_name(path: str) -> str:
+    """A file's name in one folder for all."""
+    return path.replace("/", "-")

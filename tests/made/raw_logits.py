@@ -1,0 +1,86 @@
+"""Logits and token ids straight from llama.cpp, with a float32 KV cache: what a file holds, and no engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import llama_cpp as L
+import numpy as np
+
+from edgeinfer.runtime import libllama
+
+
+@contextlib.contextmanager
+def loaded(path: Path, *, vocab_only: bool = False) -> Iterator[object]:
+    """The model in a file."""
+    libllama.lib()
+    parameters = L.llama_model_default_params()
+    parameters.n_gpu_layers = 0
+    parameters.vocab_only = vocab_only
+    model = L.llama_model_load_from_file(str(path).encode(), parameters)
+    assert model, "; ".join(libllama.recent_log(3))
+    try:
+        yield model
+    finally:
+        L.llama_model_free(model)
+
+
+def _context(model: object, *, encoder: bool) -> object:
+    parameters = L.llama_context_default_params()
+    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = 128
+    parameters.type_k = parameters.type_v = 0
+    parameters.flash_attn_type = 0
+    parameters.n_threads = parameters.n_threads_batch = 1
+    if encoder:
+        parameters.embeddings = True
+        parameters.pooling_type = 0
+    return L.llama_init_from_model(model, parameters)
+
+
+def read(
+    path: Path,
+    tokens: Sequence[int],
+    *,
+    encoder: bool = False,
+    adapters: dict[Path, float] | None = None,
+) -> np.ndarray:
+    """Logits of every position, [tokens, vocabulary]; an encoder's vectors, [tokens, width]."""
+    with loaded(path) as model:
+        context = _context(model, encoder=encoder)
+        batch = L.llama_batch_init(len(tokens), 0, 1)
+        try:
+            _set_adapters(model, context, adapters or {})
+            batch.n_tokens = len(tokens)
+            for at, token in enumerate(tokens):
+                batch.token[at] = token
+                batch.pos[at] = at
+                batch.n_seq_id[at] = 1
+                batch.seq_id[at][0] = 0
+                batch.logits[at] = 1
+            assert (L.llama_encode if encoder else L.llama_decode)(context, batch) == 0
+            if encoder:
+                width, get = L.llama_model_n_embd(model), L.llama_get_embeddings_ith
+            else:
+                width = L.llama_vocab_n_tokens(L.llama_model_get_vocab(model))
+                get = L.llama_get_logits_ith
+            rows = [
+                np.ctypeslib.as_array(get(context, at), (width,)).copy() for at in range(len(tokens))
+            ]
+            return np.array(rows)
+        finally:
+            L.llama_batch_free(batch)
+            L.llama_free(context)
+
+
+def _set_adapters(model: object, context: object, adapters: dict[Path, float]) -> None:
+    import ctypes
+
+    if not adapters:
+        return
+    loaded = [L.llama_adapter_lora_init(model, str(path).encode()) for path in adapters]
+    assert all(loaded), "; ".join(libllama.recent_log(3))
+    pointers = (L.llama_adapter_lora_p_ctypes * len(loaded))(*loaded)
+    scales = (ctypes.c_float * len(loaded))(*adapters.values())
+    assert L.llama_set_adapters_lora(context, pointers, len(loaded), scales) == 0

@@ -1,0 +1,159 @@
+"""Run transformers over tiny checkpoints of every family and keep what it computes, for the tests.
+
+    python -m venv env && env/bin/pip install torch transformers
+    env/bin/python tools/make_checkpoints.py
+
+Weights follow from the tensors' names (`tests/made/made_checkpoints.py`), so config.json, shapes and
+logits are all that is kept, in `tests/catalog/golden`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers as hf
+from safetensors import safe_open
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
+import made_checkpoints as made
+
+SIZE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": made.N_VOCAB,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = SIZE | {"num_key_value_heads": 2}
+GEMMA = GROUPED | {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 24,
+    "num_hidden_layers": 7,
+}
+MOE = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OLD = {"vocab_size": made.N_VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 256,
+    "long_factor": [1.0, 2.0],
+    "short_factor": [1.0, 1.5],
+}
+
+CONFIGS = {
+    "llama2": hf.LlamaConfig(**SIZE),
+    "llama3": hf.LlamaConfig(**GROUPED, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    "llama-linear": hf.LlamaConfig(
+        **GROUPED, rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    ),
+    "mistral": hf.MistralConfig(**GROUPED, head_dim=16, sliding_window=None),
+    "mixtral": hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "smollm3": hf.SmolLM3Config(**GROUPED | {"num_hidden_layers": 5}),
+    "granite": hf.GraniteConfig(
+        **GROUPED,
+        embedding_multiplier=6.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.25,
+        logits_scaling=4.0,
+        tie_word_embeddings=True,
+    ),
+    "qwen2": hf.Qwen2Config(**GROUPED, tie_word_embeddings=True),
+    "qwen2-yarn": hf.Qwen2Config(
+        **GROUPED,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "qwen2moe": hf.Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=40, norm_topk_prob=False),
+    "qwen3": hf.Qwen3Config(**GROUPED, head_dim=16),
+    "qwen3moe": hf.Qwen3MoeConfig(**MOE, head_dim=16, norm_topk_prob=True),
+    "olmo2": hf.Olmo2Config(**GROUPED),
+    "gemma": hf.GemmaConfig(**GROUPED, head_dim=16),
+    "gemma2": hf.Gemma2Config(**GEMMA),
+    "gemma3": hf.Gemma3TextConfig(**GEMMA),
+    "phi3": hf.Phi3Config(**GROUPED),
+    "phi4-mini": hf.Phi3Config(
+        **GROUPED | {"max_position_embeddings": 512},
+        rope_parameters=LONG,
+        original_max_position_embeddings=256,
+    ),
+    "gpt2": hf.GPT2Config(**OLD, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+    "gptneox": hf.GPTNeoXConfig(**SIZE, hidden_act="gelu"),
+    "gptneox-serial": hf.GPTNeoXConfig(
+        **SIZE,
+        use_parallel_residual=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+    ),
+    "falcon7b": hf.FalconConfig(**SIZE),
+    "falcon40b": hf.FalconConfig(**SIZE, new_decoder_architecture=True, num_kv_heads=2),
+    "mpt": hf.MptConfig(**OLD, d_model=32, n_heads=4, n_layers=2, max_seq_len=256),
+    "starcoder": hf.GPTBigCodeConfig(**OLD, n_embd=32, n_head=4, n_layer=2, n_positions=256),
+    "starcoder2": hf.Starcoder2Config(**GROUPED, sliding_window=None),
+    "bert": hf.BertConfig(**SIZE),
+    "xlm-roberta": hf.XLMRobertaConfig(
+        **SIZE | {"pad_token_id": 1, "bos_token_id": 0}, type_vocab_size=1
+    ),
+}
+
+
+def logits_of(name: str, config: object) -> tuple[dict, np.ndarray]:
+    """Save a model of this shape, write our weights into it, and read the tokens."""
+    encoder = "bert" in name
+    auto = hf.AutoModel if encoder else hf.AutoModelForCausalLM
+    with tempfile.TemporaryDirectory() as folder:
+        auto.from_config(config).save_pretrained(folder)
+        place = Path(folder) / "model.safetensors"
+        with safe_open(place, "numpy") as file:
+            shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        tensors = {key: made.weights(key, tuple(shape)) for key, shape in shapes.items()}
+        raw = bytearray(made.safetensors(tensors))
+        head = int.from_bytes(raw[:8], "little")
+        about = {"__metadata__": {"format": "pt"}} | json.loads(raw[8 : 8 + head])
+        text = json.dumps(about).encode()
+        text += b" " * (-len(text) % 8)
+        place.write_bytes(len(text).to_bytes(8, "little") + text + bytes(raw[8 + head :]))
+        model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        saved = json.loads((Path(folder) / "config.json").read_text())
+    with torch.no_grad():
+        out = model(torch.tensor([made.token_ids()]))
+    rows = (out.last_hidden_state if encoder else out.logits)[0].numpy()
+    print(f"{name:16} {rows.shape} of size {np.abs(rows).max():.2f}")
+    return {"config": saved, "tensors": shapes}, rows[list(made.KEPT)]
+
+
+def main() -> None:
+    """Write a file for each family, and one with everybody's logits."""
+    made.GOLDEN.mkdir(exist_ok=True)
+    wanted = sys.argv[1:] or list(CONFIGS)
+    place = made.GOLDEN / "logits.npz"
+    kept = dict(np.load(place)) if place.exists() else {}
+    for name in wanted:
+        about, kept[name] = logits_of(name, CONFIGS[name])
+        (made.GOLDEN / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
+    np.savez_compressed(place, **kept)
+
+
+if __name__ == "__main__":
+    main()
