@@ -71,6 +71,10 @@ bench-typing: setup ## the chat: 300 words typed, read ahead and not; a cold sta
 	$(BIN)/edgeinfer warm $(MODEL) >&2
 	$(BIN)/python benchmarks/bench_typing.py $(ARGS)
 
+bench-scale: setup ## Ray Serve from no replica to one, and 1 to 4 copies, beside llama-server
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_scale.py $(ARGS)
+
 screenshots: setup ## the README's pictures of the chat
 	$(BIN)/python tools/screenshots.py
 

@@ -43,8 +43,9 @@ def tree_of(pid: int) -> list[int]:
     """List a process and all below it, in namespaces of their own too."""
     found = [pid]
     with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += tree_of(int(child))
+        for task in Path(f"/proc/{pid}/task").iterdir():  # whichever thread started it
+            for child in (task / "children").read_text().split():
+                found += tree_of(int(child))
     return found
 
 

@@ -30,10 +30,13 @@ _ROUTER = "edgeinfer.cluster.router.PrefixRouter"
 class ModelDeployment:
     """A replica of one model."""
 
+    #: What stands behind it.
+    replica: type[Replica] = Replica
+
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, settings: options.ModelSettings
     ) -> None:
-        self._replica = Replica(settings, serve.get_replica_context().replica_id.unique_id)
+        self._replica = self.replica(settings, serve.get_replica_context().replica_id.unique_id)
         await self._replica.ready()
 
     async def answer(self, asked: Asked) -> AsyncIterator[Part]:
@@ -72,20 +75,22 @@ class _Handle:
         return stream
 
 
-def application(arguments: Mapping[str, object]) -> serve.Application:
+def application(
+    arguments: Mapping[str, object], of: type[ModelDeployment] = ModelDeployment
+) -> serve.Application:
     """Make a Serve application of `{"models": [...]}`, or of the fields of one model (`settings`).
 
     Raises UsageError.
     """
     settings = options.read(arguments)
-    models = {one.model: _deployment(one) for one in settings.models}
+    models = {one.model: _deployment(one, of) for one in settings.models}
     front = serve.deployment(
         name="edgeinfer", max_ongoing_requests=_MANY, ray_actor_options={"num_cpus": 0}
     )(FrontDeployment)
     return front.bind(models, settings.start_s)
 
 
-def _deployment(one: options.ModelSettings) -> Any:
+def _deployment(one: options.ModelSettings, of: type[ModelDeployment]) -> Any:
     made = serve.deployment(
         name=one.model.replace("/", "-"),
         max_ongoing_requests=one.max_ongoing_requests,
@@ -101,5 +106,5 @@ def _deployment(one: options.ModelSettings) -> Any:
         ),
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         health_check_period_s=5.0,
-    )(ModelDeployment)
+    )(of)
     return made.bind(one)

@@ -32,8 +32,8 @@ class Replica:
     def __init__(self, settings: ModelSettings, name: str) -> None:
         self._name = name
         self._folder = tempfile.mkdtemp(prefix="edgeinfer-")
-        path = f"{self._folder}/socket"
-        self._endpoint = _start(path, settings)
+        path = f"{self._folder}/endpoint.sock"
+        self._endpoint = self.start(path, settings)
         self._client = httpx2.AsyncClient(
             transport=httpx2.AsyncHTTPTransport(uds=path, limits=httpx2.Limits(max_connections=None)),
             base_url="http://localhost",
@@ -43,13 +43,13 @@ class Replica:
     async def ready(self) -> None:
         """Wait until the endpoint could answer. Raises TimeoutError, RuntimeError when it ended."""
         async with asyncio.timeout(_READY_S):
-            while not await self._is_healthy():
+            while not await self.is_healthy():
                 await asyncio.sleep(0.01)
 
     async def check(self) -> None:
         """Raises RuntimeError, TimeoutError when the endpoint would not answer."""
         async with asyncio.timeout(_HEALTH_S):
-            await self._is_healthy()
+            await self.is_healthy()
 
     async def answer(self, asked: Asked) -> AsyncIterator[Part]:
         """The parts of the answer as they come. Closing it ends the generation."""
@@ -72,22 +72,21 @@ class Replica:
         await self._client.aclose()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _is_healthy(self) -> bool:
+    async def is_healthy(self) -> bool:
+        """Whether the endpoint could answer. Raises RuntimeError when it has ended."""
         if self._endpoint.poll() is not None:
             raise RuntimeError(f"`edgeinfer serve` ended with {self._endpoint.returncode}")
         return (await self._client.get("/health")).is_success
 
-
-def _start(path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
-    """Start the endpoint, listening at `path` from now on. It dies with the thread that calls this."""
-    words = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(1024)
-        return subprocess.Popen(
-            process.child_command(
-                "edgeinfer.cluster.tied", str(os.getpid()), str(listener.fileno()), *words
-            ),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(listener.fileno(),),
-        )
+    def start(self, path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
+        """Start the endpoint, listening at `path` from now on; it dies with the thread that calls."""
+        words = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen(1024)
+            tied = [str(os.getpid()), str(listener.fileno()), *words]
+            return subprocess.Popen(
+                process.child_command("edgeinfer.cluster.tied", *tied),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(listener.fileno(),),
+            )
