@@ -38,7 +38,8 @@ from edgeinfer.server import offline
 from edgeinfer.server.asgi import build_app
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.model_pool import Models, Sources
+from edgeinfer.server.core.models.pool import Models
+from edgeinfer.server.core.models.values import Sources
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import Log

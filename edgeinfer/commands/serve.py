@@ -24,7 +24,8 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.kept import KeptAnswers
 from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.model_pool import Loaded, Models, Pulled, Sources
+from edgeinfer.server.core.models.pool import Models
+from edgeinfer.server.core.models.values import Loaded, Pulled, Sources
 from edgeinfer.server.guards import crash_replies, keys, sockets
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 from edgeinfer.server.observe.logs import Log

@@ -29,7 +29,8 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolChoic
 from edgeinfer.server.core import bodies
 from edgeinfer.server.core.exchange import Endpoint, exchange_of
 from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.model_pool import Loaded, Models, Pulled, Sources
+from edgeinfer.server.core.models.pool import Models
+from edgeinfer.server.core.models.values import Loaded, Pulled, Sources
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate

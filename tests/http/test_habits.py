@@ -7,7 +7,7 @@ import json
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.core.model_pool import Loaded
+from edgeinfer.server.core.models.values import Loaded
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.operations import find

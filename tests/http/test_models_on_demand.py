@@ -12,7 +12,7 @@ import pytest
 from edgeinfer.errors import EngineClosedError, ModelLoadError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.model_pool import Loaded
+from edgeinfer.server.core.models.values import Loaded
 from edgeinfer.server.server import RunOptions
 
 GIB = 1 << 30

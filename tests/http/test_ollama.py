@@ -11,7 +11,7 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Infill, JsonSchema
-from edgeinfer.server.core.model_pool import Loaded
+from edgeinfer.server.core.models.values import Loaded
 from edgeinfer.server.ollama.keep_alive import keep_alive_s
 
 HI = [{"role": "user", "content": "hi"}]

@@ -19,7 +19,7 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.server.core.model_pool import Loaded
+from edgeinfer.server.core.models.values import Loaded
 
 REPO = "someone/Tiny-GGUF"
 

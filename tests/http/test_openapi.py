@@ -12,7 +12,7 @@ import pytest
 
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.model_pool import Loaded
+from edgeinfer.server.core.models.values import Loaded
 from edgeinfer.server.openapi import document
 from edgeinfer.server.operations import DIALECTS, OPERATIONS
 

@@ -14,7 +14,7 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.exchange import Endpoint, Exchange
-from edgeinfer.server.core.model_pool import Lease
+from edgeinfer.server.core.models.pool import Lease
 from edgeinfer.server.core.renderer import Renderer
 from edgeinfer.server.observe.metrics import version_of
 

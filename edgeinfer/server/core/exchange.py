@@ -23,9 +23,9 @@ from edgeinfer.server.core import changing_lines
 from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.kept import Kept, KeptAnswers
 from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.model_pool import Models
+from edgeinfer.server.core.models.pool import Models
+from edgeinfer.server.core.models.shelf import Shelf
 from edgeinfer.server.core.problems import Problem, shutting_down, unavailable
-from edgeinfer.server.core.shelf import Shelf
 from edgeinfer.server.core.wire import Slot
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, version_of

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.server.core.model_pool import LoadedModel, LoadingModel
+from edgeinfer.server.core.models.values import LoadedModel, LoadingModel
 from edgeinfer.server.core.wire import (
     CachePrompt,
     CacheSalt,

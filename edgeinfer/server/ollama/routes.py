@@ -16,8 +16,8 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
-from edgeinfer.server.core.model_names import listed_name
-from edgeinfer.server.core.model_pool import LoadedModel, Pulled
+from edgeinfer.server.core.models.spellings import listed_name
+from edgeinfer.server.core.models.values import LoadedModel, Pulled
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer

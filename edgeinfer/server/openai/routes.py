@@ -18,7 +18,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
-from edgeinfer.server.core.model_pool import Pulled
+from edgeinfer.server.core.models.values import Pulled
 from edgeinfer.server.core.problems import no_such_model
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer

@@ -1,0 +1,346 @@
+"""Load models on demand, once each; close them when idle or when another needs the room.
+
+Everything here runs on the event loop; loading and closing run in threads. A request waits for its own
+model only: loads of different models run side by side when memory allows. How a model comes to be
+loaded is somebody else's: `load` is passed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import msgspec
+
+from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.server.core.models.aliases import DEFAULT, Aliases
+from edgeinfer.server.core.models.entry import Entry
+from edgeinfer.server.core.models.spellings import spellings
+from edgeinfer.server.core.models.values import LoadedModel, LoadingModel, Pulled, Sources
+
+#: Left free for the page cache, the endpoint itself and everybody else.
+_RESERVE_BYTES = 512 << 20
+#: Models that are being unloaded when the endpoint ends have this long.
+_CLOSE_S = 5.0
+
+
+class Lease:
+    """A request's hold on a loaded model. While it is held the model is not unloaded."""
+
+    def __init__(self, models: Models, entry: Entry, keep_alive_s: float) -> None:
+        self._models = models
+        self._entry = entry
+        self._keep_alive_s = keep_alive_s
+        self._held = True
+
+    @property
+    def engine(self) -> Engine:
+        assert self._entry.loaded is not None
+        return self._entry.loaded.engine
+
+    @property
+    def model(self) -> str:
+        return self._entry.name
+
+    @property
+    def in_worker(self) -> bool:
+        """Whether a call of the engine waits for another process."""
+        return self._entry.loaded is not None and self._entry.loaded.where == "worker"
+
+    def failed(self) -> None:
+        """The engine died: the next request gets a fresh one."""
+        self._models.discard(self._entry)
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._held:
+            self._held = False
+            self._models.released(self._entry, self._keep_alive_s)
+
+
+class Models:
+    """The loaded models, and the one way to get at them."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        *,
+        default: str,
+        keep_alive_s: float,
+        room_s: float = 60.0,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        self.default = default
+        self._aliases = Aliases(aliases or {})
+        self._sources = sources
+        self._keep_alive_s = keep_alive_s
+        self._room_s = room_s
+        self._entries: dict[str, Entry] = {}
+        self._sizes: dict[str, int] = {}
+        self._closing: dict[str, asyncio.Future[None]] = {}
+        self._changed = asyncio.Event()
+        self._threads = ThreadPoolExecutor(8, "models")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.last_error = ""
+
+    # --- asking
+
+    def resolve(self, name: str | None) -> str:
+        """Name the model that `name` means, or the default, never a path. Raises UnknownModelError.
+
+        An exact alias goes before a model's own name, which goes before a pattern. A name may be
+        spelled as clients of Ollama do.
+        """
+        if name is None:
+            return self.default
+        found = spellings(name)
+        alias = next((self._aliases.exact[one] for one in found if one in self._aliases.exact), None)
+        wanted = found if alias is None else (alias,)
+        for meant in wanted:
+            if meant in (DEFAULT, self.default) or meant in self._entries:
+                return self._named(meant)
+        here = {DEFAULT, self.default, *self._entries, *(p.name for p in self._sources.pulled())}
+        by_pattern = None if alias else self._aliases.by_pattern(name)
+        for meant in wanted if by_pattern is None else (*wanted, by_pattern):
+            if meant in here:
+                return self._named(meant)
+        missing = alias or by_pattern or found[1]
+        said = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
+        raise UnknownModelError(
+            f"The model '{missing}' is not here{said}",
+            hint=f"`edgeinfer pull {missing}`, or GET /v1/models",
+        )
+
+    def _named(self, meant: str) -> str:
+        return self.default if meant == DEFAULT else meant
+
+    def is_loaded(self, name: str) -> bool:
+        entry = self._entries.get(name)
+        return entry is not None and entry.loaded is not None
+
+    def state(self, name: str) -> str:
+        """cold, loading or loaded."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return "cold"
+        return "loading" if entry.loaded is None else "loaded"
+
+    def stage(self, name: str) -> tuple[str, float | None]:
+        """What loading does now; ("", None) when it is not loading."""
+        entry = self._entries.get(name)
+        return ("", None) if entry is None or entry.loaded else (entry.stage, entry.fraction)
+
+    def loading(self) -> list[LoadingModel]:
+        return [
+            LoadingModel(model=s.name, stage=s.stage, progress=s.fraction)
+            for s in self._entries.values()
+            if s.loaded is None
+        ]
+
+    def engines(self) -> list[tuple[str, Engine]]:
+        return [(s.name, s.loaded.engine) for s in self._entries.values() if s.loaded is not None]
+
+    def info(self, name: str) -> EngineInfo | None:
+        """What is known of a model while it is loaded."""
+        entry = self._entries.get(name)
+        return None if entry is None or entry.loaded is None else entry.loaded.engine.info
+
+    def pulled(self) -> list[Pulled]:
+        """Every model a request may name, the default first, and every alias of one."""
+        listed = list(self._sources.pulled())
+        if all(pulled.name != self.default for pulled in listed):
+            listed.append(Pulled(name=self.default))
+        own = {pulled.name: pulled for pulled in listed}
+        for alias, target in self._aliases.exact.items():
+            model = own.get(self._named(target))
+            if model is not None and alias not in own:
+                listed.append(msgspec.structs.replace(model, name=alias, alias_of=model.name))
+        return sorted(listed, key=lambda pulled: (pulled.name != self.default, pulled.name))
+
+    def report(self) -> list[LoadedModel]:
+        now = asyncio.get_running_loop().time()
+        return [entry.describe(now) for entry in self._entries.values()]
+
+    # --- holding
+
+    async def acquire(self, name: str, keep_alive_s: float | None = None) -> Lease:
+        """Hold `name`, loading it if needed. Raises OutOfMemoryError, and as loading does."""
+        entry = self._entries.get(name) or self._start(name)
+        entry.users += 1
+        if entry.expiry is not None:
+            entry.expiry.cancel()
+            entry.expiry = None
+        try:
+            if entry.loaded is None:
+                await asyncio.shield(entry.ready)
+        except BaseException:
+            self.released(entry, self._keep_alive_s)
+            raise
+        return Lease(self, entry, self._keep_alive_s if keep_alive_s is None else keep_alive_s)
+
+    async def unload(self, name: str) -> Literal["unloaded", "unloading", "not loaded"]:
+        """Unload now if idle, else as soon as its requests end."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return "not loaded"
+        if entry.users or entry.loaded is None:
+            entry.keep_alive_s = 0.0
+            del self._entries[name]  # requests from now on load it afresh
+            return "unloading"
+        await self._unload(entry)
+        return "unloaded"
+
+    def released(self, entry: Entry, keep_alive_s: float) -> None:
+        entry.users -= 1
+        entry.last_used = time.monotonic()
+        self._changed.set()
+        if entry.users or entry.loaded is None:
+            return
+        entry.keep_alive_s = keep_alive_s
+        detached = self._entries.get(entry.name) is not entry
+        if detached or keep_alive_s == 0:
+            self._spawn(self._unload(entry))
+        elif keep_alive_s > 0:
+            entry.expiry = asyncio.get_running_loop().call_later(keep_alive_s, self._expire, entry)
+
+    def discard(self, entry: Entry) -> None:
+        """Forget a model whose engine died."""
+        if self._entries.get(entry.name) is entry:
+            del self._entries[entry.name]
+
+    async def close(self) -> None:
+        """Unload everything. Requests must have ended."""
+        for entry in list(self._entries.values()):
+            if entry.loaded is not None:
+                await self._unload(entry)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=_CLOSE_S)
+        for task in list(self._tasks):
+            task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- loading
+
+    def _start(self, name: str) -> Entry:
+        entry = Entry(name, self._need_bytes(name))
+        entry.ready.add_done_callback(
+            lambda ready: ready.cancelled() or ready.exception()
+        )  # a load nobody waits for any more
+        self._entries[name] = entry
+        self._spawn(self._load(entry))
+        return entry
+
+    async def _load(self, entry: Entry) -> None:
+        try:
+            await self._until_closed(entry)
+            await self._make_room(entry)
+            entry.stage = "loading"
+            begun = time.perf_counter()
+            loop = asyncio.get_running_loop()
+            loaded = await loop.run_in_executor(
+                self._threads, self._sources.load, entry.name, entry.report
+            )
+        except EdgeInferError as error:
+            self.last_error = error.message
+            self.discard(entry)
+            entry.ready.set_exception(error)
+            self._changed.set()
+            return
+        except asyncio.CancelledError:
+            entry.ready.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a loader raises, its waiters must be told
+            self.discard(entry)
+            entry.ready.set_exception(error)
+            return
+        entry.loaded = loaded
+        self._sources.loaded_hook(entry.name, loaded, time.perf_counter() - begun)
+        info = loaded.engine.info
+        kv_bytes = info.least_kv_bytes or info.kv_bytes  # an automatic context is cut to what is free
+        self._sizes[entry.name] = entry.need_bytes = (
+            info.weights_bytes + kv_bytes + info.compute_bytes or entry.need_bytes
+        )
+        entry.ready.set_result(None)
+        self._changed.set()
+        if entry.users == 0:
+            entry.users = 1
+            self.released(entry, self._keep_alive_s)
+
+    async def _until_closed(self, entry: Entry) -> None:
+        """Wait for the model's last engine to write what it has read: the new one finds it then."""
+        closing = self._closing.get(entry.name)
+        if closing is not None:
+            entry.stage = "writing what it has read"
+            await asyncio.wait([closing])
+            entry.stage = "waiting for memory"
+
+    def _need_bytes(self, name: str) -> int:
+        known = self._sizes.get(name)
+        if known is not None:
+            return known
+        files = next((pulled.size_bytes for pulled in self._sources.pulled() if pulled.name == name), 0)
+        return files + files // 4 + (256 << 20)
+
+    async def _make_room(self, entry: Entry) -> None:
+        """Evict the least recently used until `entry` fits. Raises OutOfMemoryError."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._room_s
+        while not self._fits(entry):
+            idle = [s for s in self._entries.values() if s.loaded is not None and s.users == 0]
+            if idle:
+                await self._unload(min(idle, key=lambda s: s.last_used))
+                continue
+            others = any(s is not entry for s in self._entries.values())
+            if not others:
+                # nothing of ours is in the way: let the loader decide, it knows better than an estimate
+                return
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - loop.time()))
+            except TimeoutError:
+                raise OutOfMemoryError(
+                    f"No memory for {entry.name} ({entry.need_bytes >> 20} MiB) while other models are "
+                    f"in use"
+                ) from None
+
+    def _fits(self, entry: Entry) -> bool:
+        promised = sum(
+            s.need_bytes
+            for s in self._entries.values()
+            if s.loaded is None and s is not entry and s.stage == "loading"
+        )
+        return entry.need_bytes + promised + _RESERVE_BYTES <= self._sources.available_bytes()
+
+    # --- unloading
+
+    def _expire(self, entry: Entry) -> None:
+        entry.expiry = None
+        if entry.users == 0 and entry.loaded is not None:
+            self._spawn(self._unload(entry))
+
+    async def _unload(self, entry: Entry) -> None:
+        if entry.loaded is None:
+            return
+        loaded, entry.loaded = entry.loaded, None
+        if entry.expiry is not None:
+            entry.expiry.cancel()
+        self.discard(entry)
+        loop = asyncio.get_running_loop()
+        closing = loop.run_in_executor(self._threads, loaded.engine.close)
+        self._closing[entry.name] = closing
+        try:
+            await closing
+        finally:
+            if self._closing.get(entry.name) is closing:
+                del self._closing[entry.name]
+            self._changed.set()
+
+    def _spawn(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,71 @@
+"""What the pool of models is given and what it says: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from edgeinfer.machine import read_memory
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.server.core.wire import Reply
+
+Progress = Callable[[str, float | None], None]
+Where = Literal["process", "worker"]
+
+
+class Pulled(msgspec.Struct, frozen=True, kw_only=True):
+    """A model whose files are here, or another name for one. `created` is Unix time."""
+
+    name: str
+    size_bytes: int = 0
+    sha256: str = ""
+    created: int = 0
+    alias_of: str = ""
+    n_ctx_train: int = 0
+    architecture: str = ""
+    quantization: str = ""
+    n_params: int = 0
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loader gives back. Stages are in milliseconds.
+
+    `how` is "resumed", "cold" or "held" (it was in this process already).
+    """
+
+    engine: Engine
+    where: Where = "process"
+    how: str = "cold"
+    stages_ms: dict[str, float] = {}
+
+
+class Sources(msgspec.Struct, frozen=True, kw_only=True):
+    """What the manager is built from. `load` runs in a thread and reports progress from it."""
+
+    load: Callable[[str, Progress], Loaded]
+    pulled: Callable[[], Sequence[Pulled]]
+    available_bytes: Callable[[], int] = lambda: read_memory().available_bytes
+    loaded_hook: Callable[[str, Loaded, float], None] = lambda name, loaded, seconds: None
+
+
+class LoadingModel(Reply, frozen=True, kw_only=True):
+    """`progress` is 0 to 1, or null while unknown."""
+
+    model: str
+    stage: str
+    progress: float | None
+
+
+class LoadedModel(Reply, frozen=True, kw_only=True):
+    """A model in memory. `expires_in_s` is null while it is kept for ever or in use."""
+
+    id: str
+    state: str
+    where: str
+    in_use: int
+    expires_in_s: float | None
+    size_bytes: int
+    load_ms: float
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
