@@ -148,7 +148,7 @@ async def _scroll(updates: int) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "tests/tui"))
     from fixed_chat import FixedHost, make_app, wait_until
 
-    from edgeinfer.chat.values import Turn
+    from edgeinfer.chat.history.values import Turn
     from edgeinfer.runtime.fake import FakeEngine
     from edgeinfer.tui.drawing.entry import AnswerEntry, Question
 
@@ -278,8 +278,8 @@ async def _into_app(engine: Any) -> float:
 
 
 def bench_store(runs: int) -> dict[str, Any]:
-    from edgeinfer.chat import library
-    from edgeinfer.chat.store import Store
+    from edgeinfer.chat.history import library
+    from edgeinfer.chat.history.store import Store
 
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(Path(folder) / "c.db")

@@ -1,1 +1,1 @@
-"""Conversations as plain values, and their SQLite store. Knows no screen."""
+"""The chat without a screen: a session, its commands, and the plain front."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from edgeinfer.chat.store import Store
-from edgeinfer.chat.values import Stats, Status, Turn
+from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.values import Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.collected import Collected

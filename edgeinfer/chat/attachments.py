@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.chat.code import fenced
-from edgeinfer.chat.values import Attachment
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.interface import Engine
 

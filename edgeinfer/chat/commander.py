@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from edgeinfer.chat import attachments, context, export, library, presets, settings, slash
+from edgeinfer.chat import attachments, context, export, presets, settings, slash
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.code import code_blocks
+from edgeinfer.chat.history import library
+from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.values import Attachment, Turn
 from edgeinfer.config import ChatConfig
 from edgeinfer.errors import UsageError
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeinfer.chat import tree
 from edgeinfer.chat.attachments import with_attachments
+from edgeinfer.chat.history import tree
+from edgeinfer.chat.history.values import Turn
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.values import Turn
 from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling

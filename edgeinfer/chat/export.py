@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.chat.code import fenced
-from edgeinfer.chat.values import Conversation, Turn
+from edgeinfer.chat.history.values import Conversation, Turn
 from edgeinfer.errors import StoreError
 
 #: Version of the JSON export. A key may be added without a new version; none is renamed or removed.

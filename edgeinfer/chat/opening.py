@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgeinfer.chat.engines import Engines
+from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.store import Store
-from edgeinfer.chat.values import Attachment, Conversation
 from edgeinfer.config import ChatConfig
 from edgeinfer.host import HandOver, Host, Start
 from edgeinfer.runtime.options import LoadOptions

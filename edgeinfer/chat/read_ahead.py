@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from edgeinfer.chat import slash
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.values import Attachment
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.interface import Engine, Generation

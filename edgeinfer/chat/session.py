@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.chat import library, presets, tree
+from edgeinfer.chat import presets
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.attachments import with_attachments
-from edgeinfer.chat.store import Store
-from edgeinfer.chat.values import CUT, Attachment, Conversation, Turn
+from edgeinfer.chat.history import library, tree
+from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.values import CUT, Attachment, Conversation, Turn
 from edgeinfer.errors import EdgeInferError, EngineClosedError, UsageError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling

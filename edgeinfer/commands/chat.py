@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from edgeinfer import process, requesting
 from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
+from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.opening import Launch
-from edgeinfer.chat.values import Attachment, Conversation
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import HandOver, Host
 from edgeinfer.result import Result

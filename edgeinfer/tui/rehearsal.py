@@ -16,9 +16,9 @@ from textual import events
 from textual.cache import LRUCache
 from textual.pilot import Pilot
 
-from edgeinfer.chat.migrate import migrate
+from edgeinfer.chat.history.migrate import migrate
+from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.opening import Launch
-from edgeinfer.chat.store import Store
 from edgeinfer.config import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.last_prompt import LastPrompt

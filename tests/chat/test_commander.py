@@ -7,8 +7,8 @@ import pytest
 
 from edgeinfer.chat import slash
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
+from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.store import Store
 from edgeinfer.config import ChatConfig, load_config
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine

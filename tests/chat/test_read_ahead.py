@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
+from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.read_ahead import ALONG_S, ReadAhead, whole_words
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.store import Store
-from edgeinfer.chat.values import Attachment
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.runtime.options import LoadOptions, ModelFiles

@@ -12,8 +12,8 @@ from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 
 from edgeinfer.catalog.progress import PullProgress
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
-from edgeinfer.chat.values import Attachment
 from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import FakeEngine

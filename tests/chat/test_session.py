@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 
-from edgeinfer.chat import context, tree
+from edgeinfer.chat import context
+from edgeinfer.chat.history import tree
+from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession, title_of
-from edgeinfer.chat.store import Store
-from edgeinfer.chat.values import Attachment
 from edgeinfer.errors import (
     ContextLengthError,
     DecodeError,

@@ -9,9 +9,9 @@ import textwrap
 import msgspec
 import pytest
 
-from edgeinfer.chat import library, migrate
-from edgeinfer.chat.store import STALE_MS, UNDO_MS, Store
-from edgeinfer.chat.values import Attachment, Conversation, Stats, Turn
+from edgeinfer.chat.history import library, migrate
+from edgeinfer.chat.history.store import STALE_MS, UNDO_MS, Store
+from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Turn
 from edgeinfer.errors import StoreError
 
 
@@ -91,8 +91,8 @@ def test_kill_9_loses_nothing_that_append_returned_for(tmp_path):
     script = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from edgeinfer.chat.store import Store
-        from edgeinfer.chat.values import Conversation, Turn
+        from edgeinfer.chat.history.store import Store
+        from edgeinfer.chat.history.values import Conversation, Turn
         store = Store.open(Path(sys.argv[1]))
         c = store.create(Conversation(title="t"))
         q = store.add(Turn(conversation_id=c.id, content="q"))

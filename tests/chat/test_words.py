@@ -7,7 +7,7 @@ import pytest
 from edgeinfer.chat import attachments, export, presets, settings, slash
 from edgeinfer.chat.code import code_blocks
 from edgeinfer.chat.complete import complete
-from edgeinfer.chat.values import Attachment, Conversation, Turn
+from edgeinfer.chat.history.values import Attachment, Conversation, Turn
 from edgeinfer.config import load_config
 from edgeinfer.errors import ConfigError, StoreError, UsageError
 

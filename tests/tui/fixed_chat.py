@@ -8,9 +8,9 @@ import time
 
 import msgspec
 
+from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved
-from edgeinfer.chat.store import Store
 from edgeinfer.config import ChatConfig, Config
 from edgeinfer.host import Host, Start
 from edgeinfer.runtime.events import Finished, Progress, ReasoningDelta, TextDelta, Timings, Usage

@@ -9,7 +9,7 @@ import threading
 import msgspec
 from fixed_chat import MODEL, FixedHost, end, wait_until, words
 
-from edgeinfer.chat.values import Attachment
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate

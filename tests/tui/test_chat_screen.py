@@ -13,8 +13,8 @@ from textual.widgets import Static
 from edgeinfer import paths
 from edgeinfer.blocks.format import Block, Header, pack_tokens
 from edgeinfer.blocks.store import BlockStore
-from edgeinfer.chat.store import Store
-from edgeinfer.chat.values import Attachment, Conversation
+from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate

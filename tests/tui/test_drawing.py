@@ -5,7 +5,7 @@ import random
 import pytest
 from rich.cells import cell_len
 
-from edgeinfer.chat.values import Attachment, Turn
+from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.tui.drawing.body import Body
 from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, Welcome
 from edgeinfer.tui.drawing.lines import Line, Span, clean, fold, wrap

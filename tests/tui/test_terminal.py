@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from terminal import PROMPT, Terminal, shell_environment
 
-from edgeinfer.chat.store import Store
+from edgeinfer.chat.history.store import Store
 
 EDGEINFER = Path(sys.executable).with_name("edgeinfer")
 MODEL = "smollm2-135m-instruct"

@@ -9,8 +9,8 @@ from pathlib import Path
 from textual.widgets import Static
 
 from edgeinfer.chat.attachments import counted, mentioned, read
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.values import Attachment
 from edgeinfer.errors import EdgeInferError
 
 

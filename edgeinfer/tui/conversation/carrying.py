@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from edgeinfer.chat.commander import Commander
+from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.values import Attachment, Conversation
 from edgeinfer.tui.conversation.attaching import Attaching
 from edgeinfer.tui.conversation.view import View
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome

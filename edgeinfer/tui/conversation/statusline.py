@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from edgeinfer.chat.history.values import Stats
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.values import Stats
 from edgeinfer.tui.widgets.status import Part
 
 

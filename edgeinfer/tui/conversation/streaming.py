@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from edgeinfer.chat.answer import Answer
-from edgeinfer.chat.values import Turn
+from edgeinfer.chat.history.values import Turn
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.events import Progress
 from edgeinfer.tui.drawing.entry import AnswerEntry

@@ -5,9 +5,9 @@ from __future__ import annotations
 from textual.widgets import Static
 
 from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.history.values import Turn
 from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.values import Turn
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.interface import Generation

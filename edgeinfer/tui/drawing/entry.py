@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from edgeinfer.chat.values import CUT, Turn
+from edgeinfer.chat.history.values import CUT, Turn
 from edgeinfer.tui.drawing.body import Body
 from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, fold, prefixed, right, styled, wrap
 

@@ -14,10 +14,11 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat import export, library, tree
+from edgeinfer.chat import export
 from edgeinfer.chat.commander import Commander
+from edgeinfer.chat.history import library, tree
+from edgeinfer.chat.history.values import Summary
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.values import Summary
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings

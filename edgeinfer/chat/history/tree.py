@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edgeinfer.chat.values import Turn
+from edgeinfer.chat.history.values import Turn
 
 Turns = Mapping[int, Turn]
 

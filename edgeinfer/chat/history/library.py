@@ -6,8 +6,8 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from edgeinfer.chat.store import Store, speaking
-from edgeinfer.chat.values import Summary
+from edgeinfer.chat.history.store import Store, speaking
+from edgeinfer.chat.history.values import Summary
 
 #: Put around found words in a snippet; neither can be in a stored text that a terminal shows.
 MARK, UNMARK = "\x02", "\x03"

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from edgeinfer import paths
-from edgeinfer.chat.migrate import migrate
-from edgeinfer.chat.values import Attachment, Conversation, Stats, Status, Turn
+from edgeinfer.chat.history.migrate import migrate
+from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Turn
 from edgeinfer.errors import StoreError
 
 #: An answer without a new piece for so long was left behind by a process that died.
