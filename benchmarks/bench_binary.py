@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import http.client
 import json
 import os
 import pty
@@ -36,7 +35,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from common import model_path, write_figure  # noqa: E402  the folders this script is in
+from common import is_healthy, model_path, write_figure  # noqa: E402  the folders this script is in
 
 from edgeinfer.shipping.payload import open_shipped, read_index  # noqa: E402
 
@@ -116,7 +115,7 @@ class Side:
             **self.person,
         )
         try:
-            while not _healthy(port):
+            while not is_healthy(port):
                 if process.poll() is not None:
                     raise SystemExit(f"{self.name}: serve ended with {process.returncode}")
                 time.sleep(0.002)
@@ -156,17 +155,6 @@ class Side:
                     pass
             process.wait(60)
             os.close(ours)
-
-
-def _healthy(port: int) -> bool:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    try:
-        link.request("GET", "/health")
-        return link.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        link.close()
 
 
 def first_launches(side: Side, runs: int) -> dict[str, Any]:

@@ -32,7 +32,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import drop, model_path, peer_program, tree_of, write_figure
+from common import drop, is_healthy, memory_of, model_path, peer_program, tree_of, write_figure
+from resume_table import medians, table
 
 from edgeinfer.machine import read_memory
 
@@ -89,9 +90,9 @@ class Bench:
         self._launch(name)  # page cache and kdat are hot from here on
         few = max(3, self.options.runs // 3) if MODELS[name] else self.options.runs
         parts: dict[str, Callable[[], Any]] = {
-            "resumed": lambda: _medians([self._launch(name) for _ in range(self.options.runs)]),
+            "resumed": lambda: medians([self._launch(name) for _ in range(self.options.runs)]),
             "one_token": lambda: self._one_token(name, model, few),
-            "cold": lambda: _medians([self._launch(name, "--resume=never") for _ in range(few)]),
+            "cold": lambda: medians([self._launch(name, "--resume=never") for _ in range(few)]),
             "memory": lambda: self._memory(name),
             "decode": lambda: self._decode(name),
             "cold_cache": lambda: self._cold_cache(name, model),
@@ -158,7 +159,7 @@ class Bench:
             for way, flags in ways.items():
                 if n < few:
                     runs[way].append(self._peer(model, *flags))
-        return {way: _medians(values) for way, values in runs.items()}
+        return {way: medians(values) for way, values in runs.items()}
 
     def _decode(self, name: str) -> dict[str, float]:
         """Steady decode steps of a resumed and of a freshly loaded process, which both live and take
@@ -233,7 +234,7 @@ class Bench:
         counted once.
         """
         with self._waiting(name) as idle:
-            private = sum(_rollup(pid)["private"] for pid in tree_of(idle.pid))
+            private = sum(memory_of(pid, "Anonymous") for pid in tree_of(idle.pid))
         pss = {}
         for copies in (1, 4):
             with contextlib.ExitStack() as stack:
@@ -242,7 +243,7 @@ class Bench:
                 ]
                 for n in range(copies):
                     _complete(18300 + n)
-                pss[copies] = sum(_rollup(pid)["pss"] for e in endpoints for pid in tree_of(e.pid))
+                pss[copies] = sum(memory_of(pid, "Pss") for e in endpoints for pid in tree_of(e.pid))
         return {
             "idle_private_bytes": private,
             "one_pss_bytes": pss[1],
@@ -292,7 +293,7 @@ class Bench:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            while _status(18390) != 200:
+            while not is_healthy(18390):
                 if process.poll() is not None:
                     raise SystemExit("llama-server ended")
                 time.sleep(0.005)
@@ -320,7 +321,7 @@ class Bench:
                     while file.read(8 << 20):
                         pass
             reads.append({"read": (time.monotonic() - began) * 1000})
-        return _medians(launches) | _medians(reads)
+        return medians(launches) | medians(reads)
 
 
 def _touch(size: int) -> None:
@@ -330,41 +331,6 @@ def _touch(size: int) -> None:
     for at in range(0, len(area), mmap.PAGESIZE):
         area[at] = 1
     area.close()
-
-
-def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:
-    names = runs[0]
-    return {
-        name: {
-            "median": round(statistics.median(r[name] for r in runs), 1),
-            "least": round(min(r[name] for r in runs), 1),
-            "greatest": round(max(r[name] for r in runs), 1),
-            "runs": len(runs),
-        }
-        for name in names
-    }
-
-
-def _rollup(pid: int) -> dict[str, int]:
-    sizes = {"private": 0, "pss": 0}
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Anonymous:"):
-                sizes["private"] += int(line.split()[1]) * 1024
-            if line.startswith("Pss:"):
-                sizes["pss"] += int(line.split()[1]) * 1024
-    return sizes
-
-
-def _status(port: int) -> int:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        link.request("GET", "/health")
-        return link.getresponse().status
-    except OSError:
-        return 0
-    finally:
-        link.close()
 
 
 def _complete(port: int, **more: float) -> Any:
@@ -386,67 +352,6 @@ def _complete(port: int, **more: float) -> Any:
         if time.monotonic() > deadline:
             raise SystemExit(f"nothing answers on port {port}")
         time.sleep(0.01)
-
-
-def table(results: dict[str, Any]) -> str:
-    """The measurements as Markdown."""
-    lines = ["| | " + " | ".join(results["models"]) + " |", "|---|" + "---|" * len(results["models"])]
-
-    def row(words: str, pick: Any) -> None:
-        cells = []
-        for found in results["models"].values():
-            with contextlib.suppress(KeyError, TypeError):
-                cells.append(pick(found))
-                continue
-            cells.append("–")
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
-
-    def ms(value: dict[str, float]) -> str:
-        return f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"
-
-    row("model file", lambda f: f"{f['file_bytes'] / 1e9:.2f} GB")
-    row("exec → launcher's main", lambda f: ms(f["resumed"]["launcher"]))
-    row("exec → CRIU started", lambda f: ms(f["resumed"]["restore"]))
-    row("exec → Python runs again", lambda f: ms(f["resumed"]["running"]))
-    row("exec → **running with its request**", lambda f: ms(f["resumed"]["request"]))
-    row(
-        "exec → **first token**, a prompt of one token",
-        lambda f: ms(f["one_token"]["ours"]["first_token"]),
-    )
-    row("`llama-server`, the same", lambda f: ms(f["one_token"]["default"]["first_token"]))
-    row(
-        "`llama-server --no-repack --no-warmup`, the same",
-        lambda f: ms(f["one_token"]["no-repack, no-warmup"]["first_token"]),
-    )
-    prompt = "a chat's prompt (tokens to prefill)"
-    row(
-        f"exec → first token, {prompt}",
-        lambda f: f"{ms(f['resumed']['first_token'])}, {f['resumed']['prompt_tokens']['median']:.0f}",
-    )
-    row(
-        "the same, cold start",
-        lambda f: f"{ms(f['cold']['first_token'])}, {f['cold']['prompt_tokens']['median']:.0f}",
-    )
-    row("the same, resumed, nothing in the page cache", lambda f: ms(f["cold_cache"]["first_token"]))
-    row("reading the snapshot from this disk", lambda f: ms(f["cold_cache"]["read"]))
-    row("one decode step, resumed", lambda f: f"{f['decode']['resumed_step_ms']:.1f} ms")
-    row("one decode step, freshly loaded", lambda f: f"{f['decode']['fresh_step_ms']:.1f} ms")
-    row(
-        "decode rate, resumed : fresh",
-        lambda f: (
-            f"{f['decode']['rate_ratio']:.3f} "
-            f"({f['decode']['least']:.2f}–{f['decode']['greatest']:.2f})"
-        ),
-    )
-    row("private memory, idle", lambda f: f"{f['memory']['idle_private_bytes'] / 1e6:.0f} MB")
-    row("four copies : one (PSS)", lambda f: f"{f['memory']['four_to_one']:.2f}")
-    row("snapshot on disk", lambda f: f"{f['snapshot']['disk_bytes'] / 1e6:.0f} MB")
-    row(
-        "`warm`",
-        lambda f: f"{f['warm']['wall_s']:.1f} s ({f['warm']['least']:.1f}–{f['warm']['greatest']:.1f})",
-    )
-    row("`warm` : cold start and writing as much", lambda f: f"{f['warm']['ratio']:.2f}")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_tui import EDGEINFER, Screen
-from common import ROOT, tree_of, write_figure
+from common import ROOT, memory_of, tree_of, write_figure
 
 from edgeinfer.places import DEFAULT_MODEL
 
@@ -182,13 +182,7 @@ def bench_cold(model: list[str]) -> dict[str, Any]:
 
 def _private_bytes(pid: int) -> int:
     """What the processes of a launch alone hold, and the kernel cannot take back."""
-    found = 0
-    for one in tree_of(pid):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{one}/smaps_rollup").read_text().splitlines():
-                if line.startswith(("Private_Dirty:", "Swap:")):
-                    found += int(line.split()[1]) * 1024
-    return found
+    return sum(memory_of(one, "Private_Dirty", "Swap") for one in tree_of(pid))
 
 
 def _snapshots() -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import shutil
 import subprocess
@@ -47,6 +48,24 @@ def tree_of(pid: int) -> list[int]:
             for child in (task / "children").read_text().split():
                 found += tree_of(int(child))
     return found
+
+
+def memory_of(pid: int, *kinds: str) -> int:
+    """Add up `kinds` of memory (names in /proc/PID/smaps_rollup) of a process, bytes; 0 once it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in kinds)
+
+
+def is_healthy(port: int) -> bool:
+    """Whether an endpoint of this machine answers GET /health with 200."""
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(link), contextlib.suppress(OSError):
+        link.request("GET", "/health")
+        return link.getresponse().status == 200
+    return False
 
 
 def drop(files: list[Path]) -> None:

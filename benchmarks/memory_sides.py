@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_serve import free_port, wait_healthy
-from common import ROOT, peer_program, tree_of
+from common import ROOT, memory_of, peer_program, tree_of
 
 EDGEINFER = [sys.executable, "-m", "edgeinfer"]
 WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()
@@ -138,17 +138,8 @@ class Side:
     def private_mb(self) -> float:
         """Memory nobody else has, of all its processes."""
         assert self._process is not None
-        return sum(_private_kb(pid) for pid in tree_of(self._process.pid)) / 1024
-
-
-def _private_kb(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(
-        int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))
-    )
+        kinds = ("Private_Clean", "Private_Dirty")
+        return sum(memory_of(pid, *kinds) for pid in tree_of(self._process.pid)) / (1 << 20)
 
 
 def name_of(model: Path) -> str:

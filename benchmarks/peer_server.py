@@ -11,6 +11,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from common import is_healthy
+
 
 class Server:
     """One llama-server process. Its context is cells for all slots together; it inherits our setting of
@@ -36,18 +38,10 @@ class Server:
         ]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
-        while not self._healthy():
+        while not is_healthy(self.port):
             if time.monotonic() > deadline or self._process.poll() is not None:
                 raise RuntimeError("llama-server did not start")
             time.sleep(0.05)
-
-    def _healthy(self) -> bool:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
 
     def stream(self, prompt: list[int], n: int, *, cache: bool) -> list[float]:
         """Generate n tokens greedily; the arrival time of each, seconds of time.perf_counter."""

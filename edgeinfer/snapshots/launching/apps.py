@@ -36,7 +36,6 @@ class App:
         self.role = role
         self.how = "cold"
         self.snapshot = ""
-        self.restored = False
         self.request: dict[str, frames.Value] = {}
         self.copies: kept_connections.Kept | None = None
         self.fds: list[int] = []
@@ -141,7 +140,6 @@ class Apps:
         child = supervise.start(command, theirs.fileno(), dict(os.environ))
         theirs.close()
         app = self._adopt(App(child, ours, str(request["role"])), request, fds)
-        app.restored = True
         self._send(app, spawn_ns, reason)
         self.close_carried(app)
         return app

@@ -110,7 +110,6 @@ class Launcher:
     def _reported(self, app: App, line: str) -> None:
         what, _, rest = line.partition(" ")
         if what == "restored":
-            app.restored = True
             self._apps.close_carried(app)
         elif what == "stopped" and app is self._main:
             os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for

@@ -40,7 +40,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     nofile: int
     threads: int
     nice: int
-    monotonic_s: float
     modules: list[str]
 
 
@@ -73,7 +72,6 @@ def gather(loaded: LoadedModel | None) -> Facts:
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         threads=len(os.listdir("/proc/self/task")),
         nice=os.getpriority(os.PRIO_PROCESS, 0),
-        monotonic_s=time.monotonic(),
         modules=sorted(sys.modules),
     )
 

@@ -23,7 +23,6 @@ class IdleWatch:
         self._idle_s = idle_s
         self._release = release
         self._closed = threading.Event()
-        self.releases = 0
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="idle", daemon=True).start()
@@ -47,7 +46,6 @@ class IdleWatch:
             if idle_s >= self._idle_s and not released:
                 self._release()
                 released = True
-                self.releases += 1
 
     def _activity(self) -> tuple[int, int, int]:
         metrics = self._engine.metrics()

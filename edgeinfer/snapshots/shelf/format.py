@@ -10,7 +10,6 @@
         buffers.img                     llama.cpp's buffers, repacked weights among them, mapped alike;
                                         not in every snapshot
         images/                         CRIU's images: what is left to restore after these
-        resume.log                      CRIU's words on the last resume that failed
 
 A folder without `manifest` is being built, or was left behind by a process that died (its lock is free
 then).
@@ -45,7 +44,6 @@ DETAILS = "snapshot.json"
 MEMORY = "memory.img"
 BUFFERS = "buffers.img"
 IMAGES = "images"
-RESUME_LOG = "resume.log"
 DUMP_LOG = "dump.log"
 PARK_LOG = "park.log"
 SEPARATOR = "@"
