@@ -91,6 +91,8 @@ def test_pull_over_https(used, https):
     refused = used.run("pull", url, "--name", "fetched", check=False)
     assert refused.returncode == 4, refused.stderr
     assert "certificate" in refused.stderr.lower()
+    assert "trying again" not in refused.stderr
+    assert "SSL_CERT_FILE" in refused.stderr
     found = used.json("pull", url, "--name", "fetched", SSL_CERT_FILE="/tmp/cert.pem")
     assert found["size_bytes"] > 90_000_000
     used.run("rm", "fetched")

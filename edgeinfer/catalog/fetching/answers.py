@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from contextlib import suppress
 
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
@@ -103,6 +104,13 @@ def hang_up(response: httpx2.Response) -> None:
             socket.socket.shutdown(
                 connection, socket.SHUT_RDWR
             )  # the plain one, also under TLS: no farewell to wait for
+
+
+def is_untrusted(error: BaseException | None) -> bool:
+    """Whether the server's certificate was refused: no later attempt finds another."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def describe_trouble(error: Exception) -> str:

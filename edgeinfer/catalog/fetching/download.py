@@ -103,6 +103,11 @@ def _attempt(client: httpx2.Client, remote: Remote, part: Path, job: Job, *, alo
             answers.refuse_status(remote.origin, response)
             _receive(remote, response, part, start, job, None if alone else opened)
     except (httpx2.TransportError, httpx2.DecodingError) as error:
+        if answers.is_untrusted(error):
+            raise DownloadError(
+                f"{remote.origin}: {answers.describe_trouble(error)}",
+                hint="SSL_CERT_FILE=FILE names the certificates to trust, as a company's proxy needs",
+            ) from error
         raise AgainError(answers.describe_trouble(error)) from error
     except httpx2.TooManyRedirects as error:
         raise DownloadError(f"{remote.origin}: the server redirects for ever") from error
