@@ -38,24 +38,38 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Processors within our affinity, and memory. `quota` is the control groups' limit in cores."""
+class Processors:
+    """Processors within our affinity. `quota` is the control groups' limit in cores."""
 
     physical_cores: int
     logical_cpus: int
     quota: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine(Processors):
+    """Processors and memory."""
+
     memory: Memory
 
 
 def read_machine(root: Path = _ROOT) -> Machine:
     """Read what this process may use; `root` is the folder that holds /proc and /sys."""
+    found = read_processors(root)
+    return Machine(
+        physical_cores=found.physical_cores,
+        logical_cpus=found.logical_cpus,
+        quota=found.quota,
+        memory=read_memory(root),
+    )
+
+
+def read_processors(root: Path = _ROOT) -> Processors:
+    """Read which processors this process may use; `root` is the folder that holds /proc and /sys."""
     everywhere = set(range(os.cpu_count() or 1))
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everywhere
-    return Machine(
-        physical_cores=_physical_cores(cpus, root),
-        logical_cpus=len(cpus),
-        quota=_cpu_quota(root),
-        memory=read_memory(root),
+    return Processors(
+        physical_cores=_physical_cores(cpus, root), logical_cpus=len(cpus), quota=_cpu_quota(root)
     )
 
 

@@ -82,6 +82,7 @@ install() {  # again only when pyproject.toml or the wheel changed
   local stamp=.venv/.installed want; want=$(cat pyproject.toml <(ls "$wheels") | cksum)
   [ "$(cat $stamp 2>/dev/null)" = "$want" ] && return
   say "installing the packages of pyproject.toml"
+  .venv/bin/pip install -q --upgrade pip  # what older ones write as `edgeinfer` imports `re`: 3 ms a start
   .venv/bin/pip install -q --no-deps --force-reinstall "$wheels"/*.whl
   .venv/bin/pip install -q --config-settings editable_mode=compat -e '.[dev]'  # a plain path: a finder costs 10 ms a start
   .venv/bin/python -m compileall -q edgeinfer .venv/lib/python3*/site-packages >/dev/null 2>&1 || true

@@ -195,7 +195,9 @@ class LlamaEngine:
         """
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
-            self._checked = run_check(self._options, self._loaded)
+            libllama.build_info()  # it is kept, and asked for when blocks are opened
+            # on the thread that decodes: OpenMP gives each thread that computes a team of its own
+            self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))
         else:
             self._embedder.warm_up()
 

@@ -16,7 +16,6 @@ import sys
 
 from edgeinfer import places
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
-from edgeinfer.shipping import shipped
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.shelf.format import Manifest, refuse_unsafe
 
@@ -62,6 +61,8 @@ def candidates() -> list[str]:
     if named:
         return [named]
     import shutil  # 6 ms; only while warming and in doctor
+
+    from edgeinfer.shipping import shipped  # as rarely
 
     bundled = shipped.bundled_criu()
     ours = [str(bundled or ""), f"{sys.prefix}/criu/bin/criu", f"{places.base('data')}/criu/bin/criu"]

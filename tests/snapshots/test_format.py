@@ -34,7 +34,7 @@ def manifest(**tables) -> format.Manifest:
 
 @given(st.dictionaries(st.sampled_from(["cpu", "kernel", "user"]), words), st.lists(words, max_size=4))
 def test_a_manifest_is_read_as_it_was_written(keys, paths):
-    files = [format.FileStamp(f"/{path}", n, n * 1000, n) for n, path in enumerate(paths)]
+    files = {f"/{path}": f"{n} {n * 1000} {n}" for n, path in enumerate(paths)}
     made = manifest(
         keys=keys,
         files=files,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.machine import Machine
+from edgeinfer.machine import Machine, Processors
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.runtime.shape import CELL_STEP, Shape, padded
 from edgeinfer.units import format_bytes
@@ -36,20 +36,17 @@ _ROOM_BESIDE_WEIGHTS = 256 << 20
 _CELLS_PER_SEQUENCE = 1024
 
 
-def choose_threads(asked: int, machine: Machine) -> Chosen:
+def choose_threads(asked: int, here: Processors) -> Chosen:
     """Decode threads. 0 takes the physical cores we may use, or the control group's share of them."""
     if asked:
         return Chosen(asked, "as asked")
-    cores = machine.physical_cores
-    if machine.quota is not None and machine.quota < cores:
+    cores = here.physical_cores
+    if here.quota is not None and here.quota < cores:
         return Chosen(
-            max(1, math.floor(machine.quota)),
-            f"the control group allows {machine.quota:g} of {cores} cores",
+            max(1, math.floor(here.quota)), f"the control group allows {here.quota:g} of {cores} cores"
         )
     noun = "core" if cores == 1 else "cores"
-    return Chosen(
-        cores, f"{cores} physical {noun} within our affinity ({machine.logical_cpus} logical)"
-    )
+    return Chosen(cores, f"{cores} physical {noun} within our affinity ({here.logical_cpus} logical)")
 
 
 def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:

@@ -215,8 +215,7 @@ class Builder:
         }
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, self._criu)}
-        stamps |= {stamp.path: stamp for stamp in fingerprint.own_files()}
-        manifest.files = list(stamps.values())
+        manifest.files = stamps | fingerprint.own_files()
         pages = [name for name in (format.MEMORY, format.BUFFERS) if (self._folder / name).exists()]
         manifest.images = {name: os.path.getsize(self._folder / name) for name in pages}
         for path in sorted(self._images.iterdir()):
@@ -276,12 +275,14 @@ def parked_environment() -> dict[str, str]:
     """Build the parked process's environment, with nothing of the user's.
 
     One malloc arena, because glibc gives pages of the others back and expects zeros, where a mapping of
-    `memory.img` would show what was there before.
+    `memory.img` would show what was there before. One thread for numpy's linear algebra, which nothing
+    of ours needs: a restore makes every thread again.
     """
     ours = {
         "PATH": "/usr/bin:/bin",
         "LANG": "C.UTF-8",
         "MALLOC_ARENA_MAX": "1",
+        "OPENBLAS_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     return ours | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}

@@ -18,10 +18,12 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 
 from edgeinfer import cli, process
+from edgeinfer.config import load_config
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.runtime.loading.mappings import areas
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
@@ -122,7 +124,6 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
             load_engine, files, options, lambda _stage, fraction: stages.report("load", fraction)
         )
         import_everything()
-        cli.build_parser()
         _rehearse()
         engine: Parkable = loading.result()
     loaded = LoadedModel(engine, fields["model"].decode(), options)
@@ -138,9 +139,10 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
     canary = loaded.canary()
     engine.park()
     stages.begin("write")
-    loaded.shared, loaded.buffers = residency.touched_shared(), residency.buffers()
+    shared, loaded.buffers = residency.touched_shared(), residency.buffers()
     path = os.path.join(os.fsdecode(fields["folder"]), BUFFERS)
     spilled = spill(loaded.buffers, path, lambda fraction: stages.report("write", fraction))
+    loaded.needed = [*residency.large("p"), *shared]
     stages.begin("")
     parked = Parked(
         info=engine.info,
@@ -155,10 +157,13 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
 
 
 def _rehearse() -> None:
-    """Run the chat once without a terminal, styles parsed: its first paint takes half then."""
+    """Do once what every launch begins with, so that it makes its tables here."""
     from edgeinfer import tui  # with everything else that is imported here
 
-    tui.preload()
+    cli.build_parser()
+    load_config(Path(os.devnull))
+    freshness.reseed(os.urandom(64), [])
+    tui.preload()  # the chat without a terminal, styles parsed: its first paint takes half then
 
 
 def mapped_files() -> tuple[str, ...]:

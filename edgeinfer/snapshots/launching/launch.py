@@ -12,6 +12,7 @@ Standard library only, and of that what is cheap (docs/decisions/042-what-the-la
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
+import gc
 import os
 import select
 import sys
@@ -60,6 +61,7 @@ class Launcher:
             self._main = self._apps.start_verb()
         except EdgeInferError as error:
             ending.fail(error)
+        gc.enable()
         while True:
             self._turn()
 

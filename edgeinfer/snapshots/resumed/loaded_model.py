@@ -48,8 +48,8 @@ class Parkable(Engine, Protocol):
 class LoadedModel:
     """A loaded engine with the name and options it was asked for under.
 
-    `droppable` are the ranges of `freshness`, `buffers` those of `residency`, `shared` what computing
-    touches of the model's file.
+    `droppable` are the ranges of `freshness`, `buffers` those of `residency`, `needed` what computing
+    touches of mapped files.
     """
 
     def __init__(self, engine: Parkable, model: str, options: LoadOptions) -> None:
@@ -60,7 +60,7 @@ class LoadedModel:
         self._watch: IdleWatch | None = None
         self.droppable: list[Range] = []
         self.buffers: list[Range] = []
-        self.shared: list[Area] = []
+        self.needed: list[Area] = []
 
     @property
     def is_open(self) -> bool:
@@ -92,12 +92,12 @@ class LoadedModel:
     def resume(self, entropy: bytes) -> None:
         """After a restore: as many threads as this launch has processors, and randomness of its own."""
         # imported already in a parked process
-        from edgeinfer.machine import read_machine
+        from edgeinfer.machine import read_processors
         from edgeinfer.runtime.loading.choices import choose_threads
 
         self._entropy = entropy
-        self._engine.resume(choose_threads(0, read_machine()).value, entropy)
-        prefetch.start(self.shared)
+        self._engine.resume(choose_threads(0, read_processors()).value, entropy)
+        prefetch.start(self.needed)
 
     def release_when_idle(self, idle_s: float) -> None:
         """Give memory back after so many seconds without work, every time; 0 never does."""

@@ -1,8 +1,8 @@
 """Read weights ahead in the order of the file, when the page cache is cold.
 
-A thread of the resumed process looks at a few pages; when some are not cached it reads what the first
-decode will touch, in the order of the file, past what is cached already: the decode's own faults read
-too, and neither waits for the other. When they are cached it does nothing: mapping them in advance
+The resumed process looks at a few pages; when some are not cached a thread reads what the first decode
+will touch, in the order of the file, past what is cached already: the decode's own faults read too, and
+neither waits for the other. When they are cached nothing is done: mapping them in advance
 (MADV_POPULATE_READ) was measured to cost as much as the faults it saves
 (docs/decisions/043-prefetch.md).
 """
@@ -25,27 +25,28 @@ _COLD_PART = 0.05
 Stretch = tuple[int, int]
 
 
-def start(shared: list[Area]) -> threading.Thread:
-    """Read ahead in the background if need be; `shared` is the need of shared mappings."""
-    thread = threading.Thread(target=run, args=[shared], name="prefetch", daemon=True)
-    thread.start()
-    return thread
-
-
-def run(shared: list[Area]) -> int:
-    """Read ahead what is not cached; the bytes read."""
-    done = 0
+def start(needed: list[Area]) -> None:
+    """Read ahead in the background what of these mappings of files is not cached."""
+    cold = []
     with contextlib.suppress(OSError):  # an optimisation: the faults will read it
-        for path, mapped in _by_file([*residency.large("p"), *shared]).items():
-            stretches = [(area.offset, area.high - area.low) for area in mapped]
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if missing_part(fd, stretches) > _COLD_PART:
-                    residency.want_huge_pages(mapped)
-                    done += read_ahead(fd, stretches)
-            finally:
-                os.close(fd)
-    return done
+        for path, mapped in _by_file(needed).items():
+            with open(path, "rb", buffering=0) as file:
+                if missing_part(file.fileno(), _stretches(mapped)) > _COLD_PART:
+                    cold.append(mapped)
+    if cold:
+        threading.Thread(target=_run, args=[cold], name="prefetch", daemon=True).start()
+
+
+def _run(cold: list[list[Area]]) -> None:
+    with contextlib.suppress(OSError):
+        for mapped in cold:
+            residency.want_huge_pages(mapped)
+            with open(mapped[0].path, "rb", buffering=0) as file:
+                read_ahead(file.fileno(), _stretches(mapped))
+
+
+def _stretches(mapped: list[Area]) -> list[Stretch]:
+    return [(area.offset, area.high - area.low) for area in mapped]
 
 
 def _by_file(mapped: list[Area]) -> dict[str, list[Area]]:

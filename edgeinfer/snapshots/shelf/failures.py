@@ -39,9 +39,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 def digest_of(files: Sequence[str], options: bytes) -> str:
     """Digest a build's program, machine, files, options (64 hex). Raises OSError."""
-    stamps = [*fingerprint.own_files(), *map(fingerprint.stamp, files)]
+    stamps = fingerprint.own_files() | {path: fingerprint.stamp(path) for path in files}
     parts: list[object] = [*fingerprint.machine_keys().items(), options]
-    parts += [(stamp.path, stamp.size, stamp.mtime_ns, stamp.inode) for stamp in stamps]
+    parts += stamps.items()
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 

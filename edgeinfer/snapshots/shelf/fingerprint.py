@@ -11,14 +11,7 @@ import sys
 import edgeinfer
 from edgeinfer import places
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
-from edgeinfer.snapshots.shelf.format import (
-    IMAGES,
-    MEMORY,
-    FileStamp,
-    Manifest,
-    refuse_unsafe,
-    short_hash,
-)
+from edgeinfer.snapshots.shelf.format import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
 
 #: The folder of our own package.
 PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))
@@ -34,10 +27,13 @@ _CPU_LINES = (
 )
 
 
-def stamp(path: str) -> FileStamp:
-    """The stamp of a file, symlinks followed. Raises OSError."""
+def stamp(path: str) -> str:
+    """A file's size in bytes, mtime in ns and inode, symlinks followed. Raises OSError.
+
+    A text: hundreds are read from a manifest and compared at every launch.
+    """
     info = os.stat(path)
-    return FileStamp(path, info.st_size, info.st_mtime_ns, info.st_ino)
+    return f"{info.st_size} {info.st_mtime_ns} {info.st_ino}"
 
 
 def program_places() -> tuple[str, str]:
@@ -96,20 +92,19 @@ def _cpu() -> str:
     return "; ".join(found)
 
 
-def own_files() -> list[FileStamp]:
-    """Our sources and the packages' folder: a new version of either makes snapshots stale."""
-    packages = [
+def own_files() -> dict[str, str]:
+    """The stamps of our sources and of the packages' folder: a new version makes snapshots stale."""
+    found = [
         p
         for p in sys.path
         if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)
     ]
-    found = [stamp(p) for p in packages]
     for folder, _, names in os.walk(PACKAGE):
         ours = [
             f"{folder}/{name}" for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))
         ]
-        found += [stamp(path) for path in ours if os.path.exists(path)]
-    return sorted(found, key=lambda s: s.path)
+        found += [path for path in ours if os.path.exists(path)]
+    return {path: stamp(path) for path in sorted(found)}
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:
@@ -119,8 +114,17 @@ def refuse_stale(manifest: Manifest, folder: str) -> None:
         before = manifest.keys.get(key, "")
         if before != value:
             raise SnapshotStaleError(_difference(manifest.name, key, before, value), key=key)
-    for file in manifest.files:
-        _refuse_changed(manifest.name, file)
+    for path, before in manifest.files.items():
+        try:
+            now = stamp(path)
+        except OSError as error:
+            raise SnapshotStaleError(
+                f"{path}, which the snapshot {manifest.name} needs, is gone", key=path
+            ) from error
+        if now != before:
+            raise SnapshotStaleError(
+                f"{path} was changed after the snapshot {manifest.name} was made", key=path
+            )
     for name, size in manifest.images.items():
         info = refuse_unsafe(f"{folder}/{name}", directory=False)
         if info.st_size != size:
@@ -134,16 +138,3 @@ def _difference(name: str, key: str, before: str, now: str) -> str:
     if key == "cpu":
         return f"the snapshot {name} was made on another processor"
     return f"the snapshot {name} was made with another {key}: {before or 'none'}, now {now}"
-
-
-def _refuse_changed(name: str, file: FileStamp) -> None:
-    try:
-        info = os.stat(file.path)
-    except OSError as error:
-        raise SnapshotStaleError(
-            f"{file.path}, which the snapshot {name} needs, is gone", key=file.path
-        ) from error
-    if info.st_size != file.size or info.st_mtime_ns != file.mtime_ns or info.st_ino != file.inode:
-        raise SnapshotStaleError(
-            f"{file.path} was changed after the snapshot {name} was made", key=file.path
-        )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MAGIC = "edgeinfer-snapshot"
-VERSION = 1
+VERSION = 2
 
 LOCK = "lock"
 MANIFEST = "manifest"
@@ -56,31 +56,13 @@ PARKED_PID = 30000
 LINK_FD, WAKE_FD = 60, 61
 
 
-class FileStamp:
-    """A file the process maps or was built from: absolute path, size in bytes, mtime in ns, inode."""
-
-    __slots__ = ("inode", "mtime_ns", "path", "size")
-
-    def __init__(self, path: str, size: int, mtime_ns: int, inode: int) -> None:
-        self.path = path
-        self.size = size
-        self.mtime_ns = mtime_ns
-        self.inode = inode
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileStamp) and all(
-            getattr(self, a) == getattr(other, a) for a in self.__slots__
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 class Manifest:
     """What must hold for a snapshot to be resumed, and how to resume it.
 
     `requested` are the load options it was warmed with that differ from their defaults, `actual` what
-    they became. `keys` are values compared with this machine's by name. `images` maps the names of all
-    files of content to sizes in bytes.
+    they became. `keys` are values compared with this machine's by name. `files` maps the absolute paths
+    of what the process maps or was built from to their stamps (`fingerprint.stamp`), `images` the names
+    of all files of content to sizes in bytes.
     """
 
     __slots__ = (
@@ -110,7 +92,7 @@ class Manifest:
         self.requested: dict[str, str] = {}
         self.actual: dict[str, str] = {}
         self.keys: dict[str, str] = {}
-        self.files: list[FileStamp] = []
+        self.files: dict[str, str] = {}
         self.images: dict[str, int] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -143,7 +125,7 @@ def manifest_text(m: Manifest) -> str:
     rows += [("requested", *item) for item in m.requested.items()]
     rows += [("actual", *item) for item in m.actual.items()]
     rows += [("key", *item) for item in m.keys.items()]
-    rows += [("file", f.size, f.mtime_ns, f.inode, f.path) for f in m.files]
+    rows += [("file", stamp, path) for path, stamp in m.files.items()]
     rows += [("image", size, name) for name, size in m.images.items()]
     return "".join("\t".join(_escaped(str(word)) for word in row) + "\n" for row in [*rows, ("end",)])
 
@@ -162,6 +144,8 @@ def parse_manifest(text: str, where: str) -> Manifest:
 
 
 def _from_rows(rows: list[list[str]]) -> Manifest:
+    files = {_plain(row[2]): row[1] for row in rows if row[0] == "file"}
+    rows = [row for row in rows if row[0] != "file"]
     one = {row[0]: _plain(row[1]) for row in rows}
     manifest = Manifest(
         name=one["name"],
@@ -172,11 +156,10 @@ def _from_rows(rows: list[list[str]]) -> Manifest:
         link_inode=int(one["link"]),
         wake_inode=int(one["wake"]),
     )
+    manifest.files = files
     tables = {"requested": manifest.requested, "actual": manifest.actual, "key": manifest.keys}
     for row in rows:
-        if row[0] == "file":
-            manifest.files.append(FileStamp(_plain(row[4]), int(row[1]), int(row[2]), int(row[3])))
-        elif row[0] == "image":
+        if row[0] == "image":
             manifest.images[_plain(row[2])] = int(row[1])
         elif row[0] in tables:
             tables[row[0]][row[1]] = _plain(row[2])

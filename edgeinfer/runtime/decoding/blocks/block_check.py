@@ -54,10 +54,9 @@ class BlockCheck:
         self._can_cut = can_cut
         self._make_context, self._n_vocab = make_context, n_vocab
         self._block_tokens = min(block_tokens, 32) if not window else block_tokens
-        self.n_tokens = n_tokens = text_tokens(window, block_tokens)
-        rng = np.random.default_rng(7)
-        self._tokens: list[int] = rng.integers(0, n_vocab, n_tokens).tolist()
-        self._cut = n_tokens // 2 + 5
+        self.n_tokens = text_tokens(window, block_tokens)
+        self._tokens: list[int] = []
+        self._cut = self.n_tokens // 2 + 5
         self._work: Iterator[str | None] | None = None
 
     def step(self) -> str | None:
@@ -68,7 +67,8 @@ class BlockCheck:
 
     def _compare(self) -> Iterator[str | None]:
         llama = libllama.lib()
-        context = self._make_context(len(self._tokens) + 2 * _CHUNK, _N_SEQ)
+        self._tokens = np.random.default_rng(7).integers(0, self._n_vocab, self.n_tokens).tolist()
+        context = self._make_context(self.n_tokens + 2 * _CHUNK, _N_SEQ)
         try:
             probe = _Probe(context, self._n_vocab, can_cut=self._can_cut)
             yield from probe.compute(self._tokens[: self._cut], 0)
