@@ -18,6 +18,7 @@ from edgeinfer import paths
 from edgeinfer.catalog import names
 from edgeinfer.catalog import sources as places
 from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
+from edgeinfer.catalog.rates.purpose import AUTO
 from edgeinfer.config import about, refuse_unknown_keys
 from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
 from edgeinfer.runtime.requests import Sampling
@@ -77,7 +78,10 @@ class Model(_Table, frozen=True, kw_only=True):
     ] = "chat"
     quantization: Annotated[str, about("Quantization of the file the sources hold.")] = ""
     quantize: Annotated[
-        str, about("Quantize to this after pulling; empty keeps the file as it is.")
+        str,
+        about(
+            'Quantize to this after pulling; "auto": what this CPU is fast at; empty keeps the file.'
+        ),
     ] = ""
     file_name: Annotated[str, about("Name of the file; empty takes the source's.")] = ""
     size_bytes: Annotated[int, about("Exact size, where it is known.", ge=0)] = 0
@@ -99,7 +103,8 @@ class Model(_Table, frozen=True, kw_only=True):
     @property
     def final_quantization(self) -> str:
         """The quantization that is stored: `quantize` when it is wanted, else the source's."""
-        return (self.quantize or self.quantization).upper()
+        wanted = "" if self.quantize.upper() == AUTO else self.quantize
+        return (wanted or self.quantization).upper()
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -212,6 +217,8 @@ def _check(model: Model) -> None:
         raise UsageError(f'key "parameters": {model.parameters!r} is not like "135M" or "7B"')
     for key in ("quantize", "quantization"):
         value = getattr(model, key)
+        if key == "quantize" and value.upper() == AUTO:
+            continue
         if value and file_type(value) is None:
             near = difflib.get_close_matches(value.upper(), FILE_TYPES.values(), n=1)
             raise UsageError(

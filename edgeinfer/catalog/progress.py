@@ -23,6 +23,7 @@ Stage = Literal[
     "quantizing",
     "scoring",
     "reading",
+    "probing",
     "done",
 ]
 

@@ -21,6 +21,7 @@ STAGES: dict[Stage, str] = {
     "quantizing": "quantizing",
     "scoring": "measuring",
     "reading": "reading",
+    "probing": "measuring",
     "done": "done",
 }
 _COUNTS: dict[Stage, str] = {"quantizing": "tensors", "scoring": "tokens"}

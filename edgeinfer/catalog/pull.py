@@ -27,6 +27,7 @@ from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan
 from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
+from edgeinfer.catalog.rates.purpose import AUTO
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.config import load_config
 from edgeinfer.config import offline as offline_in
@@ -89,7 +90,7 @@ def _in_type(todo: Plan, type_name: str) -> Plan:
     """The plan with another type to store the model in. Raises UsageError for none of llama.cpp's."""
     if not type_name:
         return todo
-    if file_type(type_name) is None:
+    if type_name.upper() != AUTO and file_type(type_name) is None:
         raise UsageError(
             f"{type_name!r} is no type of llama.cpp", hint="`edgeinfer quantize --help` lists them"
         )
@@ -243,7 +244,7 @@ def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: J
             quantize_fetched,
         )  # only for models the catalogue wants quantized
 
-        fetched = [quantize_fetched(fetched, todo.quantize, work, job)]
+        fetched = quantize_fetched(fetched, todo.quantize, work, job)
         header = gguf.check(fetched[0].path)
     folder = store.folder_of(todo.ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -260,7 +261,7 @@ def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: J
         n_params=store.total_params([folder / file.path for file in files]),
         n_ctx_train=header.n_ctx_train,
         pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        requantized_from=original if todo.quantize and original != todo.quantize else "",
+        requantized_from=original if original != header.quantization else "",
     )
     store.write_record(record)
     store.remove_strangers(folder, record)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,9 +22,11 @@ from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.names import Reference
 from edgeinfer.catalog.progress import Job, OnProgress
+from edgeinfer.catalog.rates.purpose import AUTO, Purpose
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.disk import free_bytes, sha256_of, sync
 from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError, UsageError
+from edgeinfer.machine import read_memory
 
 #: Types that llama.cpp refuses without an importance matrix, which is made elsewhere.
 NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
@@ -35,7 +38,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`pure` gives every tensor one type; `keep_output` leaves the output tensor as it is.
 
     `name` replaces `NAME:TYPE`; `imatrix` is a path. `score_tokens` bounds the scored text; 0 takes
-    all.
+    all. `purpose` is what type "AUTO" is chosen for; `text` a file to score instead of ours.
     """
 
     name: str | None = None
@@ -45,18 +48,28 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     imatrix: str = ""
     perplexity: bool = True
     score_tokens: int = 0
+    purpose: Purpose = "auto"
+    text: str = ""
 
 
 class Quantized(msgspec.Struct, frozen=True, kw_only=True):
-    """Before and after. Perplexities are of the text we ship, None when they were not asked for."""
+    """Before and after. Perplexities are of the text we ship, None when they were not asked for.
+
+    `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
+    the share of tokens of which both think the same is likeliest. `reason` says why AUTO took its
+    type.
+    """
 
     model: PulledModel
     before_bytes: int
     before_type: str
     before_perplexity: float | None = None
     after_perplexity: float | None = None
+    divergence: float | None = None
+    same_top: float | None = None
     n_scored_tokens: int = 0
     twice: bool = False
+    reason: str = ""
 
 
 def quantize(
@@ -72,11 +85,14 @@ def quantize(
     InterruptedByUser.
     """
     options = options or QuantizeOptions()
-    kind = _kind(type_name)
+    job = Job(progress, cancel)
     source = store.model_files(text)
+    reason = ""
+    if type_name.upper() == AUTO:
+        type_name, reason = _chosen(source.paths, options.purpose, job)
+    kind = _kind(type_name)
     origin = None if names.is_path(text) else store.find_pulled(text)
     ref = _reference(text, FILE_TYPES[kind], origin, options)
-    job = Job(progress, cancel)
     with model_lock(ref):
         work = paths.models_dir() / store.PARTIAL / ref.folder
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,12 +108,29 @@ def quantize(
         before_bytes=before_bytes,
         before_type=before.quantization,
         twice=before.quantization not in FULL_PRECISION,
+        reason=reason,
     )
-    return (
-        _with_perplexity(result, source.paths[0], job, options.score_tokens)
-        if options.perplexity
-        else result
-    )
+    return _with_cost(result, source.paths[0], job, options) if options.perplexity else result
+
+
+def _chosen(files: Sequence[str], purpose: Purpose, job: Job) -> tuple[str, str]:
+    """The type for a purpose on this CPU, and why. Raises UsageError where the file has it already."""
+    from edgeinfer.catalog.rates import probe, speed  # `probe` makes its models with this module
+
+    headers = [gguf.check(path) for path in files]
+    n_params = sum(header.n_params for header in headers)
+    own = headers[0].quantization
+    per_weight = sum(header.weights_bytes for header in headers) / max(1, n_params)
+    smaller = [
+        file for file, kind in speed.CHOICES.items() if speed.bytes_per_weight(kind) < 1.05 * per_weight
+    ]
+    rates = probe.kept_or_measured(job)
+    choice = speed.choose(purpose, smaller or [own], rates, n_params, read_memory().available_bytes)
+    if choice.type == own:
+        raise UsageError(
+            f"{own} is {choice.reason}: the file is that already", hint="name another type to compare"
+        )
+    return choice.type, choice.reason
 
 
 def _kind(type_name: str) -> int:
@@ -176,8 +209,17 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
 
 
-def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> Fetched:
-    """Quantize a verified download as its catalogue entry asks. Raises what `quantize` does."""
+def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
+    """Quantize a verified download as its catalogue entry asks.
+
+    Returns the download itself when "AUTO" has nothing better. Raises what `quantize` does.
+    """
+    if type_name == AUTO:
+        try:
+            type_name, reason = _chosen([str(one.path) for one in fetched], "auto", job)
+        except UsageError:
+            return fetched
+        job.note(f"{type_name}: {reason}")
     kind = _kind(type_name)
     first = fetched[0]
     # llama.cpp finds the other parts of a split by their names
@@ -192,7 +234,8 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
             if one.ours and one.path.suffix != ".part":
                 one.path = one.path.rename(one.path.with_name(one.file_name + ".part"))
     job.begin("verifying", name, total=target.stat().st_size)
-    return Fetched(path=target, file_name=name, pinned=False, found_sha256=sha256_of(target, job.at))
+    digest = sha256_of(target, job.at)
+    return [Fetched(path=target, file_name=name, pinned=False, found_sha256=digest)]
 
 
 def _publish(
@@ -232,11 +275,16 @@ def _publish(
     return record
 
 
-def _with_perplexity(result: Quantized, before: str, job: Job, score_tokens: int) -> Quantized:
-    first, _ = perplexity(before, job, score_tokens)
-    second, n_tokens = perplexity(str(result.model.paths[0]), job, score_tokens)
+def _with_cost(result: Quantized, before: str, job: Job, options: QuantizeOptions) -> Quantized:
+    after = str(result.model.paths[0])
+    score = _scored(after, job, options, compared=before)
     return msgspec.structs.replace(
-        result, before_perplexity=first, after_perplexity=second, n_scored_tokens=n_tokens
+        result,
+        before_perplexity=score["compared_perplexity"],
+        after_perplexity=score["perplexity"],
+        divergence=score["divergence"],
+        same_top=score["same_top"],
+        n_scored_tokens=int(score["n_tokens"]),
     )
 
 
@@ -247,14 +295,20 @@ def perplexity_text() -> Path:
 
 def perplexity(model: str, job: Job, score_tokens: int = 0) -> tuple[float, int]:
     """Score the shipped text: (perplexity, tokens). Raises QuantizeError, InterruptedByUser."""
-    limit = (str(score_tokens),) if score_tokens else ()
+    score = _scored(model, job, QuantizeOptions(score_tokens=score_tokens))
+    return score["perplexity"], int(score["n_tokens"])
+
+
+def _scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
+    """What the helper says of a model, beside another of the same vocabulary where one is given."""
+    text = Path(options.text) if options.text else perplexity_text()
+    if not text.is_file():
+        raise UsageError(f"there is no text {text}")
+    limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)
     said: dict[str, object] = {}
-    with closing(
-        children.events(
-            "edgeinfer.runtime.helpers.perplexity", model, str(perplexity_text()), *limit, job=job
-        )
-    ) as work:
+    child = "edgeinfer.runtime.helpers.perplexity"
+    with closing(children.events(child, model, str(text), limit, compared, job=job)) as work:
         for said in work:
             if said["event"] == "progress":
                 job.at(int(str(said["done"])), int(str(said["total"])))
@@ -262,4 +316,4 @@ def perplexity(model: str, job: Job, score_tokens: int = 0) -> tuple[float, int]
         raise QuantizeError(
             f"the perplexity of {Path(model).name} cannot be measured: {said['message']}"
         )
-    return float(str(said["perplexity"])), int(str(said["n_tokens"]))
+    return {name: float(str(value)) for name, value in said.items() if name != "event"}

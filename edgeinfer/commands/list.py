@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -11,11 +12,17 @@ import msgspec
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.models import Catalog, Model, load_catalog
+from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress_bar import progress_on
+from edgeinfer.catalog.rates.fits import Fit, fit, parameters
+from edgeinfer.catalog.rates.measured import measured_rates
+from edgeinfer.catalog.rates.probe import kept_or_measured
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.commands.table import table
 from edgeinfer.error_text import hint
 from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
+from edgeinfer.machine import read_memory
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
 from edgeinfer.units import format_bytes
@@ -39,6 +46,7 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     store: str = ""
     size_bytes: int = 0
     snapshots: int = 0
+    fit: Fit | None = None
 
 
 class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +64,7 @@ class ListResult(Result, frozen=True, kw_only=True):
     kind: ClassVar[str] = "list"
 
     models: tuple[ListedModel, ...]
+    fits: bool = False
     unusable: tuple[UnusableModel, ...] = ()
 
     def human(self) -> str:
@@ -65,6 +74,8 @@ class ListResult(Result, frozen=True, kw_only=True):
     def _table(self) -> str:
         if not self.models:
             return "no model matches"
+        if self.fits:
+            return _fits_table(self.models)
         head = ("NAME", "HERE", "SIZE", "PARAMETERS", "QUANT", "CONTEXT", "SNAPSHOTS", "LICENCE", "FOR")
         return table([head, *map(_row, self.models)], right=frozenset({2, 3, 5, 6}))
 
@@ -80,6 +91,26 @@ def _row(model: ListedModel) -> tuple[str, ...]:
         str(model.snapshots) if model.snapshots else "-",
         model.licence or "?",
         model.purpose,
+    )
+
+
+def _fits_table(models: Sequence[ListedModel]) -> str:
+    head = ("NAME", "HERE", "PARAMETERS", "QUANT", "SIZE", "FITS", "TOKENS/S", "", "WHY")
+    rows = [_fit_row(model, model.fit) for model in models if model.fit]
+    return table([head, *rows], right=frozenset({2, 4, 6}))
+
+
+def _fit_row(model: ListedModel, fit: Fit) -> tuple[str, ...]:
+    return (
+        model.name,
+        _here(model),
+        model.parameters,
+        fit.quantization,
+        format_bytes(fit.size_bytes),
+        "yes" if fit.fits else "no",
+        f"{fit.decode:.1f}",
+        fit.basis,
+        fit.reason,
     )
 
 
@@ -108,8 +139,10 @@ def list_models(options: argparse.Namespace, _host: Host) -> ListResult:
         else [_available(m) for m in catalog.models.values() if m.name not in names]
     )
     wanted = [word.lower() for word in options.words]
+    models = tuple(m for m in (*here, *rest) if _matches(m, wanted))
     return ListResult(
-        models=tuple(m for m in (*here, *rest) if _matches(m, wanted)),
+        models=_ranked(models, catalog) if options.fits else models,
+        fits=options.fits,
         unusable=tuple(m for m in broken if all(word in m.name.lower() for word in wanted)),
     )
 
@@ -178,6 +211,31 @@ def _available(entry: Model) -> ListedModel:
         pulled=False,
         size_bytes=0 if entry.quantize else entry.size_bytes,
     )
+
+
+def _ranked(models: Sequence[ListedModel], catalog: Catalog) -> tuple[ListedModel, ...]:
+    """Models with what to expect of them here, the best first. Measures this CPU when nobody has."""
+    with progress_on() as report:
+        rates = kept_or_measured(Job(report))
+    room = read_memory().available_bytes
+    known = measured_rates()
+    found = []
+    for model in models:
+        total = parameters(model.parameters)
+        entry = catalog.get(model.name)
+        if total:
+            figures = fit(
+                model.name,
+                total,
+                model.quantization,
+                here=model.pulled,
+                others=entry is not None and "hf:" in str(entry.sources),
+                rates=rates,
+                room=room,
+                measured=known.get(model.name),
+            )
+            found.append((figures.rank, msgspec.structs.replace(model, fit=figures)))
+    return tuple(model for _, model in sorted(found, key=lambda pair: pair[0]))
 
 
 def format_parameters(n_params: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from typing import ClassVar
 from urllib.parse import quote
@@ -12,11 +13,11 @@ from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog import pull as catalog_pull
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Patience, PullProgress
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, Patience, PullProgress
 from edgeinfer.catalog.progress_bar import progress_on
 from edgeinfer.catalog.pull import PullOptions
 from edgeinfer.config import offline
-from edgeinfer.errors import InterruptedByUser, UsageError
+from edgeinfer.errors import InterruptedByUser, OfflineError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
@@ -73,6 +74,8 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
             return found
         if found is not None:
             wanted = f"file:{quote(found.files[0])}"
+    if options.purpose:
+        wanted = _in_best_type(wanted, options, host)
     if options.connections < 1:
         raise UsageError("a file comes over one connection at least", hint="`--connections 1`")
     wish = PullOptions(
@@ -112,6 +115,21 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
         was_here=not fetched,
         wall_s=round(time.monotonic() - began, 3),
     )
+
+
+def _in_best_type(wanted: str, options: argparse.Namespace, host: Host) -> str:
+    """The name of the published quantization that suits a purpose on this CPU. Says which on stderr.
+
+    Raises UsageError for sources that publish one file, OfflineError, and what asking raises.
+    """
+    from edgeinfer.catalog.rates.published import best_published  # asks the hub
+
+    if offline(host.config):
+        raise OfflineError(f"--for {options.purpose} asks the hub, and the offline switch is on")
+    with progress_on(quiet=options.quiet) as report:
+        name, choice = best_published(wanted, options.purpose, Job(report))
+    sys.stderr.write(f"{choice.type}: {choice.reason}\n")
+    return name
 
 
 def _found(wanted: str, began: float) -> PullResult | None:

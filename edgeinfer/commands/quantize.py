@@ -16,7 +16,10 @@ from edgeinfer.units import format_bytes
 
 
 class QuantizeResult(Result, frozen=True, kw_only=True):
-    """Before and after. Perplexities are over `n_scored_tokens` of our text, None: unknown."""
+    """Before and after. Perplexities are over `n_scored_tokens` of a text, None: unknown.
+
+    `divergence` is in nats a token, `same_top` a share of 1; both are of the result beside the source.
+    """
 
     kind: ClassVar[str] = "quantize"
 
@@ -30,7 +33,11 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
     path: str
     source_perplexity: float | None
     perplexity: float | None
+    divergence: float | None
+    same_top: float | None
     n_scored_tokens: int
+    reason: str
+    text: str
     quantized_twice: bool
     wall_s: float
 
@@ -47,10 +54,15 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
         ]
         text = table(rows, right=frozenset({2, 3}))
         if self.n_scored_tokens:
+            whose = self.text or "the text shipped with edgeinfer"
+            text += f"\n\nperplexity over {self.n_scored_tokens} tokens of {whose}; lower is better"
+        if self.divergence is not None and self.same_top is not None:
             text += (
-                f"\n\nperplexity over {self.n_scored_tokens} tokens of the text shipped with "
-                "edgeinfer; lower is better"
+                f"\nbeside {self.source}: KL divergence {self.divergence:.4f} nats a token, the same "
+                f"likeliest token {self.same_top:.1%} of the time"
             )
+        if self.reason:
+            text += f"\n{self.type} is {self.reason}"
         if self.quantized_twice:
             text += (
                 f"\nnote: {self.source} was quantized already ({self.source_type}); "
@@ -73,6 +85,8 @@ def quantize_model(options: argparse.Namespace, _host: Host) -> QuantizeResult:
         threads=options.threads,
         imatrix=options.imatrix,
         perplexity=not options.no_perplexity,
+        purpose=options.purpose,
+        text=options.text,
     )
     with progress_on(quiet=options.quiet) as report:
         try:
@@ -90,7 +104,11 @@ def quantize_model(options: argparse.Namespace, _host: Host) -> QuantizeResult:
         path=str(done.model.paths[0]),
         source_perplexity=done.before_perplexity,
         perplexity=done.after_perplexity,
+        divergence=done.divergence,
+        same_top=done.same_top,
         n_scored_tokens=done.n_scored_tokens,
+        reason=done.reason,
+        text=options.text,
         quantized_twice=done.twice,
         wall_s=round(time.monotonic() - began, 3),
     )

@@ -14,6 +14,8 @@ from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.memory import header_plan, header_shape
 from edgeinfer.catalog.models import Model, SamplingDefaults, load_catalog
+from edgeinfer.catalog.rates import probe
+from edgeinfer.catalog.rates.speed import advice
 from edgeinfer.catalog.store import PulledModel
 from edgeinfer.commands.list import format_parameters
 from edgeinfer.errors import EdgeInferError
@@ -267,6 +269,10 @@ def _shown(
     notes = _notes(pulled)
     if memory is not None and memory.warning:
         notes += (memory.warning,)
+    rates = probe.kept() if headers else None
+    if rates is not None:
+        typed = name if pulled else f"{parts[0]} --name NAME"
+        notes += tuple(filter(None, [advice(typed, headers, rates)]))
     entry = entry or Model(title=(header.name if header else "") or name, sources=())
     return ShowResult(
         name=name,

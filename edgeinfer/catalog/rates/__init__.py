@@ -1,0 +1,1 @@
+"""How fast this CPU computes each type of tensor, and what follows from it for a file."""

@@ -1,0 +1,56 @@
+"""Of the quantizations that a repository publishes, the one that suits a purpose on this CPU."""
+
+from __future__ import annotations
+
+from edgeinfer.catalog import names, sources
+from edgeinfer.catalog.models import load_catalog
+from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.rates import probe
+from edgeinfer.catalog.rates.fits import active_parameters, parameters
+from edgeinfer.catalog.rates.purpose import Purpose
+from edgeinfer.catalog.rates.speed import Choice, choose
+from edgeinfer.errors import SourceNotFoundError, UsageError
+from edgeinfer.machine import read_memory
+
+#: For a repository that is in no catalogue and says no size: speeds are compared, not told.
+_SOME_PARAMS = 1e9
+
+
+def best_published(text: str, purpose: Purpose, job: Job) -> tuple[str, Choice]:
+    """What to pull for `text`, a catalogue name or a repository, and why.
+
+    Raises UsageError when it comes from no repository, and what asking the hub and measuring raise.
+    """
+    source, prefix, total = _repository(text)
+    from edgeinfer.catalog.fetching import hub  # 200 ms: httpx2, huggingface_hub
+
+    job.begin("resolving", str(source))
+    published = hub.quantizations(source)
+    rates = probe.kept_or_measured(job)
+    active = active_parameters(prefix, total or _SOME_PARAMS)
+    room = read_memory().available_bytes if total in (0, active) else 1 << 62
+    try:
+        choice = choose(purpose, published, rates, active, room)
+    except ValueError as error:
+        raise SourceNotFoundError(
+            f"{source.repo} publishes no type to choose from", hint=f"it has {', '.join(published)}"
+        ) from error
+    return f"{prefix}:{choice.type}", choice
+
+
+def _repository(text: str) -> tuple[sources.HubQuant, str, float]:
+    """The repository that `text` means, the name before its quantization, and its parameters."""
+    if sources.looks_like_source(text):
+        source = sources.parse(text)
+        if isinstance(source, sources.HubQuant):
+            revision = "" if source.revision == "main" else f"@{source.revision}"
+            return source, f"hf:{source.repo}{revision}", parameters(source.repo.upper())
+    elif not names.is_path(text):
+        entry = load_catalog().find(names.reference(text).name)
+        for one in entry.parsed_sources():
+            if isinstance(one[0], sources.HubQuant):
+                return one[0], entry.name, parameters(entry.parameters)
+    raise UsageError(
+        f"{text} comes as one file: there is nothing to choose from",
+        hint="pull it, then `edgeinfer quantize NAME auto --for decode`",
+    )
