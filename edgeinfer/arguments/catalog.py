@@ -126,7 +126,7 @@ def _add_forget(verbs: Verbs[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="ID",
-        help="what only this conversation has read",
+        help="what only this conversation has read: chat-NUMBER, or requests' prompt_cache_key",
     )
 
 

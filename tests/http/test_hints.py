@@ -35,7 +35,7 @@ def _ignored(answer) -> list[str]:
 #: (route, what is sent beside the least, what is named)
 TAKEN = [
     (CHAT, {"metadata": {"a": "b"}}, "metadata"),
-    (CHAT, {"prompt_cache_key": "k"}, "prompt_cache_key"),
+    (CHAT, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
     (CHAT, {"service_tier": "flex"}, "service_tier"),
     (CHAT, {"store": True}, "store"),
     (CHAT, {"verbosity": "low"}, "verbosity"),

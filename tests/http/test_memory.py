@@ -15,6 +15,7 @@ import httpx2
 import pytest
 from made_models import make_llama
 
+from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.paths import config_dir
@@ -79,12 +80,13 @@ def test_every_route_takes_the_fields_of_the_cache(serve, path):
     body, bound = ROUTES[path]
     engine = FakeEngine()
     here = serve(engine)
-    for fields in ({"cache_prompt": False, "cache_salt": "mine"}, {bound: 0}):
+    named = {"cache_prompt": False, "cache_salt": "mine", "prompt_cache_key": "talk"}
+    for fields in (named, {bound: 0}):
         answer = here.client.post(path, json=body | fields)
         assert answer.status_code == 200, answer.text
     (request,), (read,) = engine.requests, engine.read
-    assert (request.cache_prompt, request.cache_salt) == (False, "mine")
-    assert (read.max_tokens, read.cache_prompt, read.cache_salt) == (0, True, "")
+    assert (request.cache_prompt, request.cache_salt, request.conversation) == (False, "mine", "talk")
+    assert (read.max_tokens, read.cache_prompt, read.cache_salt, read.conversation) == (0, True, "", "")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
@@ -132,6 +134,18 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve, smollm2, tmp_p
     n = asked["usage"]["prompt_tokens"]
     assert _cached(asked)[0] >= n - 8
     assert asked["timings"]["prompt_n"] <= 8
+
+
+def test_what_a_named_conversation_read_is_forgotten_with_it(serve, smollm2, tmp_path):
+    folder = tmp_path / "blocks"
+    here = serve(_load(smollm2, folder), names=("smol",))
+    _completed(here, max_tokens=0, prompt_cache_key="talk")
+    _completed(here, STORY[::-1], prompt_cache_key="another")
+    here.drain()
+    here.wait_ended()
+    kept = len(list_blocks(folder))
+    assert forget_conversation(folder, "talk") > 0
+    assert 0 < len(list_blocks(folder)) < kept
 
 
 def test_one_keys_blocks_are_not_found_by_another(serve, smollm2, tmp_path):

@@ -20,6 +20,7 @@ from edgeinfer.server.core.wire import (
     KeepAlive,
     ModelName,
     Probability,
+    PromptCacheKey,
     ReasoningBudget,
     Reply,
     ShortText,
@@ -295,6 +296,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     top_k: TopK | None = None
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: PromptCacheKey | None = None
     deadline_s: Deadline | None = None
 
 

@@ -98,7 +98,7 @@ def stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 class Caching(Protocol):
-    """A body with the fields that say what is shared with other requests."""
+    """A body with the fields that say what is shared with other requests, and whose it is."""
 
     @property
     def cache_prompt(self) -> bool: ...
@@ -106,14 +106,21 @@ class Caching(Protocol):
     @property
     def cache_salt(self) -> str | None: ...
 
+    @property
+    def prompt_cache_key(self) -> str | None: ...
+
 
 def caching(body: Caching) -> dict[str, Any]:
-    """Fields of GenerateRequest that say what is shared with other requests.
+    """Fields of GenerateRequest that say what is shared with other requests, and whose it is.
 
     `store: "none"`, where a dialect has it, keeps nothing, as `cache_prompt: false` does.
     """
     keeps = body.cache_prompt and getattr(body, "store", None) != "none"
-    return {"cache_prompt": keeps, "cache_salt": body.cache_salt or ""}
+    return {
+        "cache_prompt": keeps,
+        "cache_salt": body.cache_salt or "",
+        "conversation": body.prompt_cache_key or "",
+    }
 
 
 def overridden(base: Sampling, **given: Any) -> Sampling:

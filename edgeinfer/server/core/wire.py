@@ -96,6 +96,13 @@ CachePrompt = Annotated[
 CacheSalt = Annotated[
     str, Meta(min_length=1, max_length=1024, description="Who gives another salt finds nothing of it.")
 ]
+PromptCacheKey = Annotated[
+    str,
+    Meta(
+        max_length=1024,
+        description="Names a conversation: `edgeinfer forget --conversation` deletes what it read.",
+    ),
+]
 Deadline = Annotated[
     float, Meta(gt=0, le=86_400, description="Seconds after which the answer is cut short.")
 ]
@@ -120,6 +127,7 @@ class SamplingFields(Wire, frozen=True, kw_only=True):
     ignore_eos: bool = False
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: PromptCacheKey | None = None
     overflow: Literal["refuse", "shift"] = "refuse"
     speculative: Literal["auto", "off", "ngram", "draft"] = "auto"
     deadline_s: Deadline | None = None

@@ -13,6 +13,7 @@ from edgeinfer.server.core.wire import (
     CacheSalt,
     KeepAlive,
     ModelName,
+    PromptCacheKey,
     Reply,
     Seed,
     Slot,
@@ -120,6 +121,7 @@ class InferFields(Wire, frozen=True, kw_only=True):
     seed: Seed | None = None
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: PromptCacheKey | None = None
     keep_alive: KeepAlive | None = None
 
 

@@ -298,7 +298,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     hints: ClassVar = frozenset(
         {
             "client_metadata",
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",

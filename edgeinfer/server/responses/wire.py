@@ -18,6 +18,7 @@ from edgeinfer.server.core.wire import (
     ModelName,
     OpenAITemperature,
     Probability,
+    PromptCacheKey,
     ReasoningBudget,
     Reply,
     ShortText,
@@ -222,7 +223,6 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
             "image",
             "max_tool_calls",
             "metadata",
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
@@ -261,6 +261,7 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     previous_response_id: ShortText | None = None
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: PromptCacheKey | None = None
     deadline_s: Deadline | None = None
     keep_alive: KeepAlive | None = None
 
