@@ -193,6 +193,9 @@ def _edits(side: Side, other: str, words: int) -> dict[str, Answer]:
     cases["regenerate"] = side.ask(chat)
     cases["edit in the middle"] = side.ask([*chat[:2], {"role": "user", "content": "Something else?"}])
     cases["back to the first branch"] = side.ask(chat)
+    shorter = {"role": "assistant", "content": chat[-2]["content"][-20:]}
+    dropped = [*chat[:-2], shorter, {"role": "user", "content": "And without the reasoning?"}]
+    cases["reasoning dropped"] = side.ask(dropped)
     side.ask(conversation(12, words), model=other)
     cases["after another model"] = side.ask(chat)
     side.unload(side.model)
@@ -204,7 +207,9 @@ def _edits(side: Side, other: str, words: int) -> dict[str, Answer]:
 
 
 def newcomer_section(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    """Short chats, one after the other, while a long prompt is read."""
+    """Short chats, one after the other, while a long prompt is read; as many of them alone afterwards,
+    which is what they take from it in any case.
+    """
     rows = []
     sides = [ours(work / "newcomer", options.model, 8192), theirs(options.model, 8192)]
     for side in [one for one in sides if one]:
@@ -224,12 +229,16 @@ def newcomer_section(options: argparse.Namespace, work: Path) -> list[dict[str, 
                 break
             firsts.append(side.ask(conversation(100 + i, 12), n=8).first_s)
         reading.join()
+        own = sum(side.ask(conversation(200 + i, 12), n=8).total_s for i in range(len(firsts)))
+        beside = long[0].first_s
         rows.append(
             {
                 "side": side.name,
                 "long_alone_s": alone,
-                "long_beside_s": long[0].first_s,
+                "long_beside_s": beside,
                 "newcomers": len(firsts),
+                "newcomers_alone_s": own,
+                "lost": (beside - own) / alone - 1,
                 "first_p50_s": statistics.median(firsts),
                 "first_max_s": max(firsts),
             }
@@ -333,10 +342,11 @@ def table(results: dict[str, Any]) -> str:
     if rows := results.get("newcomer"):
         parts.append(
             "| short chats beside a long read | first token, p50 | worst | the long read alone | beside |"
-            "\n|---|---|---|---|---|\n"
+            " all of the chats alone | the read loses beyond that |\n|---|---|---|---|---|---|---|\n"
             + "\n".join(
                 f"| {r['side']}, {r['newcomers']} of them | {r['first_p50_s'] * 1000:.0f} ms"
-                f" | {r['first_max_s'] * 1000:.0f} ms | {r['long_alone_s']:.1f} s | {r['long_beside_s']:.1f} s |"
+                f" | {r['first_max_s'] * 1000:.0f} ms | {r['long_alone_s']:.1f} s | {r['long_beside_s']:.1f} s"
+                f" | {r['newcomers_alone_s']:.1f} s | {r['lost']:.0%} |"
                 for r in rows
             )
         )

@@ -10,7 +10,7 @@ from edgeinfer.runtime.decoding.scheduling.chunks import Chunks, Exactness
 def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:
     made = Chunks(Exactness(rows=rows, cells=None))
     for _ in range(50):
-        made.note(100, 100 * ms_per_token / 1000)
+        made.note(100, 100 * ms_per_token / 1000, n_decoding=0, is_long=True)
     return made
 
 
@@ -43,7 +43,18 @@ def test_beside_streams_a_chunk_takes_a_tenth_of_a_second_or_one_tile(
     assert chunks(ms_per_token=ms_per_token).budget(512, 2, [2000]) == pytest.approx(expected, abs=2)
 
 
+def test_beside_streams_a_tile_is_taken_where_half_of_one_takes_as_long() -> None:
+    made = chunks(ms_per_token=6.0)
+    assert made.budget(512, 1, [2000]) == 32
+    made.note(32, 32 * 0.0062, n_decoding=0, is_long=True)
+    assert made.budget(512, 1, [2000]) == 32
+    for _ in range(20):
+        made.note(32, 32 * 0.012, n_decoding=0, is_long=True)
+        made.note(40, 40 * 0.003, n_decoding=0, is_long=False)
+    assert made.budget(512, 1, [2000]) == 63
+
+
 def test_few_tokens_say_nothing_about_many() -> None:
     made = chunks(ms_per_token=1.25)
-    made.note(3, 10.0)
+    made.note(3, 10.0, n_decoding=0, is_long=True)
     assert made.budget(512, 2, [2000]) == pytest.approx(80, abs=2)

@@ -81,7 +81,7 @@ def test_little_work_is_lost_for_newcomers() -> None:
     interruptions = Interruptions(asked.set)
     interruptions.for_newcomer(10)
     assert not asked.is_set()
-    interruptions.begin(is_early=False)
+    interruptions.begin(is_early=False, expected_s=600.0)
     interruptions.for_newcomer(5000)
     assert not asked.is_set()
     interruptions.for_newcomer(10)
@@ -89,7 +89,12 @@ def test_little_work_is_lost_for_newcomers() -> None:
     interruptions.end(lost=True)
     asked.clear()
     interruptions._allowed_s = 0.0
-    interruptions.begin(is_early=False)
+    interruptions.begin(is_early=False, expected_s=600.0)
+    interruptions.for_newcomer(10)
+    assert not asked.is_set()
+    interruptions._allowed_s = 600.0
+    interruptions.end(lost=False)
+    interruptions.begin(is_early=False, expected_s=0.0)
     interruptions.for_newcomer(10)
     assert not asked.is_set()
     interruptions.for_cancel([True, False])

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 _CHUNK_S = 0.1
 _CHUNK_MIN = 32
 #: From this many tokens on attention is computed in tiles; a chunk is stretched to one when that takes
-#: no longer (seconds): in a deep cache it takes hardly longer than half of one (decision 020).
+#: no longer (seconds), or hardly longer than a smaller chunk: so it is in a deep cache (decision 020).
 _TILE = 64
 _TILE_S = 0.3
+_HARDLY_LONGER = 1.5
 #: While nobody decodes, a prompt longer than `SHORT_TOKENS` is computed in pieces of this length, for
 #: those who may come: 128 at a time give 95 % of the rate that 512 give. Not by time: the size decides
 #: bits.
@@ -41,6 +42,9 @@ class Chunks:
     def __init__(self, exactness: Exactness) -> None:
         self._exact_rows = exactness.rows
         self._s_per_token = 0.001
+        #: The same for a long prompt's chunks below a tile, and from one on; None before there was one.
+        self._small_s: float | None = None
+        self._tiled_s: float | None = None
 
     @property
     def s_per_token(self) -> float:
@@ -57,19 +61,40 @@ class Chunks:
         longest = max(pending, default=0)
         budget = room
         if n_decoding:
-            budget = min(room, self._beside_decoding())
+            budget = min(room, self._beside_decoding(n_decoding))
         elif longest > SHORT_TOKENS:
             budget = min(room, _ALONE)
         exact = self._exact_rows - n_decoding
         return min(budget, exact) if longest <= exact else budget
 
-    def _beside_decoding(self) -> int:
-        within = int(_CHUNK_S / self._s_per_token)
-        if within < _TILE and _TILE * self._s_per_token <= _TILE_S:
-            return _TILE
-        return max(_CHUNK_MIN, within)
+    def _beside_decoding(self, n_decoding: int) -> int:
+        tiled_s = self._tiled_s or self._s_per_token
+        within = int(_CHUNK_S / tiled_s)
+        if within >= _TILE:
+            return within
+        small_s = self._small_s or tiled_s
+        smaller = max(_CHUNK_MIN, int(_CHUNK_S / small_s))
+        if _TILE * tiled_s <= max(_TILE_S, _HARDLY_LONGER * smaller * small_s):
+            # the rows that decode in the same tile: a second one takes as long as the first
+            return max(_TILE - n_decoding, _CHUNK_MIN)
+        return smaller
 
-    def note(self, n_tokens: int, seconds: float) -> None:
-        """So many tokens of prefill took so long. Few say little about many."""
-        if n_tokens >= _CHUNK_MIN:
-            self._s_per_token += 0.3 * (seconds / n_tokens - self._s_per_token)
+    def note(self, n_tokens: int, seconds: float, *, n_decoding: int, is_long: bool) -> None:
+        """So many tokens of prefill, of a long prompt or not, took so long beside those that decode.
+        Few say little about many.
+        """
+        if n_tokens < _CHUNK_MIN:
+            return
+        took_s = seconds / n_tokens
+        self._s_per_token = _towards(took_s, self._s_per_token)
+        if not is_long:
+            return
+        if n_tokens + n_decoding < _TILE:
+            self._small_s = _towards(took_s, self._small_s)
+        else:
+            self._tiled_s = _towards(took_s, self._tiled_s)
+
+
+def _towards(found: float, known: float | None) -> float:
+    """A mean that follows what was found lately."""
+    return found if known is None else known + 0.3 * (found - known)

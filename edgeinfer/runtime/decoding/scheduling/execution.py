@@ -11,7 +11,7 @@ from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident
 from edgeinfer.runtime.decoding.drafting.speculative import StepCosts
 from edgeinfer.runtime.decoding.metrics import Counters
 from edgeinfer.runtime.decoding.scheduling.abort import Abort
-from edgeinfer.runtime.decoding.scheduling.chunks import Chunks
+from edgeinfer.runtime.decoding.scheduling.chunks import SHORT_TOKENS, Chunks
 from edgeinfer.runtime.decoding.scheduling.interruptions import Interruptions
 from edgeinfer.runtime.decoding.scheduling.parts import Part
 from edgeinfer.runtime.decoding.sequences.sequence import Sequence
@@ -82,7 +82,10 @@ class Execution:
             return self._batch.decode(self._active)
         self._abort.clear()
         self._in_step = [part.seq for part in parts]
-        self.interruptions.begin(is_early=all(seq.is_prefill_only for seq in self._in_step))
+        self.interruptions.begin(
+            is_early=all(seq.is_prefill_only for seq in self._in_step),
+            expected_s=self._batch.n_tokens * self._chunks.s_per_token,
+        )
         code = self._batch.decode(self._active)
         self.interruptions.end(lost=code == _ABORTED)
         self._in_step = []
@@ -109,7 +112,10 @@ class Execution:
         decode_share = min(seconds, self._costs.mean(decode_tokens) or 0.0) if decode_tokens else 0.0
         self._counters.decode_s += decode_share
         self._counters.prefill_s += seconds - decode_share
-        self._chunks.note(prefill_tokens, seconds - decode_share)
+        is_long = any(p.is_prefill and p.seq.prompt_tokens > SHORT_TOKENS for p in parts)
+        self._chunks.note(
+            prefill_tokens, seconds - decode_share, n_decoding=decode_tokens, is_long=is_long
+        )
 
     def compute(self, resident: Resident, tokens: list[int]) -> None:
         """Compute `tokens` behind what `resident` has, outside of any request. Raises DecodeError."""

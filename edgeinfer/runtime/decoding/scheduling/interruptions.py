@@ -23,12 +23,17 @@ class Interruptions:
         self._lock = threading.Lock()
         self._began: float | None = None
         self._is_early = False
+        self._expected_s = 0.0
         self._allowed_s = _MOST_LOST_S
 
-    def begin(self, *, is_early: bool) -> None:
-        """A step of nothing but prefill begins; `is_early` when nobody waits for its prompts yet."""
+    def begin(self, *, is_early: bool, expected_s: float) -> None:
+        """A step of nothing but prefill begins; `is_early` when nobody waits for its prompts yet.
+
+        One of a length that is `expected_s` is not given up once half of it is done.
+        """
         with self._lock:
             self._began, self._is_early = time.monotonic(), is_early
+            self._expected_s = expected_s
 
     def end(self, *, lost: bool) -> None:
         """The step has ended, or has been given up."""
@@ -46,7 +51,8 @@ class Interruptions:
             if self._began is None:
                 return
             lost_s = time.monotonic() - self._began
-            if self._is_early or (n_tokens <= SHORT_TOKENS and lost_s <= self._allowed_s):
+            allowed_s = min(self._allowed_s, self._expected_s / 2)
+            if self._is_early or (n_tokens <= SHORT_TOKENS and lost_s <= allowed_s):
                 self._ask()
 
     def for_cancel(self, cancelled: Sequence[bool]) -> None:

@@ -30,34 +30,40 @@ class Prefill:
         self._chunks = chunks
         self._roster, self._prefixes = roster, prefixes
         self._can_cut = can_cut
+        self._is_longs_turn = False
 
     def add(self, prefilling: list[Sequence], parts: list[Part]) -> None:
-        """Short prompts first, so that they do not wait for a long one; the long keep half of a step at
-        least. Prompts that nobody waits for yet come when there are no others.
+        """Short prompts do not wait for a long one: where there are both, they take turns, short ones
+        first. Prompts that nobody waits for yet come when there are no others.
         """
         awaited = [s for s in prefilling if not s.is_prefill_only]
+        chosen = self._whose_turn(awaited) if awaited else prefilling
+        pending = [s.n_pending for s in chosen]
+        budget = self._chunks.budget(self._batch.room, self._batch.n_tokens, pending)
+        self._add_prompts(chosen, budget, parts)
+
+    def _whose_turn(self, awaited: list[Sequence]) -> list[Sequence]:
+        """The short prompts or the long ones: in one step, attention would walk over the long ones'
+        cells for all of them (decision 081).
+        """
         short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
         long = [s for s in awaited if s.n_pending > SHORT_TOKENS]
-        pending = [s.n_pending for s in prefilling]
-        budget = self._chunks.budget(self._batch.room, self._batch.n_tokens, pending)
-        left = self._add_prompts(short, budget, parts)
-        left = self._add_prompts(long, max(left, min(budget // 2, self._batch.room)), parts)
-        if not awaited:
-            self._add_prompts(prefilling, left, parts)
+        is_shorts = bool(short) and not (long and self._is_longs_turn)
+        self._is_longs_turn = is_shorts
+        return short if is_shorts else long
 
-    def _add_prompts(self, prompts: list[Sequence], budget: int, parts: list[Part]) -> int:
-        """Add up to `budget` tokens of them, in order; how much of it is left."""
+    def _add_prompts(self, prompts: list[Sequence], budget: int, parts: list[Part]) -> None:
+        """Add up to `budget` tokens of them, in order."""
         for seq in prompts:
             if budget <= 0 or self._batch.n_outputs >= self._batch.max_outputs:
-                return budget
+                return
             used = self._batch.n_tokens
             if not self._kv.make_room(used + min(budget, seq.n_pending)):
                 budget = min(budget, self._kv.free_cells - used)
                 if budget <= 0:
                     self._preempt_for(seq, parts)
-                    return 0
+                    return
             budget -= self._add_chunk(seq, budget, parts)
-        return budget
 
     def _add_chunk(self, seq: Sequence, budget: int, parts: list[Part]) -> int:
         assert seq.resident is not None
