@@ -71,6 +71,9 @@ class Model(_Table, frozen=True, kw_only=True):
     name: Annotated[str, about("Set from the table's own name.")] = ""
     family: Annotated[str, about("The family it belongs to.")] = ""
     parameters: Annotated[str, about('Parameters as its makers count them: "135M", "7B".')] = ""
+    active_parameters: Annotated[
+        str, about('Of a mixture of experts: those that a token is multiplied with: "3B".')
+    ] = ""
     licence: Annotated[str, about("SPDX name, or the licence's own.")] = ""
     context_length: Annotated[int, about("Tokens it was trained for.", ge=0, le=1 << 24)] = 0
     purpose: Annotated[
@@ -213,8 +216,10 @@ def _check(model: Model) -> None:
         names.digest(model.sha256)
     if model.file_name:
         names.file_name(model.file_name)
-    if model.parameters and not _PARAMETERS.fullmatch(model.parameters):
-        raise UsageError(f'key "parameters": {model.parameters!r} is not like "135M" or "7B"')
+    for key in ("parameters", "active-parameters"):
+        count = getattr(model, key.replace("-", "_"))
+        if count and not _PARAMETERS.fullmatch(count):
+            raise UsageError(f'key "{key}": {count!r} is not like "135M" or "7B"')
     for key in ("quantize", "quantization"):
         value = getattr(model, key)
         if key == "quantize" and value.upper() == AUTO:

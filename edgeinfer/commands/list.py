@@ -227,6 +227,7 @@ def _ranked(models: Sequence[ListedModel], catalog: Catalog) -> tuple[ListedMode
             figures = fit(
                 model.name,
                 total,
+                entry.active_parameters if entry else "",
                 model.quantization,
                 here=model.pulled,
                 others=entry is not None and "hf:" in str(entry.sources),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,13 @@ def test_shipped_catalogue_is_whole() -> None:
         "qwen3-0.6b",
         "llama-3.2-1b-instruct",
     } <= catalog.models.keys()
+    marked = set(re.findall(r'# Not verified: .*\n\[models\."?([^"\]]+)', shipped_path().read_text()))
     for model in catalog.models.values():
         assert model.title
         assert model.family
-        assert model.licence
         assert model.parameters
-        assert model.context_length
+        unknown = not model.licence or not model.context_length
+        assert not unknown or model.name in marked, "what could not be verified is marked in the file"
         assert model.final_quantization
         assert model.parsed_sources()
     assert {m.purpose for m in catalog.models.values()} >= {

@@ -43,15 +43,16 @@ def parameters(text: str) -> float:
     return float(match[1]) * {"M": 1e6, "B": 1e9}[match[2]] if match else 0.0
 
 
-def active_parameters(name: str, total: float) -> float:
-    """A mixture's, when its name tells them, as `qwen3-30b-a3b`'s does; else all."""
+def active_parameters(name: str, total: float, told: str = "") -> float:
+    """A mixture's, when the catalogue or its name tells them, as `qwen3-30b-a3b`'s does; else all."""
     match = _ACTIVE.search(name.lower())
-    return float(match[1]) * 1e9 if match else total
+    return parameters(told) or (float(match[1]) * 1e9 if match else total)
 
 
 def fit(
     name: str,
     total: float,
+    told_active: str,
     quantization: str,
     *,
     here: bool,
@@ -64,7 +65,7 @@ def fit(
 
     `here`: its file is, in `quantization`; `others`: its sources may have others to choose from.
     """
-    active = active_parameters(name, total)
+    active = active_parameters(name, total, told_active)
     chosen, reason = quantization, "the file that is here" if here else "what its makers publish"
     if others and not here:
         choice = choose("auto", _PUBLISHED, rates, active, room if active == total else 1 << 62)

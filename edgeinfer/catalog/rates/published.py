@@ -21,13 +21,12 @@ def best_published(text: str, purpose: Purpose, job: Job) -> tuple[str, Choice]:
 
     Raises UsageError when it comes from no repository, and what asking the hub and measuring raise.
     """
-    source, prefix, total = _repository(text)
+    source, prefix, total, active = _repository(text)
     from edgeinfer.catalog.fetching import hub  # 200 ms: httpx2, huggingface_hub
 
     job.begin("resolving", str(source))
     published = hub.quantizations(source)
     rates = probe.kept_or_measured(job)
-    active = active_parameters(prefix, total or _SOME_PARAMS)
     room = read_memory().available_bytes if total in (0, active) else 1 << 62
     try:
         choice = choose(purpose, published, rates, active, room)
@@ -38,18 +37,22 @@ def best_published(text: str, purpose: Purpose, job: Job) -> tuple[str, Choice]:
     return f"{prefix}:{choice.type}", choice
 
 
-def _repository(text: str) -> tuple[sources.HubQuant, str, float]:
-    """The repository that `text` means, the name before its quantization, and its parameters."""
+def _repository(text: str) -> tuple[sources.HubQuant, str, float, float]:
+    """The repository that `text` means, the name before its quantization, all and active parameters."""
     if sources.looks_like_source(text):
         source = sources.parse(text)
         if isinstance(source, sources.HubQuant):
             revision = "" if source.revision == "main" else f"@{source.revision}"
-            return source, f"hf:{source.repo}{revision}", parameters(source.repo.upper())
+            total = parameters(source.repo.upper())
+            active = active_parameters(source.repo, total or _SOME_PARAMS)
+            return source, f"hf:{source.repo}{revision}", total, active
     elif not names.is_path(text):
         entry = load_catalog().find(names.reference(text).name)
         for one in entry.parsed_sources():
             if isinstance(one[0], sources.HubQuant):
-                return one[0], entry.name, parameters(entry.parameters)
+                total = parameters(entry.parameters)
+                active = active_parameters(entry.name, total or _SOME_PARAMS, entry.active_parameters)
+                return one[0], entry.name, total, active
     raise UsageError(
         f"{text} comes as one file: there is nothing to choose from",
         hint="pull it, then `edgeinfer quantize NAME auto --for decode`",
