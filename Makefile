@@ -4,6 +4,8 @@ PROMPT ?= Name three colours.
 MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# a process for each core, each on its own; ARGS=-n0 is one process for all
+BESIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -22,7 +24,7 @@ run: setup       ## the default model: the chat in a terminal, else the answer t
 
 test: setup      ## the whole test suite
 	@tools/setup.sh test
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(BESIDE) $(ARGS)
 
 check: setup     ## ruff, mypy, house style, import-linter, generated docs are current
 	$(BIN)/ruff check .

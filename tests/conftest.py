@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import signal
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,12 @@ BUILD_CACHE = Path(
 TEST_MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or BUILD_CACHE / "test-home/data/models")
 SMOLLM2 = "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA3 = "gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
+#: The name of this process among those that pytest's `-n` started, or nothing.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+#: The folders whose files take longest, in that order.
+_LONGEST = {name: n for n, name in enumerate(("cluster", "snapshots", "binary", "engine", "http"))}
+#: Session fixtures that take many seconds: the shipped file unpacked, and a warm home each of a user and of root.
+_EXPENSIVE = ("used", "anybody")
 _OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SOCKET", "LISTEN_")
 
 
@@ -36,10 +45,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    """Give each of the processes that `-n` starts its share of the processors, and so all that it starts.
+
+    llama.cpp's threads wait for each other by turning: two programs that both take every processor are
+    many times slower than two that have one each.
+    """
+    if not WORKER:
+        return
+    number, workers = int(WORKER.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[number::workers] or {cpus[number % len(cpus)]})
+
+
+@contextlib.contextmanager
+def one_process_at_a_time(what: str) -> Iterator[None]:
+    """Hold a lock on `what`, which the pytest processes of one machine make once for all."""
+    with (BUILD_CACHE / f"{what}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _together(item: pytest.Item) -> str:
+    """Name what runs in one process: a file, or in it what shares an expensive fixture with other files."""
+    assert isinstance(item, pytest.Function)
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    shared = next((name for name in _EXPENSIVE if name in item.fixturenames), "")
+    place = item.path.parent if shared else item.path
+    return f"{place.relative_to(ROOT)} {shared} {params.get(shared, '')}".rstrip()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `-n`, keep together what shares fixtures, and begin with what takes longest."""
+    if not WORKER:
+        return
+    items.sort(key=lambda item: _LONGEST.get(item.path.parent.name, len(_LONGEST)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_together(item)))
+
+
 def _skips_not_allowed(config: pytest.Config) -> list[str]:
     """Say where and why each test was skipped that --allowed-skips does not let be skipped."""
     table = config.getoption("--allowed-skips")
-    if not table:
+    if not table or WORKER:  # who started us counts them
         return []
     allowed = tomllib.loads((ROOT / ".ci/allowed-skips.toml").read_text("utf-8"))[table]
     reporter = config.pluginmanager.getplugin("terminalreporter")

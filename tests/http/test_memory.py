@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from made_decoders import make_reader
 from made_models import make_llama
 
 from edgeinfer.blocks.forget import forget_conversation
@@ -43,7 +44,7 @@ ROUTES = {
 }
 KEYS = ["test-key-0123456789abcdef", "another-key-0123456789"]
 WORDS = ("river", "bread", "moon", "clock", "whale", "ink", "bridge", "tea", "salt", "wool", "map")
-#: About 400 tokens of the real model, so that whole blocks are read and written.
+#: Some hundred tokens, so that whole blocks are read and written.
 STORY = " ".join(f"{WORDS[i * i % 11]}{i * 7 % 13}" for i in range(180))
 
 
@@ -54,7 +55,13 @@ def _patient(monkeypatch):
     monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
 
 
-def _load(path: Path, folder: Path, name: str = "smol"):
+@pytest.fixture(scope="module")
+def reader(smollm2, tmp_path_factory) -> Path:
+    """A model that reads thousands of tokens a second: what is remembered of them is the same."""
+    return make_reader(tmp_path_factory.mktemp("reader") / "reader.gguf", smollm2, 2048)
+
+
+def _load(path: Path, folder: Path, name: str = "reader"):
     engine = load_engine(
         ModelFiles(name=name, paths=(str(path),)), LoadOptions(n_ctx=2048, n_parallel=4, n_threads=1)
     )
@@ -113,8 +120,8 @@ def test_usage_and_timings_tell_memory_from_disk(serve, path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_was_only_read_is_there_for_the_next(serve, smollm2, tmp_path, stream):
-    here = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",))
+def test_a_prompt_that_was_only_read_is_there_for_the_next(serve, reader, tmp_path, stream):
+    here = serve(_load(reader, tmp_path / "blocks"), names=("reader",))
     if stream:
         body = {"prompt": STORY, "max_tokens": 0, "stream": True}
         text = here.client.post("/v1/completions", json=body).text
@@ -136,9 +143,9 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve, smollm2, tmp_p
     assert asked["timings"]["prompt_n"] <= 8
 
 
-def test_what_a_named_conversation_read_is_forgotten_with_it(serve, smollm2, tmp_path):
+def test_what_a_named_conversation_read_is_forgotten_with_it(serve, reader, tmp_path):
     folder = tmp_path / "blocks"
-    here = serve(_load(smollm2, folder), names=("smol",))
+    here = serve(_load(reader, folder), names=("reader",))
     _completed(here, max_tokens=0, prompt_cache_key="talk")
     _completed(here, STORY[::-1], prompt_cache_key="another")
     here.drain()
@@ -148,10 +155,10 @@ def test_what_a_named_conversation_read_is_forgotten_with_it(serve, smollm2, tmp
     assert 0 < len(list_blocks(folder)) < kept
 
 
-def test_one_keys_blocks_are_not_found_by_another(serve, smollm2, tmp_path):
+def test_one_keys_blocks_are_not_found_by_another(serve, reader, tmp_path):
     """Neither in memory, nor on the disk after a restart."""
     gate = Gate(keys=Keys(KEYS))
-    here = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",), gate=gate)
+    here = serve(_load(reader, tmp_path / "blocks"), names=("reader",), gate=gate)
     first = _completed(here, key=KEYS[0])
     n = first["usage"]["prompt_tokens"]
     assert _cached(first) == (0, 0)
@@ -161,7 +168,7 @@ def test_one_keys_blocks_are_not_found_by_another(serve, smollm2, tmp_path):
     here.drain()
     here.wait_ended()
     again = serve(
-        _load(smollm2, tmp_path / "blocks"), names=("smol",), gate=Gate(keys=Keys([*KEYS, "k" * 20]))
+        _load(reader, tmp_path / "blocks"), names=("reader",), gate=Gate(keys=Keys([*KEYS, "k" * 20]))
     )
     assert _cached(_completed(again, key="k" * 20, cache_prompt=False)) == (0, 0)
     assert _cached(_completed(again, key="k" * 20)) == (0, 0)
@@ -176,8 +183,8 @@ def test_one_key_shares_with_everybody_of_this_user(serve):
         assert (engine.requests[-1].cache_salt == "") is wanted
 
 
-def test_metrics_count_what_came_from_where(serve, smollm2, tmp_path):
-    here = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",))
+def test_metrics_count_what_came_from_where(serve, reader, tmp_path):
+    here = serve(_load(reader, tmp_path / "blocks"), names=("reader",))
     n = _completed(here)["usage"]["prompt_tokens"]
     _completed(here)
     here.drain()
@@ -185,12 +192,12 @@ def test_metrics_count_what_came_from_where(serve, smollm2, tmp_path):
     for block in list_blocks(tmp_path / "blocks")[:-1]:  # all but the beginning's, which was used last
         whole = block.path.read_bytes()
         block.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    again = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",))
+    again = serve(_load(reader, tmp_path / "blocks"), names=("reader",))
     from_disk = _cached(_completed(again))[1]
     assert BLOCK <= from_disk < n - 1
     lines = dict(line.rsplit(" ", 1) for line in again.client.get("/metrics").text.splitlines())
     told = {
-        name: float(lines[f'edgeinfer_{name}_total{{model_name="smol",model_version=""}}'])
+        name: float(lines[f'edgeinfer_{name}_total{{model_name="reader",model_version=""}}'])
         for name in (
             "prompt_tokens_cached",
             "prompt_tokens_cached_disk",
@@ -205,8 +212,8 @@ def test_metrics_count_what_came_from_where(serve, smollm2, tmp_path):
     assert (told["blocks_pruned"], told["blocks_damaged"]) == (0, 1)
 
 
-def test_slots_tell_where_a_prompt_left_what_is_remembered(serve, smollm2, tmp_path):
-    here = serve(_load(smollm2, tmp_path / "blocks"), names=("smol",), gate=Gate(keys=Keys(KEYS)))
+def test_slots_tell_where_a_prompt_left_what_is_remembered(serve, reader, tmp_path):
+    here = serve(_load(reader, tmp_path / "blocks"), names=("reader",), gate=Gate(keys=Keys(KEYS)))
     middle = STORY.index(" ", len(STORY) // 2)
     edited = STORY[:middle] + " Suddenly" + STORY[middle:]
     replies = [_completed(here, text, key=KEYS[0], max_tokens=1) for text in (STORY, edited, STORY)]

@@ -31,7 +31,7 @@ def here(smollm2, serve_module, tmp_path_factory):
     """An endpoint that reads thousands of tokens a second, as SmolLM2 tokenizes them."""
     path = make_reader(tmp_path_factory.mktemp("reader") / "reader.gguf", smollm2, 65_536)
     files = ModelFiles(name="reader", paths=(str(path),), sha256="cd" * 32)
-    engine = load_engine(files, LoadOptions(n_ctx=65_536, n_parallel=2, n_threads=2), None)
+    engine = load_engine(files, LoadOptions(n_ctx=65_536, n_parallel=2), None)
     return serve_module(engine, names=("reader",))
 
 

@@ -19,6 +19,8 @@ import pytest
 
 from edgeinfer.snapshots.criu import probe
 
+from ..conftest import one_process_at_a_time
+
 REPOSITORY = Path(__file__).parents[2]
 USER = "edgeinfer-test"
 MODEL = "small"
@@ -218,11 +220,12 @@ def place(tmp_path_factory) -> Place:
 
 
 def _ordinary_user() -> tuple[int, int]:
-    try:
-        entry = pwd.getpwnam(USER)
-    except KeyError:
-        subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/sh", USER], check=True)
-        entry = pwd.getpwnam(USER)
+    with one_process_at_a_time("user"):
+        try:
+            entry = pwd.getpwnam(USER)
+        except KeyError:
+            subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/sh", USER], check=True)
+            entry = pwd.getpwnam(USER)
     return entry.pw_uid, entry.pw_gid
 
 

@@ -41,19 +41,25 @@ def folders(person) -> set[str]:
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_killing_warm_leaves_no_half_snapshot(warm, stage):
-    before = folders(warm)
-    process = warm.popen("warm", MODEL, "--ctx", "768")
+def killed_at(person, stage):
+    """Start a warm and kill it once it says that it has come so far."""
+    process = person.popen("warm", MODEL, "--ctx", "768")
     line = ""
     while not line.startswith(stage):
         line = process.stderr.readline()
-        assert line, "warm ended before this stage"
+        assert line, f"warm ended before {stage}"
     process.kill()
     process.communicate(timeout=60)
-    listed = warm.run("snapshots", "--json").result["snapshots"]
-    assert [s["details"]["name"] for s in listed] == [MODEL]
-    warm.run("warm", MODEL, "--ctx", "640", "--quiet").check()  # the next one sweeps
+
+
+def test_killing_warm_at_any_stage_leaves_no_half_snapshot(warm):
+    before = folders(warm)
+    for stage in STAGES:
+        killed_at(warm, stage)
+        listed = warm.run("snapshots", "--json").result["snapshots"]
+        assert [s["details"]["name"] for s in listed] == [MODEL], stage
+    # each sweeps what the one before has left, this one what the last kill has
+    warm.run("warm", MODEL, "--ctx", "640", "--quiet").check()
     left = {name for name in folders(warm) - before if not name.startswith(f"{MODEL},ctx640@")}
     assert left == set()
     warm.run("snapshots", "rm", f"{MODEL},ctx640").check()
