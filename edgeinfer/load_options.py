@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 
+from edgeinfer import places
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -83,20 +85,25 @@ class LoadOption:
         return " or ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
 
 
-class PathsOption(LoadOption):
-    """An option whose value is the absolute paths of files of different names, between commas."""
+class AdaptersOption(LoadOption):
+    """Adapters of different names between commas: absolute paths, each with `:SCALE` unless that is 1.
+
+    `NAME` is the adapter that was pulled by that name.
+    """
 
     __slots__ = ()
     many = True
 
     def parse(self, text: str) -> Value:
-        found = [os.path.abspath(os.path.expanduser(path)) for path in text.split(",") if path]
-        if len({name_of_file(path) for path in found}) < len(found):
+        if text == NO_ADAPTERS:
+            return text
+        found = [_adapter(entry) for entry in text.split(",") if entry]
+        if len({name_of_file(path) for path, _ in found}) < len(found):
             raise ValueError(f"{self.field}: {text} is not {self.allowed()}")
-        return ",".join(found)
+        return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in found)
 
     def allowed(self) -> str:
-        return "files of different names, with commas between them"
+        return "adapters of different names, NAME or FILE, each with :SCALE or without, or none"
 
 
 class ModelOption(LoadOption):
@@ -107,6 +114,31 @@ class ModelOption(LoadOption):
     def parse(self, text: str) -> Value:
         is_path = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(".gguf")
         return os.path.abspath(os.path.expanduser(text)) if is_path else text
+
+
+#: Wanted instead of the adapters that the catalogue names.
+NO_ADAPTERS = "none"
+
+
+def _adapter(entry: str) -> tuple[str, float]:
+    """An adapter's absolute path and scale. Raises ValueError for a scale out of range."""
+    head, colon, tail = entry.rpartition(":")
+    scale = 1.0
+    if colon and not os.path.exists(os.path.expanduser(entry)):
+        entry, scale = head, float(tail)
+    if not -100 <= scale <= 100:  # also what is no number
+        raise ValueError(f"the scale {tail} is not between -100 and 100")
+    if "/" in entry or entry.endswith(".gguf") or entry.startswith("~"):
+        return os.path.abspath(os.path.expanduser(entry)), scale
+    return os.path.join(places.adapters(), entry + ".gguf"), scale
+
+
+def adapters_of(text: str) -> dict[str, tuple[str, float]]:
+    """Each adapter's name → path and scale, of a parsed value of `LORA`."""
+    if text == NO_ADAPTERS:
+        return {}
+    found = [_adapter(entry) for entry in text.split(",") if entry]
+    return {name_of_file(path): (path, scale) for path, scale in found}
 
 
 def name_of_file(path: str) -> str:
@@ -183,12 +215,13 @@ GPU_LAYERS = LoadOption(
     of_snapshot=False,  # devices are attached after the resume
 )
 
-LORA = PathsOption(
+LORA = AdaptersOption(
     "lora",
     "",
-    "LoRA adapters, applied to every request that names none; may be repeated",
+    "LoRA adapters, applied to every request that names none; may be repeated; none loads without the "
+    "catalogue's",
     flag="--lora",
-    metavar="FILE[,FILE...]",
+    metavar="NAME|FILE[:SCALE]",
     exact=True,
 )
 

@@ -40,6 +40,11 @@ def models_dir() -> Path:
     return data_dir() / "models"
 
 
+def adapters_dir() -> Path:
+    """LoRA adapters, one GGUF file each."""
+    return Path(places.adapters())
+
+
 def snapshots_dir() -> Path:
     """Snapshots, one folder each; 0700."""
     return Path(places.snapshots())

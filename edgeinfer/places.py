@@ -65,6 +65,11 @@ def config_file() -> str:
     return os.environ.get("EDGEINFER_CONFIG") or os.path.join(base("config"), "config.toml")
 
 
+def adapters() -> str:
+    """LoRA adapters, one GGUF file each."""
+    return os.path.join(base("data"), "adapters")
+
+
 def snapshots() -> str:
     """Snapshots, one folder each; 0700."""
     return os.path.join(base("cache"), "snapshots")

@@ -1,4 +1,4 @@
-"""`pull`, `list`, `show`, `preload`, `rm`, `forget`, `quantize`: models as files."""
+"""`pull`, `list`, `show`, `preload`, `rm`, `forget`, `quantize`, `merge`: models as files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_rm(verbs)
     _add_forget(verbs)
     _add_quantize(verbs)
+    _add_merge(verbs)
 
 
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +40,9 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "of safetensors; default model",
     )
     parser.add_argument("--name", help="store it under this name")
+    parser.add_argument(
+        "--base", default="", metavar="MODEL", help="it is a LoRA adapter of PEFT's, for this model"
+    )
     parser.add_argument(
         "--quantize",
         default="",
@@ -162,5 +166,23 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--no-perplexity", action="store_true", help="do not measure the perplexity of both"
+    )
+    _add_quiet(parser)
+
+
+def _add_merge(verbs: Verbs[argparse.ArgumentParser]) -> None:
+    parser = add_verb(
+        verbs, "merge", "merge:merge", "store a model with LoRA adapters merged into its weights"
+    )
+    parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf")
+    parser.add_argument(
+        "adapters",
+        metavar="ADAPTER[:SCALE]",
+        nargs="+",
+        help="a pulled adapter's NAME, FILE.gguf, or a FOLDER of PEFT's",
+    )
+    parser.add_argument("--name", required=True, help="store it under this name")
+    parser.add_argument(
+        "--quantize", default="", metavar="TYPE", help="its type; else each tensor keeps its own"
     )
     _add_quiet(parser)

@@ -21,6 +21,7 @@ from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
 from edgeinfer.catalog.rates.purpose import AUTO
 from edgeinfer.config import about, refuse_unknown_keys
 from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
+from edgeinfer.load_options import LORA
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.sampling_options import SAMPLING_OPTIONS
 
@@ -60,6 +61,19 @@ class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its 
         return msgspec.structs.replace(base, **self.given())
 
 
+class LoraTable(_Table, frozen=True, kw_only=True):
+    """An adapter of a model: one that was pulled, or a file."""
+
+    path: Annotated[str, about("A GGUF adapter's file; ~ is the home directory.")] = ""
+    name: Annotated[str, about("An adapter that was pulled by this name.")] = ""
+    scale: Annotated[float, about("How much of it is added.", ge=-100, le=100)] = 1.0
+
+    @property
+    def option(self) -> str:
+        """As `--lora` takes it."""
+        return f"{self.path or self.name}:{self.scale:g}"
+
+
 class Model(_Table, frozen=True, kw_only=True):
     """One model. `sources` are tried in order; one that is a list is concatenated."""
 
@@ -95,6 +109,9 @@ class Model(_Table, frozen=True, kw_only=True):
     draft: Annotated[
         str, about("A smaller pulled model of the same vocabulary that drafts (speculative decoding).")
     ] = ""
+    lora: Annotated[
+        tuple[LoraTable, ...], about("Adapters that are applied: a list of { path or name, scale }.")
+    ] = ()
     sampling: SamplingDefaults = SamplingDefaults()
 
     def parsed_sources(self) -> list[tuple[places.Source, ...]]:
@@ -220,6 +237,12 @@ def _check(model: Model) -> None:
         count = getattr(model, key.replace("-", "_"))
         if count and not _PARAMETERS.fullmatch(count):
             raise UsageError(f'key "{key}": {count!r} is not like "135M" or "7B"')
+    try:
+        LORA.parse(",".join(one.option for one in model.lora))
+    except ValueError as error:
+        raise UsageError(f'key "lora": {error}') from error
+    if any(bool(one.path) == bool(one.name) for one in model.lora):
+        raise UsageError('key "lora": each adapter has a path or a name')
     for key in ("quantize", "quantization"):
         value = getattr(model, key)
         if key == "quantize" and value.upper() == AUTO:

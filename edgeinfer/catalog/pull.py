@@ -72,14 +72,14 @@ def pull(
     options = options or PullOptions()
     job = Job(progress, cancel, options.patience)
     todo = _in_type(plan(text, load_catalog(), options.name), options.quantize)
-    with _plain_words(), room_errors(paths.models_dir(), FETCHED_IS_KEPT), model_lock(todo.ref):
+    with plain_words(), room_errors(paths.models_dir(), FETCHED_IS_KEPT), model_lock(todo.ref):
         here = None if options.again else _already_here(todo, job)
         if here is not None:
             return here
         work = paths.models_dir() / store.PARTIAL / todo.ref.folder
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            fetched, source = _first_that_works(todo, work, job, options)
+            fetched, source = first_that_works(todo, work, job, options)
             return _publish(_in_type(todo, _named_type(todo, fetched)), fetched, source, work, job)
         finally:
             with suppress(OSError):
@@ -106,7 +106,7 @@ def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
 
 
 @contextmanager
-def _plain_words() -> Iterator[None]:
+def plain_words() -> Iterator[None]:
     """What the disk refuses (no permission, read-only) as an error of ours."""
     try:
         yield
@@ -141,7 +141,7 @@ def _already_here(todo: Plan, job: Job) -> PulledModel | None:
     return record
 
 
-def _first_that_works(
+def first_that_works(
     todo: Plan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[Fetched], str]:
     """Fetch from the first good candidate. Raises the last error, with the others' words."""

@@ -100,7 +100,7 @@ def quantize(
         target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
         run_quantizer(Path(source.paths[0]), target, kind, job, options)
         job.begin("verifying", target.name, total=target.stat().st_size)
-        record = _publish(target, ref, origin, before, job, source.name)
+        record = publish(target, ref, origin, before, job, f"quantized from {source.name}")
         shutil.rmtree(work, ignore_errors=True)
     before_bytes = sum(Path(path).stat().st_size for path in source.paths)
     result = Quantized(
@@ -238,14 +238,15 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
     return [Fetched(path=target, file_name=name, pinned=False, found_sha256=digest)]
 
 
-def _publish(
+def publish(
     target: Path,
     ref: Reference,
     origin: PulledModel | None,
     before: gguf.GgufHeader,
     job: Job,
-    source_name: str,
+    source: str,
 ) -> PulledModel:
+    """Store the file at `target`, which was made of a model like `before`, as the model `ref`."""
     digest = sha256_of(target, job.at)
     header = gguf.check(target)
     folder = store.folder_of(ref)
@@ -262,7 +263,7 @@ def _publish(
                 path=place.name, size_bytes=info.st_size, sha256=digest, mtime_ns=info.st_mtime_ns
             ),
         ),
-        source=f"quantized from {source_name}",
+        source=source,
         quantization=header.quantization,
         architecture=header.architecture,
         n_params=header.n_params,

@@ -26,7 +26,7 @@ class Removed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def remove(text: str, *, forget: bool = False) -> Removed:
-    """Remove the model `text`, and whatever an unfinished pull of it left.
+    """Remove the model or the adapter `text`, and whatever an unfinished pull of it left.
 
     Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for another program's.
     """
@@ -35,6 +35,11 @@ def remove(text: str, *, forget: bool = False) -> Removed:
         folder, partial = store.folder_of(ref), paths.models_dir() / store.PARTIAL / ref.folder
         pinned = forget and pins.place(ref).exists()
         if not (folder.exists() or partial.exists() or pinned):
+            adapter = paths.adapters_dir() / f"{ref.folder}.gguf"
+            if adapter.is_file():
+                freed = adapter.stat().st_size
+                adapter.unlink()
+                return Removed(name=str(ref), freed_bytes=freed)
             raise store.missing(text, load_catalog())
         left = _files_in_place(folder)
         freed = _bytes_under(folder) + _bytes_under(partial)

@@ -32,6 +32,7 @@ from edgeinfer.errors import (
     UnknownModelError,
     UsageError,
 )
+from edgeinfer.load_options import LORA
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
@@ -254,6 +255,7 @@ def _files(pulled: PulledModel, entry: Model | None) -> ModelFiles:
         sampling=entry.sampling.over(Sampling()),
         system_prompt=entry.system_prompt,
         draft=entry.draft,
+        lora=str(LORA.parse(",".join(one.option for one in entry.lora))),
     )
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
+from edgeinfer.catalog.adapters import PulledAdapter, list_adapters
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.models import Catalog, Model, load_catalog
@@ -66,9 +67,14 @@ class ListResult(Result, frozen=True, kw_only=True):
     models: tuple[ListedModel, ...]
     fits: bool = False
     unusable: tuple[UnusableModel, ...] = ()
+    adapters: tuple[PulledAdapter, ...] = ()
 
     def human(self) -> str:
         lines = [f"{one.name} can't be used: {one.problem} ({one.fix})" for one in self.unusable]
+        lines += [
+            f"adapter {one.name} for {one.base}: `--lora {one.name}`, {format_bytes(one.size_bytes)}"
+            for one in self.adapters
+        ]
         return "\n".join([self._table(), *lines])
 
     def _table(self) -> str:
@@ -143,6 +149,7 @@ def list_models(options: argparse.Namespace, _host: Host) -> ListResult:
     return ListResult(
         models=_ranked(models, catalog) if options.fits else models,
         fits=options.fits,
+        adapters=tuple(one for one in list_adapters() if all(word in one.name for word in wanted)),
         unusable=tuple(m for m in broken if all(word in m.name.lower() for word in wanted)),
     )
 

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog import pull as catalog_pull
+from edgeinfer.catalog.adapters import PulledAdapter, is_adapter, pull_adapter
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, Patience, PullProgress
@@ -60,7 +61,34 @@ class PullResult(Result, frozen=True, kw_only=True):
         )
 
 
-def pull(options: argparse.Namespace, host: Host) -> PullResult:
+class PullAdapterResult(Result, frozen=True, kw_only=True):
+    """An adapter that is here now."""
+
+    kind: ClassVar[str] = "pull-adapter"
+
+    adapter: PulledAdapter
+
+    def human(self) -> str:
+        one = self.adapter
+        return (
+            f"{one.name} is here: an adapter of {one.n_tensors} tensors for {one.base}, "
+            f"{format_bytes(one.size_bytes)}\n"
+            f'try it: edgeinfer run {one.base} --lora {one.name} "Name three colours."'
+        )
+
+
+def _pull_adapter(wanted: str, options: argparse.Namespace, host: Host) -> PullAdapterResult:
+    if not options.base:
+        raise UsageError(
+            f"{wanted} is an adapter, which is made for one model",
+            hint=f"say which it is here: `edgeinfer pull {wanted} --base MODEL`",
+        )
+    wish = PullOptions(name=options.name, offline=offline(host.config))
+    with progress_on(quiet=options.quiet) as report:
+        return PullAdapterResult(adapter=pull_adapter(wanted, options.base, report, wish))
+
+
+def pull(options: argparse.Namespace, host: Host) -> Result:
     """Raises what `catalog.pull.pull` raises; Ctrl-C keeps what was fetched.
 
     A model that another program has here is checked instead of fetched; with --name it becomes one of
@@ -68,6 +96,8 @@ def pull(options: argparse.Namespace, host: Host) -> PullResult:
     """
     began = time.monotonic()
     wanted: str = options.model or host.config.default_model
+    if options.base or is_adapter(wanted):
+        return _pull_adapter(wanted, options, host)
     if stores.is_name(wanted) or not (options.again or options.name or names.is_path(wanted)):
         found = _found(wanted, began)
         if found is not None and not options.name:

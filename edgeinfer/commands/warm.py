@@ -60,9 +60,9 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
     config = host.config.snapshots
     asked = requesting.load_options(options, host.config.load)
     files = host.files(model, asked.draft)
-    for path in asked.adapters.values():
+    for path in asked.adapter_paths(files):
         if not os.path.isfile(path):
-            raise UsageError(f"{path} is not a file")
+            raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
     wanted, reason = snapshots_warm.repack_choice(asked, files, config)
     order = snapshots_warm.Order(
         model=model,

@@ -63,8 +63,8 @@ class LlamaEngine:
     def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
         self._loaded = loaded
         self._active = ActiveContext(loaded.context, loaded.memory, loaded.cells)
-        self._active.adapters = load_adapters(loaded.model, options.adapters)
-        self._lora = LoraAdapters(self._active)
+        self._active.adapters = load_adapters(loaded.model, options.adapters(files))
+        self._lora = LoraAdapters(self._active, options.adapters(files))
         self._conversations = _conversations(files, loaded)
         self._constraints = Constraints()
         self._scheduler = _scheduler(loaded, self._active, self._lora)

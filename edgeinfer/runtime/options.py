@@ -14,7 +14,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A pulled model as the engine needs it: absolute paths, and how the catalogue says to talk to it.
 
     `paths` are the GGUF files in order (one, or all of a split). `chat_template` overrides the file's
-    own. `draft` names the draft model that `draft_paths` are of.
+    own. `draft` names the draft model that `draft_paths` are of; `lora` is in place of
+    `LoadOptions.lora` where that is empty.
     """
 
     name: str
@@ -26,6 +27,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     system_prompt: str = ""
     draft: str = ""
     draft_paths: tuple[str, ...] = ()
+    lora: str = ""
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,10 +49,13 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     draft: str = table.DRAFT.default
     max_queue: int = 4096
 
-    @property
-    def adapters(self) -> dict[str, str]:
-        """The paths of the LoRA adapters by their names."""
-        return {table.name_of_file(path): path for path in self.lora.split(",") if path}
+    def adapters(self, files: ModelFiles) -> dict[str, tuple[str, float]]:
+        """The LoRA adapters that were asked for, else the model's own: name → path and scale."""
+        return table.adapters_of(self.lora or files.lora)
+
+    def adapter_paths(self, files: ModelFiles) -> tuple[str, ...]:
+        """The files of those adapters."""
+        return tuple(path for path, _ in self.adapters(files).values())
 
     def for_another_model(self) -> LoadOptions:
         """These options without what fits one model alone: its adapters and its draft model."""

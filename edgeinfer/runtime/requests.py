@@ -118,8 +118,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     do when the context is full, "refuse" up front and finish with "length", or "shift" (drop the oldest
     tokens behind the system prompt). `logprobs`: None for none, else how many alternatives per token (0
     to 20). `lora`: (adapter name, scale) pairs; None applies all that were
-    loaded with the model, at scale 1. `speculative`: "auto" lets the engine decide by what it
-    measures. `deadline_s` counts from submission.
+    loaded with the model, each at the scale it was loaded with. `speculative`: "auto" lets the engine
+    decide by what it measures. `deadline_s` counts from submission.
 
     `max_tokens` 0 computes the prompt, keeps it for whoever begins like it, and ends with no token: at
     the lowest priority, and cancelling it loses nothing. `cache_prompt` False neither takes nor leaves

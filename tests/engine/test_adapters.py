@@ -65,6 +65,20 @@ def test_who_names_none_gets_all_that_are_loaded_at_scale_1(engine: LlamaEngine)
     assert by_default == both != text_of(list(engine.submit(ask((), cache_prompt=False))))
 
 
+def test_an_adapter_is_loaded_with_a_scale_of_its_own(
+    engine: LlamaEngine, smollm2: Path, tmp_path: Path
+) -> None:
+    """As a model's own adapter is, where nobody asks for another."""
+    red = make_adapter(tmp_path / "red.gguf", 0)
+    files = ModelFiles(name="smol", paths=(str(smollm2),), lora=f"{red}:0.5")
+    half = text_of(list(engine.submit(ask((("red", 0.5),), cache_prompt=False))))
+    opened = load_engine(files, OPTIONS)
+    try:
+        assert text_of(list(opened.submit(ask(None, cache_prompt=False)))) == half
+    finally:
+        opened.close()
+
+
 def test_what_was_cached_with_one_adapter_is_not_used_with_another(engine: LlamaEngine) -> None:
     long = {"prompt": "one two three four five six seven eight nine ten eleven twelve", "max_tokens": 1}
 

@@ -23,7 +23,7 @@ def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job
     from edgeinfer.catalog.converting.convert import convert  # 150 ms: numpy, gguf
 
     first = fetched[0]
-    folder = first.path if first.path.is_dir() else _linked(fetched, work / _FOLDER)
+    folder = first.path if first.path.is_dir() else linked(fetched, work / _FOLDER)
     name = f"{first.file_name if first.path.is_dir() else 'model'}.gguf"
     target = work / (name + ".part")
     convert(folder, target, type_name, job)
@@ -31,7 +31,7 @@ def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job
     return Fetched(path=target, file_name=name, pinned=False, found_sha256=sha256_of(target, job.at))
 
 
-def _linked(fetched: list[Fetched], folder: Path) -> Path:
+def linked(fetched: list[Fetched], folder: Path) -> Path:
     """A folder that has the files under the names they are published by."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)

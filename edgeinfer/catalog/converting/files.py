@@ -9,6 +9,9 @@ from edgeinfer.errors import SourceNotFoundError
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+#: What PEFT writes.
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 #: Beside the weights, what a conversion reads; `1_Pooling` is sentence-transformers'.
 _WORDS = (
@@ -45,7 +48,9 @@ def weight_files(names: list[str]) -> list[str]:
 
 
 def checkpoint_files(paths: list[str]) -> list[str]:
-    """What to fetch of a repository to convert it; [] when it has no checkpoint."""
+    """What to fetch of a repository to convert it; [] when it has no checkpoint or adapter."""
+    if CONFIG not in paths and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(paths):
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     weights = weight_files(paths) if CONFIG in paths else []
     return [*(word for word in _WORDS if word in paths), *weights] if weights else []
 

@@ -41,7 +41,7 @@ def plan(checkpoint: Checkpoint, family: Family, config: Values) -> list[Planned
     table = gguf.get_tensor_name_map(arch, needed(config, "block_count", MAX_LAYERS))
     planned = []
     for name, sources in _grouped(checkpoint, family, config):
-        new = table.get_name(_plain(name), try_suffixes=(".weight", ".bias"))
+        new = table.get_name(plain_name(name), try_suffixes=(".weight", ".bias"))
         if new is None:
             raise ConversionError(
                 f"{checkpoint.tensor(sources[0]).name} has no place in llama.cpp's {family.arch}",
@@ -51,7 +51,7 @@ def plan(checkpoint: Checkpoint, family: Family, config: Values) -> list[Planned
     return sorted(planned, key=lambda one: _order(one.name))
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """The tensor's name without what wraps a text model."""
     for prefix, plain in (
         ("model.language_model.", "model."),
@@ -97,7 +97,7 @@ def _planned(checkpoint: Checkpoint, family: Family, name: str, sources: tuple[s
     first = checkpoint.tensor(sources[0])
     if any(checkpoint.tensor(source).shape != first.shape for source in sources):
         raise ConversionError(f"{first.name} and its fellow experts differ in shape")
-    change = next((how for end, how in family.changes.items() if _is(name, end)), None)
+    change = change_of(family, name)
     shape = first.shape
     if change is changes.transpose:
         shape = shape[::-1]
@@ -106,6 +106,11 @@ def _planned(checkpoint: Checkpoint, family: Family, name: str, sources: tuple[s
     whole = (len(sources), *shape) if len(sources) > 1 else shape
     exact = len(shape) < 2 or name.endswith(_EXACT) or (family.embeds and "position_embd" in name)
     return Planned(name, whole, sources, change, exact)
+
+
+def change_of(family: Family, name: str) -> Change | None:
+    """What the family does to the tensor called `name` in a GGUF."""
+    return next((how for end, how in family.changes.items() if _is(name, end)), None)
 
 
 def _is(name: str, end: str) -> bool:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from edgeinfer.catalog import names
+from edgeinfer.catalog.converting.files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.progress import Job
 from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
@@ -46,7 +47,7 @@ def fetch(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
 
 def _checkpoint(folder: Path) -> Fetched:
     """A folder to be converted, which is read where it is. Raises SourceNotFoundError."""
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         raise SourceNotFoundError(
             f"{folder} has no config.json: it is no checkpoint",
             hint="name a GGUF file, or a folder of config.json, tokenizer.json and safetensors",

@@ -20,8 +20,9 @@ class LoraAdapters:
     Those of the active context's model. `use` is for the decode loop's thread.
     """
 
-    def __init__(self, active: ActiveContext) -> None:
+    def __init__(self, active: ActiveContext, wanted: dict[str, tuple[str, float]]) -> None:
         self._active = active
+        self._scales = {name: scale for name, (_, scale) in wanted.items()}
         self._current: AdapterKey = ()
         self._context = active.context
 
@@ -30,12 +31,12 @@ class LoraAdapters:
         return tuple(self._active.adapters)
 
     def key(self, wanted: tuple[tuple[str, float], ...] | None) -> AdapterKey:
-        """What a request's adapters amount to: sorted by name, without scale 0; None is all at scale 1.
+        """What a request's adapters amount to: sorted by name, without scale 0.
 
-        Raises InvalidRequestError.
+        None is all of them, each at the scale it was loaded with. Raises InvalidRequestError.
         """
         if wanted is None:
-            wanted = tuple((name, 1.0) for name in self.names)
+            wanted = tuple((name, self._scales[name]) for name in self.names)
         scales: dict[str, float] = {}
         for name, scale in wanted:
             if name not in self.names:
@@ -62,9 +63,9 @@ class LoraAdapters:
         self._current, self._context = adapters, context
 
 
-def load_adapters(model: Any, paths: dict[str, str]) -> dict[str, Any]:
-    """Load adapters by their names; they are freed with the model. Raises ModelLoadError."""
-    return {name: _load(model, name, path) for name, path in paths.items()}
+def load_adapters(model: Any, wanted: dict[str, tuple[str, float]]) -> dict[str, Any]:
+    """Load adapters, name → path and scale; they are freed with the model. Raises ModelLoadError."""
+    return {name: _load(model, name, path) for name, (path, _) in wanted.items()}
 
 
 def _load(model: Any, name: str, path: str) -> Any:

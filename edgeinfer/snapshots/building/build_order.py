@@ -48,7 +48,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         """What a build depends on, as a digest. Raises OSError when a file of the model is gone."""
         what = (self.files, snapshot_options(self.options), self.system)
         return failures.digest_of(
-            (*self.files.paths, *self.files.draft_paths, *self.options.adapters.values()),
+            (*self.files.paths, *self.files.draft_paths, *self.options.adapter_paths(self.files)),
             msgspec.json.encode(what),
         )
 

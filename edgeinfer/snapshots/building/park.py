@@ -148,7 +148,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
         info=engine.info,
         actual=actual(engine),
         canary=canary,
-        files=(*mapped_files(), *options.adapters.values()),  # adapters are read, not mapped
+        files=(*mapped_files(), *options.adapter_paths(files)),  # adapters are read, not mapped
         system_tokens=system_tokens,
         spilled=spilled,
         stages_ms=stages.ms,

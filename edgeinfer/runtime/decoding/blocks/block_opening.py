@@ -48,7 +48,7 @@ def open_blocks(
         states=make_states(loaded, active),
         kv=kv,
         block_tokens=size,
-        name_adapters=lambda adapters: _name_adapters(adapters, options.adapters),
+        name_adapters=lambda adapters: _name_adapters(adapters, options.adapters(files)),
         check=_check(options, loaded),
     )
 
@@ -117,8 +117,10 @@ def identity(loaded: Loaded, size: int) -> dict[str, str]:
     }
 
 
-def _name_adapters(adapters: AdapterKey, paths: dict[str, str]) -> str:
-    return "\0".join(f"{scale} {stamps([os.path.realpath(paths[name])])}" for name, scale in adapters)
+def _name_adapters(adapters: AdapterKey, loaded: dict[str, tuple[str, float]]) -> str:
+    return "\0".join(
+        f"{scale} {stamps([os.path.realpath(loaded[name][0])])}" for name, scale in adapters
+    )
 
 
 def _small_context(loaded: Loaded, options: LoadOptions, n_cells: int, n_seq: int) -> Any:
