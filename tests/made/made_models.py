@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from made_families import add_byte_vocabulary
 
 N_EMBD = 64
 N_FF = 128
@@ -118,13 +119,6 @@ def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = ()) -> Pa
     `fim` are keys of `FIM`: the tokens for filling gaps that it has.
     """
     rng = np.random.default_rng(11)
-    # GPT-2 spells the bytes that are no printable characters as characters from 256 on.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    moved = {
-        byte: chr(256 + place) for place, byte in enumerate(b for b in range(256) if b not in plain)
-    }
-    tokens = [*(moved.get(byte, chr(byte)) for byte in range(256)), "<|end|>", "<|turn|>"]
-    tokens += [FIM[key] for key in fim]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(n_ctx)
     writer.add_embedding_length(N_EMBD)
@@ -134,16 +128,9 @@ def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = ()) -> Pa
     writer.add_head_count_kv(4)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(N_EMBD // 4)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3] * (2 + len(fim)))
+    n_vocab = add_byte_vocabulary(writer, tuple(FIM[key] for key in fim))
     for place, key in enumerate(fim):
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", 258 + place)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(256)
-    writer.add_add_bos_token(False)
     writer.add_chat_template(
         "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
@@ -152,9 +139,9 @@ def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = ()) -> Pa
     def add(name: str, *shape: int, offset: float = 0.0) -> None:
         writer.add_tensor(f"{name}.weight", (offset + rng.normal(0, 0.3, shape)).astype(np.float32))
 
-    add("token_embd", len(tokens), N_EMBD)
+    add("token_embd", n_vocab, N_EMBD)
     add("output_norm", N_EMBD, offset=1.0)
-    add("output", len(tokens), N_EMBD)
+    add("output", n_vocab, N_EMBD)
     for layer in range(N_LAYER):
         block = f"blk.{layer}"
         add(f"{block}.attn_norm", N_EMBD, offset=1.0)

@@ -84,6 +84,7 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
     model = open_model(files.paths, msgspec.structs.replace(options, repack=repack.value), progress)
     try:
         meta = read_meta(model)
+        _refuse_encoder_decoder(model, files.paths[0])
         shape = model_shape(model, meta)
         plan = make_plan(shape, options, machine, repack)
         if plan.refusal:
@@ -98,6 +99,16 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
         raise
     loaded.load_ms = (time.perf_counter() - started) * 1000.0
     return loaded
+
+
+def _refuse_encoder_decoder(model: Any, path: str) -> None:
+    """Raise ModelLoadError for a model (T5, BART) that reads with one half and writes with another."""
+    llama = libllama.lib()
+    if llama.llama_model_has_encoder(model) and llama.llama_model_has_decoder(model):
+        raise ModelLoadError(
+            f"{path} is an encoder-decoder, which this program does not run",
+            hint="take a model that only decodes, such as every chat model of `edgeinfer list`",
+        )
 
 
 def check_options(options: LoadOptions) -> None:

@@ -1,0 +1,123 @@
+"""Every family of models: what works with each, as the table in docs/models.md says.
+
+WRITE_FAMILIES=1 writes the table's figure from this run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from made_families import FAMILIES, N_CTX, make_family, make_t5
+
+from edgeinfer.blocks.store import BlockStore
+from edgeinfer.catalog import gguf
+from edgeinfer.catalog.memory import header_shape
+from edgeinfer.errors import EdgeInferError, ModelLoadError
+from edgeinfer.runtime.decoding.blocks import block_writing, restore
+from edgeinfer.runtime.engine import LlamaEngine
+
+from .test_blocks import ROOMY, ask, heard, load
+from .test_kinds import tokens_of
+
+FIGURE = Path(__file__).parents[2] / "docs/figures/families.md"
+HEAD = (
+    "Each with a model of random numbers, by `WRITE_FAMILIES=1 make test ARGS=tests/engine/test_families.py`.\n\n"
+    "| family | architecture | batch = alone | prefix reused | edit | found after a restart | longer than its context |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
+)
+PROMPT = "The river carries bread and salt to the sea. " * 6
+EDIT = PROMPT[:200] + "A clock stops. "
+
+
+@pytest.fixture(autouse=True)
+def _writes_and_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast these small models compute."""
+    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family(name: str, tmp_path: Path) -> None:
+    path = make_family(tmp_path / "made.gguf", name)
+    header = gguf.check(path)
+    assert header.architecture == FAMILIES[name].architecture
+    assert header_shape([header]).n_layer == FAMILIES[name].n_layers
+    store = BlockStore(tmp_path / "blocks", ROOMY)
+    engine = load(path, store, n_ctx=N_CTX)
+    prompt = tuple(engine.tokenize(PROMPT))
+    alone, usage = heard(engine, ask(prompt, cache_prompt=False))
+    assert usage.completion_tokens == 8
+    row = [
+        name,
+        f"`{header.architecture}`",
+        _batch(engine, prompt, alone),
+        _again(engine, prompt, alone),
+    ]
+    row.append(_edited(engine))
+    assert engine.flush_blocks()
+    overflow = _overflow(engine)
+    engine.close()
+    row += [_restarted(path, store, prompt, alone), overflow]
+    line = "| " + " | ".join(row) + " |"
+    if os.environ.get("WRITE_FAMILIES"):
+        before = HEAD if name == next(iter(FAMILIES)) else FIGURE.read_text()
+        FIGURE.write_text(f"{before.rstrip()}\n{line}\n")
+    assert line in FIGURE.read_text().splitlines()
+
+
+def test_an_encoder_decoder_is_refused_before_it_ends_the_process(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="encoder-decoder"):
+        load(make_t5(tmp_path / "t5.gguf"), None, n_ctx=N_CTX)
+
+
+def same(found: list[object], wanted: list[object]) -> bool:
+    return tokens_of(found) == tokens_of(wanted)
+
+
+def _batch(engine: LlamaEngine, prompt: tuple[int, ...], alone: list[object]) -> str:
+    """Beside three others, whose prompts are other words."""
+    others = [
+        engine.submit(ask(tuple(engine.tokenize(f"{word} " * 40)), cache_prompt=False, max_tokens=24))
+        for word in ("moon", "whale", "ink")
+    ]
+    found, _ = heard(engine, ask(prompt, cache_prompt=False))
+    for other in others:
+        list(other)
+    assert same(found, alone)
+    return "yes"
+
+
+def _again(engine: LlamaEngine, prompt: tuple[int, ...], alone: list[object]) -> str:
+    heard(engine, ask(prompt))
+    found, usage = heard(engine, ask(prompt))
+    assert same(found, alone)
+    assert usage.cached_tokens > 0
+    return "all but one token" if usage.cached_tokens == len(prompt) - 1 else "in part"
+
+
+def _edited(engine: LlamaEngine) -> str:
+    edited = tuple(engine.tokenize(EDIT))
+    wanted, _ = heard(engine, ask(edited, cache_prompt=False))
+    found, usage = heard(engine, ask(edited))
+    assert same(found, wanted)
+    return "goes on at the edit" if usage.cached_tokens >= 150 else "reads again"
+
+
+def _restarted(path: Path, store: BlockStore, prompt: tuple[int, ...], alone: list[object]) -> str:
+    engine = load(path, store, n_ctx=N_CTX)
+    found, usage = heard(engine, ask(prompt))
+    engine.close()
+    assert same(found, alone)
+    return "yes" if usage.cached_disk_tokens > 0 else "no"
+
+
+def _overflow(engine: LlamaEngine) -> str:
+    """A context of 512 tokens asked for more, where the oldest may be dropped."""
+    long = tuple(engine.tokenize("salt and snow, " * 32))
+    try:
+        _, usage = heard(engine, ask(long, max_tokens=80, overflow="shift"))
+    except EdgeInferError:
+        return "refused"
+    return "drops the oldest" if usage.completion_tokens == 80 else "ends there"
