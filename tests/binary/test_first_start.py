@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from .conftest import HOME, PROGRAM, ROOT, Machine, own_libc
+from .conftest import HOME, PROGRAM, ROOT
 
 sys.path.insert(0, str(ROOT / "build"))
 
@@ -237,6 +237,5 @@ def elf_files(app):
     return [p for p in files if floor.is_elf(p)]
 
 
-def test_starts_on_this_machines_libc_too(tmp_path, binary):
-    machine = Machine(tmp_path / "root", binary, own_libc)
-    assert machine.run("doctor", check=False).stdout.count("llama.cpp") == 1
+def test_starts_on_this_machines_libc_too(modern):
+    assert modern.run("doctor", check=False).stdout.count("llama.cpp") == 1

@@ -1,0 +1,64 @@
+"""The Vulkan backend inside the shipped file: on the oldest libc with a loader alone, and with a device."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from ..conftest import BUILD_CACHE
+from .conftest import Machine
+
+LAVAPIPE = BUILD_CACHE / "lavapipe"
+#: A Vulkan loader with one device, which is of Vulkan 1.1: ggml starts and refuses it. It needs no libc.
+LOADER = """
+static int version(unsigned *out) { *out = 1u << 22 | 1u << 12; return 0; }
+static int same(const char *a, const char *b) { while (*a && *a == *b) a++, b++; return *a == *b; }
+int vkCreateInstance(void *info, void *allocator, void **out) { *out = (void *)1; return 0; }
+void vkDestroyInstance(void *instance, void *allocator) {}
+int vkEnumeratePhysicalDevices(void *i, unsigned *n, void **out) { *n = 1; out[0] = (void *)1; return 0; }
+void vkGetPhysicalDeviceProperties2(void *device, unsigned *out) { out[8] = 2; }
+void vkGetDeviceProcAddr(void) {}
+void vkCmdCopyBuffer(void) {}
+void vkGetPhysicalDeviceFeatures2(void) {}
+void *vkGetInstanceProcAddr(void *instance, const char *name) {
+    return same(name, "vkEnumerateInstanceVersion") ? (void *)version : 0;
+}
+"""
+
+
+def vulkan(machine: Machine, **environment: str):
+    """What `edgeinfer backend` says of it."""
+    found = machine.json("backend", **environment)["backends"]
+    return next(one for one in found if one["name"] == "vulkan")
+
+
+def test_it_starts_on_the_oldest_libc_and_nothing_is_opened_without_a_loader(used: Machine) -> None:
+    assert "no Vulkan loader" in vulkan(used)["reason"]
+    library = used.root / "usr/lib/x86_64-linux-gnu/libvulkan.so.1"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    command = ["gcc", "-x", "c", "-shared", "-fPIC", "-nostdlib", "-o", library, "-"]
+    subprocess.run(command, input=LOADER.encode(), check=True)
+    try:
+        assert vulkan(used)["reason"] == "its driver could not start"
+    finally:
+        library.unlink()
+    licences = {one["name"] for one in used.json("licenses")["components"]}
+    assert {"libvulkan-dev", "spirv-headers"} <= licences
+
+
+def test_it_finds_a_device(modern: Machine) -> None:
+    if not LAVAPIPE.is_dir():
+        pytest.skip("Mesa's software device is not here: tools/setup.sh test fetches it where apt is")
+    shutil.copytree(LAVAPIPE, modern.root / "opt/lavapipe")
+    driver = "/opt/lavapipe/lvp_icd.json"
+    (device,) = vulkan(
+        modern,
+        LD_LIBRARY_PATH="/opt/lavapipe/loader",
+        VK_DRIVER_FILES=driver,
+        VK_ICD_FILENAMES=driver,
+        GGML_VK_VISIBLE_DEVICES="0",
+    )["devices"]
+    assert "llvmpipe" in device["description"]
+    assert "Mesa" in device["driver"]
