@@ -6,6 +6,7 @@ hf:OWNER/REPO@REVISION…           the same at a branch, tag or commit
 https://HOST/PATH.gguf            any server (http: only on the command line, where the user sees it)
 file:/PATH.gguf                   a file of this machine
 s3://BUCKET/KEY.gguf              an object of S3, or of whatever speaks its protocol; gs:// is Google's
+s3://BUCKET/FOLDER/               the safetensors of a checkpoint there, with its configuration
 oci://REGISTRY/NAME:TAG           a model in a registry of containers, as Ollama's and Docker's are
 wheel:NAME==VERSION/PATH          a file inside a wheel of the package index pip is configured for
 """
@@ -79,7 +80,10 @@ class Url(msgspec.Struct, frozen=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """An object in a bucket of S3 ("s3") or of Google ("gs")."""
+    """An object in a bucket of S3 ("s3") or of Google ("gs").
+
+    A key with a slash at its end is a folder that holds a checkpoint.
+    """
 
     bucket: str
     key: str
@@ -161,7 +165,8 @@ def _object(text: str) -> StoredObject:
     match = _OBJECT.fullmatch(text)
     if not match:
         raise UsageError(f"{text!r} is no object of a store", hint="s3://BUCKET/KEY.gguf")
-    return StoredObject(match["bucket"], _safe(match["key"], text), match["scheme"])
+    _safe(match["key"].removesuffix("/"), text)
+    return StoredObject(match["bucket"], match["key"], match["scheme"])
 
 
 def _oci(text: str) -> OciArtifact:

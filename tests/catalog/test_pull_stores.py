@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import msgspec
 import pytest
+from made_checkpoints import make_checkpoint
 from made_gguf import entry, model_entries
 from stores_here import docker_registry, moto, push, registry_program
 
@@ -104,6 +105,18 @@ def test_an_object_of_s3(bucket, body, options, monkeypatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with pytest.raises(SourceNotFoundError):
         pull("s3://models/a/other.gguf", options=msgspec.structs.replace(options, name="other"))
+
+
+def test_a_checkpoint_of_s3(bucket, options, tmp_path) -> None:
+    folder = make_checkpoint("llama3", tmp_path / "made", shards=2)
+    for path in folder.iterdir():
+        bucket(f"deep/tiny/{path.name}", path.read_bytes())
+    bucket("empty/readme.md", b"nothing")
+    record = pull("s3://models/deep/tiny/", options=options)
+    assert (record.architecture, record.source) == ("llama", "s3://models/deep/tiny/")
+    assert record.n_params > 1000
+    with pytest.raises(SourceNotFoundError, match=r"config\.json"):
+        pull("s3://models/empty/", options=msgspec.structs.replace(options, name="other"))
 
 
 def test_googles_buckets_at_their_s3_endpoint(bucket, s3_url, body, options, monkeypatch) -> None:

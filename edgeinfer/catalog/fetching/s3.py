@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from edgeinfer.catalog import names
+from edgeinfer.catalog.converting.files import checkpoint_files, flat_name
 from edgeinfer.catalog.fetching.download import Remote
 from edgeinfer.catalog.sources import StoredObject
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError, UsageError
@@ -24,19 +25,34 @@ _SIGNED_S = 7 * 24 * 3600
 
 
 def resolve(source: StoredObject) -> list[Remote]:
-    """The object, or all objects of a split model, each with its size and a signed address.
+    """The object, or all objects of a split model or a checkpoint, with sizes and signed addresses.
 
     Raises UsageError without botocore, AuthenticationError, SourceNotFoundError, DownloadError.
     """
-    name = names.tamed_file_name(source.key)
-    siblings = names.split_names(name) or [name]
     if importlib.util.find_spec("botocore") is None:
         raise UsageError(
             f"{source} needs botocore, which is not installed", hint="`pip install 'edgeinfer[s3]'`"
         )
     with _botocore_errors(source):
         client = _client(source, "")
-        return [_remote(source, client, source.key.replace(name, one), one) for one in siblings]
+        return [_remote(source, client, *pair) for pair in _keys(source, client)]
+
+
+def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
+    """The objects to fetch: (key, file name)."""
+    if not source.key.endswith("/"):
+        name = names.tamed_file_name(source.key)
+        siblings = names.split_names(name) or [name]
+        return [(source.key.replace(name, one), one) for one in siblings]
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=source.bucket, Prefix=source.key)
+    there = [one["Key"].removeprefix(source.key) for page in pages for one in page.get("Contents", ())]
+    files = checkpoint_files(there)
+    if not files:
+        raise SourceNotFoundError(
+            f"{source} has no config.json with safetensors beside it",
+            hint="name a GGUF by its whole key",
+        )
+    return [(source.key + path, names.file_name(flat_name(path))) for path in files]
 
 
 def _client(source: StoredObject, region: str) -> Any:

@@ -95,7 +95,8 @@ def advice(name: str, headers: Sequence[GgufHeader], rates: Rates) -> str:
     wanted = next(file for file, kind in CHOICES.items() if kind == best)
     return (
         f"this file ({own}) is {times:.1f} times slower to read than it need be on this CPU: "
-        f"`edgeinfer quantize {name} {wanted}` makes one and says what it costs"
+        f"`edgeinfer quantize {name} {wanted}` makes one, which loses quality a second time, and says "
+        "how much"
     )
 
 
