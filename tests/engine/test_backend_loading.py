@@ -14,9 +14,16 @@ import pytest
 from edgeinfer.runtime.backends import files
 from edgeinfer.runtime.backends.files import Facts
 
-from ..conftest import BUILD_CACHE
+from ..conftest import BUILD_CACHE, ROOT
 
 LAVAPIPE = BUILD_CACHE / "lavapipe"
+#: What `make cuda` leaves; EDGEINFER_CUDA_LIBRARY names another.
+CUDA = Path(os.environ.get("EDGEINFER_CUDA_LIBRARY") or ROOT / "dist/backends/libggml-cuda.so")
+#: What ggml calls of NVIDIA's driver.
+DRIVER = """
+    DeviceGet DeviceGetAttribute GetErrorString MemAddressFree MemAddressReserve MemCreate
+    MemGetAllocationGranularity MemMap MemRelease MemSetAccess MemUnmap
+""".split()
 #: Prints what loading gives, and what of it the process then maps.
 LOAD = """
 import json, sys
@@ -109,6 +116,21 @@ def test_a_machine_without_the_driver_skips_cuda_without_a_word() -> None:
     answer = load("cuda")["answer"]
     assert answer["reason"] == "there is no NVIDIA driver (libcuda.so.1)"
     assert answer["absent"]
+
+
+def test_the_real_cuda_library_finds_nothing_where_the_driver_is_a_stub(tmp_path: Path) -> None:
+    if not CUDA.is_file():
+        pytest.skip("CUDA's library is not built here: make cuda")
+    files.added_dir().mkdir(parents=True)
+    for path in (CUDA, files.facts_path(CUDA)):
+        (files.added_dir() / path.name).symlink_to(path)
+    assert load("cuda")["answer"]["reason"] == "there is no NVIDIA driver (libcuda.so.1)"
+    stub = "".join(f"void cu{name}(void) {{}}\n" for name in DRIVER)
+    driver = ["gcc", "-x", "c", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", "-"]
+    subprocess.run(driver, input=stub.encode(), check=True)
+    found = load("cuda", LD_LIBRARY_PATH=str(tmp_path))
+    assert found["answer"]["reason"] == "the NVIDIA driver is too old for this library"
+    assert found["after"] == ["libggml-"]
 
 
 def test_a_library_of_another_build_is_never_opened() -> None:
