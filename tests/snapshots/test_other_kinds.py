@@ -7,6 +7,7 @@ import shutil
 
 import msgspec
 import pytest
+from made_families import make_family
 from made_models import MEAN, N_EMBD, RANK, make_bert
 
 pytestmark = pytest.mark.criu
@@ -30,6 +31,30 @@ def test_encoders_and_rerankers_are_warmed_with_a_canary_of_their_kind(user, pla
     assert once == again != ""
     (answer,) = msgspec.msgpack.decode(bytes.fromhex(once))
     assert isinstance(answer, float) if kind == "ranker" else len(answer) == N_EMBD
+
+
+def test_states_and_experts_are_resumed_too(user, place):
+    """A hybrid: attention, a recurrent state and a mixture of experts in one model."""
+    model = make_family(place.folder / "hybrid.gguf", "Jamba (a hybrid)")
+    user.run("pull", str(model), "--name", "hybrid", "--in-place", "--quiet").check()
+    asked = (
+        "run",
+        "hybrid",
+        "The sea",
+        "--raw",
+        "--ctx",
+        "256",
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "0",
+    )
+    cold = user.run(*asked, "--resume", "never").check()
+    user.run("warm", "hybrid", "--ctx", "256", "--quiet").check()
+    resumed = user.run(*asked, "--json").check()
+    told = json.loads(resumed.out)["result"]
+    assert told["start"]["how"] == "resumed"
+    assert told["text"].strip() == cold.out.strip()
 
 
 SABOTAGE = """

@@ -31,7 +31,8 @@ def resolve(source: StoredObject) -> list[Remote]:
     """
     if importlib.util.find_spec("botocore") is None:
         raise UsageError(
-            f"{source} needs botocore, which is not installed", hint="`pip install 'edgeinfer[s3]'`"
+            f"{source} needs botocore, which is not installed",
+            hint="`pip install 'edgeinfer[s3]'`, or give a signed https: address",
         )
     with _botocore_errors(source):
         client = _client(source, "")
