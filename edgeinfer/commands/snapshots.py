@@ -123,7 +123,7 @@ def snapshots(options: argparse.Namespace, host: Host) -> Result:
     if action == "verify":
         return _verify(options.name)
     if action == "rm":
-        return _remove([_folder(name) for name in options.name])
+        return _remove([records.find(name) for name in options.name])
     if action == "prune":
         return _prune(options, host)
     return _list(host)
@@ -165,10 +165,6 @@ def _verify(name: str) -> VerifyResult:
     return VerifyResult(
         name=manifest.name, files=len(manifest.images), read_bytes=sum(manifest.images.values())
     )
-
-
-def _folder(name: str) -> Path:
-    return records.find(name)
 
 
 def _remove(folders: list[Path]) -> RemovedResult:

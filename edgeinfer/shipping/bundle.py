@@ -64,14 +64,11 @@ def write(shipped: Shipped, record: PulledModel, out: Path, progress: Progress) 
         _head(old, new, shipped, field(record))
         at = new.tell()
         length = _bundle(new, record, progress)
-        new.write(payload.TRAILER.pack(payload.TRAILER_MAGIC, *_payload_place(shipped), at, length))
+        place = (shipped.payload_offset, shipped.payload_length)
+        new.write(payload.TRAILER.pack(payload.TRAILER_MAGIC, *place, at, length))
         old.seek(shipped.archive_offset)
         new.write(old.read())
     return out.stat().st_size
-
-
-def _payload_place(shipped: Shipped) -> tuple[int, int]:
-    return shipped.payload_offset, shipped.payload_length
 
 
 def _head(old: BinaryIO, new: BinaryIO, shipped: Shipped, model: str) -> None:
