@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import re
 import struct
 
 import pytest
@@ -44,6 +46,43 @@ def test_an_adapter_is_chosen_by_name_and_scale(smol):
     assert len({plain, red, blue}) == 3
     assert _text(smol, lora=[{"name": "red", "scale": 0}]) == plain
     assert _text(smol, lora=[{"name": "red"}, {"name": "blue"}]) == _text(smol)
+
+
+SAY = "A short note about rivers:"
+#: Path → what asks for one and the same in that dialect.
+DIALECTS = {
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": SAY}],
+        "max_tokens": 16,
+        "temperature": 0,
+    },
+    "/v1/responses": {"input": SAY, "max_output_tokens": 16, "temperature": 0},
+    "/api/generate": {
+        "prompt": SAY,
+        "raw": True,
+        "stream": False,
+        "options": {"num_predict": 16, "temperature": 0},
+    },
+    "/infer": {"prompt": SAY, "max_tokens": 16, "temperature": 0},
+    "/completion": {"prompt": SAY, "n_predict": 16, "temperature": 0},
+}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("path", DIALECTS)
+def test_every_dialect_chooses_adapters(smol, path):
+    red = [{"id": 0}] if path == "/completion" else [{"name": "red"}]
+
+    def said(lora: list) -> str:
+        body = DIALECTS[path] | {"model": "smol", "lora": lora}
+        reply = smol.client.post(path, json=body, headers={"anthropic-version": "2023-06-01"})
+        assert reply.status_code == 200, reply.text
+        found = reply.json()
+        return json.dumps([found.get(key) for key in ("content", "output", "response", "result")])
+
+    without_ids = re.compile(r'"id": "[^"]*"')
+    assert without_ids.sub("", said([])) == without_ids.sub("", said([]))
+    assert without_ids.sub("", said(red)) != without_ids.sub("", said([]))
 
 
 @pytest.mark.model

@@ -13,6 +13,7 @@ from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Too
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.core.request_parts import (
     caching,
+    loras,
     named_tool,
     overridden,
     reasoning,
@@ -49,6 +50,7 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
         stop=stop_strings(body.stop_sequences),
         constraint=None if form is None else JsonSchema(form.schema),
         deadline_s=body.deadline_s,
+        lora=loras(body.lora),
         **caching(body),
     )
 

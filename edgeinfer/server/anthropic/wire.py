@@ -18,6 +18,7 @@ from edgeinfer.server.core.wire import (
     Deadline,
     JsonObject,
     KeepAlive,
+    LoraChoices,
     ModelName,
     Probability,
     PromptCacheKey,
@@ -297,6 +298,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
     prompt_cache_key: PromptCacheKey | None = None
+    lora: LoraChoices | None = None
     deadline_s: Deadline | None = None
 
 

@@ -10,6 +10,12 @@ import msgspec
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import Sampling, Tool, ToolChoice
+from edgeinfer.server.core.wire import LoraChoice
+
+
+def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...] | None:
+    """The adapters a request names with their scales; None when it does not say."""
+    return None if given is None else tuple((choice.name, choice.scale) for choice in given)
 
 
 def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:

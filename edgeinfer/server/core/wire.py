@@ -164,6 +164,9 @@ class LoraChoice(Wire, frozen=True, kw_only=True):
     scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
 
 
+LoraChoices = Annotated[list[LoraChoice], Meta(max_length=16)]
+
+
 class WireTimings(Reply, frozen=True, kw_only=True):
     """Durations in milliseconds and rates in tokens per second, in llama.cpp's names.
 

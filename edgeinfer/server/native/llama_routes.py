@@ -62,6 +62,7 @@ def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
         "overflow": body.overflow,
         "deadline_s": body.deadline_s,
         "speculative": body.speculative,
+        "lora": _adapters(body.lora, info),
         **caching(body),
     }
 
@@ -94,7 +95,7 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
         suffix=body.input_suffix,
         files=tuple(InfillFile(name=e.filename, text=e.text) for e in body.input_extra or ()),
     )
-    return GenerateRequest(infill=gap, lora=_adapters(body.lora, info), **_shared(body, info))
+    return GenerateRequest(infill=gap, **_shared(body, info))
 
 
 def _adapters(

@@ -34,6 +34,13 @@ from edgeinfer.server.openai.wire import LogitBias
 NPredict = Annotated[int, Meta(ge=-1, le=1 << 24)]
 
 
+class LoraById(Wire, frozen=True, kw_only=True):
+    """An adapter by its place in /lora-adapters."""
+
+    id: Annotated[int, Meta(ge=0, le=63)]
+    scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+
+
 class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     """What /completion and /infill share."""
 
@@ -65,6 +72,7 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
         "xtc_probability": (0, 0.0),
     }
 
+    lora: Annotated[list[LoraById], Meta(max_length=64)] | None = None
     model: ModelName | None = None
     n_predict: NPredict = -1
     stream: bool = False
@@ -94,13 +102,6 @@ class InfillExtra(Wire, frozen=True, kw_only=True):
     filename: Annotated[str, Meta(max_length=1024)] = ""
 
 
-class LoraById(Wire, frozen=True, kw_only=True):
-    """An adapter by its place in /lora-adapters."""
-
-    id: Annotated[int, Meta(ge=0, le=63)]
-    scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
-
-
 class LlamaInfill(LlamaFields, frozen=True, kw_only=True):
     """POST /infill: what to write between `input_prefix`, `prompt` and `input_suffix`."""
 
@@ -108,7 +109,6 @@ class LlamaInfill(LlamaFields, frozen=True, kw_only=True):
     input_suffix: Text = ""
     input_extra: Annotated[list[InfillExtra], Meta(max_length=1024)] | None = None
     prompt: Text = ""
-    lora: Annotated[list[LoraById], Meta(max_length=64)] | None = None
 
 
 class LlamaAnswer(Reply, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
-from edgeinfer.server.core.request_parts import caching, overridden, seed_of, stop_strings
+from edgeinfer.server.core.request_parts import caching, loras, overridden, seed_of, stop_strings
 from edgeinfer.server.native.wire import InferQuery, InferRequest
 
 
@@ -17,7 +17,8 @@ def infer(body: InferRequest | InferQuery, info: EngineInfo) -> GenerateRequest:
     sampling = overridden(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
     user = Message(role="user", content=body.prompt)
     stop = stop_strings(body.stop) if isinstance(body, InferRequest) else ()
-    shared: dict[str, Any] = {"sampling": sampling, "stop": stop, **caching(body)}
+    lora = loras(body.lora) if isinstance(body, InferRequest) else None
+    shared: dict[str, Any] = {"sampling": sampling, "stop": stop, "lora": lora, **caching(body)}
     if not info.has_chat_template:
         max_tokens = 256 if body.max_tokens is None else body.max_tokens
         return GenerateRequest(prompt=body.prompt, max_tokens=max_tokens, **shared)

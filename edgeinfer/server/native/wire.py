@@ -12,6 +12,7 @@ from edgeinfer.server.core.wire import (
     CachePrompt,
     CacheSalt,
     KeepAlive,
+    LoraChoices,
     ModelName,
     PromptCacheKey,
     Reply,
@@ -136,6 +137,7 @@ class InferRequest(InferFields, frozen=True, kw_only=True):
 
     prompt: Annotated[str, Meta(min_length=1, max_length=1_048_576)]
     stop: StopList | None = None
+    lora: LoraChoices | None = None
 
 
 class InferReply(Reply, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from edgeinfer.runtime.requests import (
     ToolCall,
 )
 from edgeinfer.server.core.request_parts import (
+    loras,
     overridden,
     reasoning,
     seed_of,
@@ -143,6 +144,7 @@ def _shared(body: wire.GenerationFields, info: EngineInfo) -> dict[str, Any]:
         "constraint": _constraint(body.format),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "overflow": "shift" if goes_on else "refuse",
+        "lora": loras(body.lora),
     }
 
 

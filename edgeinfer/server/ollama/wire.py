@@ -15,6 +15,7 @@ from msgspec import Meta
 from edgeinfer.server.core.wire import (
     Effort,
     JsonObject,
+    LoraChoices,
     ModelName,
     Probability,
     ShortText,
@@ -90,6 +91,7 @@ class GenerationFields(Wire, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     truncate: bool | None = None
     shift: bool | None = None
+    lora: LoraChoices | None = None
 
 
 class CalledFunction(Wire, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from edgeinfer.sampling_options import BY_FIELD
 from edgeinfer.server.core.request_parts import (
     allowed,
     caching,
+    loras,
     named_tool,
     reasoning,
     refuse_infill,
@@ -38,7 +39,7 @@ from edgeinfer.server.core.request_parts import (
     stop_strings,
     unique_tools,
 )
-from edgeinfer.server.core.wire import LoraChoice, SamplingFields
+from edgeinfer.server.core.wire import SamplingFields
 from edgeinfer.server.openai import wire
 
 
@@ -248,11 +249,6 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
         given["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
     given["seed"] = seed_of(getattr(body, "seed", None))
     return msgspec.structs.replace(base, **given)
-
-
-def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...] | None:
-    """The adapters a request names with their scales; None when it does not say."""
-    return None if given is None else tuple((choice.name, choice.scale) for choice in given)
 
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:

@@ -16,7 +16,7 @@ from edgeinfer.server.core.wire import (
     Effort,
     JsonObject,
     KeepAlive,
-    LoraChoice,
+    LoraChoices,
     ModelName,
     OpenAIPenalty,
     OpenAITemperature,
@@ -289,7 +289,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     repetition_penalty: RepeatPenalty | None = None
     grammar: Annotated[str, Meta(min_length=1, max_length=262_144)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    lora: Annotated[list[LoraChoice], Meta(max_length=16)] | None = None
+    lora: LoraChoices | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):

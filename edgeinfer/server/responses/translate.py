@@ -20,6 +20,7 @@ from edgeinfer.runtime.requests import (
 from edgeinfer.server.core.request_parts import (
     allowed,
     caching,
+    loras,
     named_tool,
     overridden,
     reasoning,
@@ -45,6 +46,7 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         overflow="shift" if body.truncation == "auto" else "refuse",
         deadline_s=body.deadline_s,
+        lora=loras(body.lora),
         **caching(body),
     )
 

@@ -15,6 +15,7 @@ from edgeinfer.server.core.wire import (
     Effort,
     JsonObject,
     KeepAlive,
+    LoraChoices,
     ModelName,
     OpenAITemperature,
     Probability,
@@ -262,6 +263,7 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
     prompt_cache_key: PromptCacheKey | None = None
+    lora: LoraChoices | None = None
     deadline_s: Deadline | None = None
     keep_alive: KeepAlive | None = None
 
