@@ -129,6 +129,21 @@ def _llama() -> Check:
     )
 
 
+def _types() -> Check:
+    """Types: how fast this CPU reads and writes each, as far as it was measured."""
+    from edgeinfer.catalog.rates import probe
+
+    rates = probe.kept()
+    if rates is None:
+        return Check("types", "ok", "not measured yet", "edgeinfer list --fits")
+    by_prefill = sorted(rates.prefill, key=lambda kind: -rates.prefill[kind])
+    found = ", ".join(
+        f"{kind} {rates.prefill[kind] / 1e9:.0f}/{rates.decode[kind] / 1e9:.1f}" for kind in by_prefill
+    )
+    busy = "; the machine was busy" if rates.busy else ""
+    return Check("types", "ok", f"10⁹ weights/s read/written: {found}{busy}")
+
+
 def _gpu() -> list[Check]:
     """GPU: what the backend libraries find, each in a process of its own."""
     from edgeinfer.machine import read_gpus
@@ -243,6 +258,7 @@ CHECKS: tuple[Callable[[], Check | list[Check]], ...] = (
     _cpu,
     _memory,
     _llama,
+    _types,
     _gpu,
     _snapshots,
     _directories,

@@ -109,6 +109,13 @@ def test_auto_chooses_and_says_what_it_costs(rates, tmp_path, capsys) -> None:
     assert found["source_perplexity"] > 1
 
 
+def test_doctor_tells_the_rates(rates, capsys) -> None:
+    main(["doctor", "--json"])
+    checks = json.loads(capsys.readouterr().out)["result"]["checks"]
+    (found,) = (check["found"] for check in checks if check["name"] == "types")
+    assert "Q4_0 120/40.0, " in found
+
+
 def test_models_are_ranked_by_what_this_machine_can_hold(rates, capsys) -> None:
     measured.remember("qwen3-4b", 7.5, 100)
     measured.remember("qwen3-8b", 3.5, 2)
