@@ -73,7 +73,7 @@ class PullAdapterResult(Result, frozen=True, kw_only=True):
         return (
             f"{one.name} is here: an adapter of {one.n_tensors} tensors for {one.base}, "
             f"{format_bytes(one.size_bytes)}\n"
-            f'try it: edgeinfer run {one.base} --lora {one.name} "Name three colours."'
+            f'try it: edgeinfer run {one.base} "Name three colours." --lora {one.name}'
         )
 
 

@@ -16,7 +16,7 @@ from edgeinfer.catalog.adapters import merge_model, pull_adapter
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.catalog.remove import remove
-from edgeinfer.errors import ConfigError, ConversionError
+from edgeinfer.errors import ConfigError, ConversionError, UsageError
 from edgeinfer.load_options import LORA, adapters_of
 from edgeinfer.runtime.options import LoadOptions
 
@@ -117,9 +117,10 @@ def test_a_repository_with_an_adapter_is_pulled(server, hasty, tmp_path, monkeyp
     pulled_base("qwen3", tmp_path)
     folder = make_peft(tmp_path / "red", "qwen3", ATTENTION)
     server.repos["someone/Red"] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert (
-        pull_adapter("someone/Red", "base", options=PullOptions(patience=hasty)).name == "someone.red"
-    )
+    options = PullOptions(patience=hasty)
+    with pytest.raises(UsageError, match="holds a LoRA adapter"):
+        pull("someone/Red", options=options)
+    assert pull_adapter("someone/Red", "base", options=options).name == "someone.red"
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,18 @@ def _granite(config: Values) -> Values:
     }
 
 
+def _gemma2(config: Values) -> Values:
+    """Only where llama.cpp computes windows: others' keys of that name would change the estimates."""
+    window = config.get("sliding_window")
+    return {"attention.sliding_window": int(window)} if window else {}
+
+
 def _gemma3(config: Values) -> Values:
     from edgeinfer.catalog.converting import rope  # beside the table, not above it
 
     local = rope.parameters(config, "sliding_attention")["rope_theta"]
-    return {"rope.freq_base_swa": float(config.get("rope_local_base_freq") or local)}
+    base = float(config.get("rope_local_base_freq") or local)
+    return _gemma2(config) | {"rope.freq_base_swa": base}
 
 
 def _neox(config: Values) -> Values:
@@ -170,6 +177,7 @@ FAMILIES = (
         title="Gemma 2",
         arch="gemma2",
         checkpoints=("Gemma2ForCausalLM",),
+        extra=_gemma2,
         activations=_GELU_TANH,
         changes={"norm.weight": changes.plus_one},
     ),
@@ -291,7 +299,6 @@ KEYS = (
     _key("attention.head_count", int, "num_attention_heads n_head n_heads"),
     _key("attention.layer_norm_rms_epsilon", float, "rms_norm_eps"),
     _key("attention.layer_norm_epsilon", float, "layer_norm_eps layer_norm_epsilon norm_epsilon"),
-    _key("attention.sliding_window", int, "sliding_window"),
     _key("expert_count", int, "num_local_experts num_experts"),
     _key("expert_used_count", int, "num_experts_per_tok"),
     _key("expert_feed_forward_length", int, "moe_intermediate_size"),

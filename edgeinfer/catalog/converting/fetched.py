@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from edgeinfer.catalog.converting.files import ADAPTER_CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.progress import Job
 from edgeinfer.disk import sha256_of
+from edgeinfer.errors import UsageError
 
 #: What is written without llama.cpp's quantizer.
 DIRECT = ("F32", "F16", "BF16", "Q8_0")
@@ -22,6 +24,11 @@ def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job
     """
     from edgeinfer.catalog.converting.convert import convert  # 150 ms: numpy, gguf
 
+    if any(one.file_name == ADAPTER_CONFIG for one in fetched):
+        raise UsageError(
+            "the repository holds a LoRA adapter, which is made for one model",
+            hint="say which it is here: `edgeinfer pull OWNER/REPO --base MODEL`",
+        )
     first = fetched[0]
     folder = first.path if first.path.is_dir() else linked(fetched, work / _FOLDER)
     name = f"{first.file_name if first.path.is_dir() else 'model'}.gguf"
