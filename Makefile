@@ -9,7 +9,7 @@ BESIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: cuda clients bench-converting bench-memory bench-resume bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
+.PHONY: cuda clients bench-converting bench-drafts bench-memory bench-resume bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -55,6 +55,10 @@ bench-memory: setup ## what is remembered: conversations in turn, after kill -9,
 
 bench-pull: setup ## a download over 1 to 16 connections, from a server that limits each and from one that does not
 	$(BIN)/python benchmarks/bench_pull.py $(ARGS)
+
+bench-drafts: setup ## what guessing ahead gains on code, chat and summaries, by model and way
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_drafts.py $(ARGS)
 
 bench-converting: setup ## a sharded checkpoint to GGUF: time beside a copy, peak memory; 20 GB of disk
 	$(BIN)/python benchmarks/bench_converting.py $(ARGS)
