@@ -92,6 +92,13 @@ class BlocksConfig(_Section, frozen=True, kw_only=True):
 class GpuConfig(_Section, frozen=True, kw_only=True):
     """GPUs."""
 
+    devices: Annotated[
+        tuple[str, ...],
+        about('Names of the devices to use, e.g. `["Vulkan0"]`; none: all that are no software.'),
+    ] = ()
+    max_memory_gib: Annotated[
+        float, about("Memory, GiB, to take of each device at most; 0 takes what is free.", ge=0)
+    ] = 0.0
     source: Annotated[
         str,
         about("Folder or address of a release, from which `edgeinfer backend add` takes libraries."),

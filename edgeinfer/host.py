@@ -26,6 +26,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 if TYPE_CHECKING:
     from edgeinfer.blocks.store import BlockStore
+    from edgeinfer.runtime.attaching.wishes import Wishes
 
 _log = logging.getLogger("edgeinfer.blocks")
 #: A stage that takes longer is told to whoever waits for a verb that shows no progress.
@@ -90,12 +91,14 @@ class HandOver(Protocol):
         """Say that this process, the successor, could answer."""
 
 
-class KeepsBlocks(Protocol):
-    """An engine that can keep what it computes."""
+class OwnEngine(Protocol):
+    """An engine of this process, which can keep what it computes, and use devices."""
 
     def use_blocks(self, store: BlockStore) -> None: ...
 
     def leave_blocks(self) -> None: ...
+
+    def use_devices(self, wishes: Wishes) -> None: ...
 
 
 def _said_once() -> LoadProgress:
@@ -164,10 +167,18 @@ class Host:
 
         engine = load_engine(self.files(model, options.draft, progress), options, progress)
         self.keep_blocks(engine)
+        self.attach_devices(engine, options)
         self._reached("ready")
         return engine
 
-    def keep_blocks(self, engine: KeepsBlocks) -> None:
+    def attach_devices(self, engine: OwnEngine, options: LoadOptions) -> None:
+        """Have `engine` put layers on devices as this launch wants, while the CPU begins."""
+        from edgeinfer.runtime.attaching.wishes import Wishes  # imported with the engine
+
+        gpu = self.config.gpu
+        engine.use_devices(Wishes.of(options.gpu_layers, gpu.devices, gpu.max_memory_gib))
+
+    def keep_blocks(self, engine: OwnEngine) -> None:
         """Have `engine` keep what it computes, and find it again, unless the user switched that off.
 
         What keeps it from working is told on stderr: it only costs time.

@@ -106,6 +106,12 @@ def read_gpus(root: Path = _ROOT) -> tuple[str, ...]:
     return tuple(sorted(found - {""}))
 
 
+def has_gpu(root: Path = _ROOT) -> bool:
+    """Whether there is a device file by which programs reach a GPU: DRM's, NVIDIA's, AMD's, WSL's."""
+    files = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
+    return any((root / "dev/dri").glob("renderD*")) or any((root / file).exists() for file in files)
+
+
 def resident_bytes() -> int:
     """Resident memory of this process; 0 where /proc is absent."""
     try:

@@ -76,6 +76,9 @@ install_vulkan() {
   [ -d "$backends" ] || return 0
   mkdir -p .venv/lib/edgeinfer
   ln -sfn "$backends" .venv/lib/edgeinfer/backends
+  local guard=$backends/libedgeinfer-guard.so.1
+  [ "$guard" -nt tools/guard.cpp ] || g++ -shared -fPIC -O2 -o "$guard" tools/guard.cpp ||
+    say "no guard: a GPU that is lost ends the process"
 }
 
 install() {  # again only when pyproject.toml or the wheel changed

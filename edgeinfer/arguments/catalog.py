@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from edgeinfer.arguments.launch_args import add_load_option
 from edgeinfer.arguments.verb import Verbs, add_verb
-from edgeinfer.load_options import KV_TYPE
+from edgeinfer.load_options import GPU_LAYERS, KV_TYPE
 
 #: What a quantization may be chosen for, and the word that asks for a choice.
 PURPOSES = ("auto", "prefill", "decode", "quality", "size")
@@ -97,6 +98,7 @@ def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "--ctx", dest="n_ctx", type=int, metavar="TOKENS", help="estimate memory for this context"
     )
     parser.add_argument("--kv-type", choices=KV_TYPE.words, help=KV_TYPE.help)
+    add_load_option(parser, GPU_LAYERS)
     parser.add_argument("--template", action="store_true", help="print the chat template alone")
 
 

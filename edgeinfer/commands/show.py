@@ -18,6 +18,7 @@ from edgeinfer.catalog.rates import probe
 from edgeinfer.catalog.rates.speed import advice
 from edgeinfer.catalog.store import PulledModel
 from edgeinfer.commands.list import format_parameters
+from edgeinfer.commands.show_devices import DevicesShown, planned_devices
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.machine import Memory, read_machine, read_rate
@@ -54,7 +55,8 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes, for the context the engine would take (or the one asked for), and why it would.
 
-    `from_disk` says that the weights do not stay in memory, and `warning` how fast that is.
+    `from_disk` says that the weights do not stay in memory, and `warning` how fast that is. `devices`
+    is None where there is none to use.
     """
 
     estimate: Buffers
@@ -68,6 +70,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     repack_reason: str = ""
     from_disk: bool = False
     warning: str = ""
+    devices: DevicesShown | None = None
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
@@ -190,7 +193,7 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
         verdict = "it runs from the disk"
     at_once = f"{memory.n_parallel} sequences at once"
     available = f"{format_bytes(machine.available_bytes)} available"
-    return [
+    rows = [
         ("memory, weights", format_bytes(need.weights_bytes)),
         (
             "memory, KV cache",
@@ -202,6 +205,20 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
         ("memory, compute", format_bytes(need.compute_bytes)),
         ("memory, together", f"{format_bytes(need.total_bytes)} of {available}: {verdict}"),
     ]
+    return rows + _device_rows(memory.devices)
+
+
+def _device_rows(devices: DevicesShown | None) -> Rows:
+    if devices is None:
+        return []
+    because = f": {devices.reason}" if devices.parts else ""
+    rows = [("layers on GPUs", f"{devices.summary}{because}")]
+    for part in devices.parts:
+        sizes = (part.weights_bytes, part.kv_bytes, part.compute_bytes)
+        names = ("weights", "KV cache", "compute")
+        split = ", ".join(f"{n} {format_bytes(s)}" for n, s in zip(names, sizes, strict=True))
+        rows.append((f"memory, {part.device}", f"{format_bytes(part.total_bytes)}: {split}"))
+    return rows + [("measured", trial) for trial in devices.trials]
 
 
 def show(options: argparse.Namespace, host: Host) -> ShowResult:
@@ -265,7 +282,7 @@ def _shown(
     headers = [gguf.check(part) for part in parts]
     first = headers[0] if headers else None
     header = _header(headers) if headers else None
-    memory = _memory(headers, options, host) if headers else None
+    memory = _memory(name, headers, options, host) if headers else None
     notes = _notes(pulled)
     if memory is not None and memory.warning:
         notes += (memory.warning,)
@@ -338,10 +355,13 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
     )
 
 
-def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host) -> MemoryShown:
+def _memory(
+    name: str, headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host
+) -> MemoryShown:
     """The memory of the context that the engine would make now, by the plan it loads with."""
     machine = read_machine()
-    plan: Plan = header_plan(headers, requesting.load_options(options, host.config.load), machine)
+    wanted = requesting.load_options(options, host.config.load)
+    plan: Plan = header_plan(headers, wanted, machine)
     warning = ""
     if plan.from_disk and not plan.refusal:
         warning = disk_warning(header_shape(headers), machine, read_rate(headers[-1].path))
@@ -357,4 +377,5 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
         repack_reason=plan.repack.reason,
         from_disk=plan.from_disk and not plan.refusal,
         warning=warning,
+        devices=planned_devices(name, header_shape(headers), plan, wanted.gpu_layers, host.config.gpu),
     )

@@ -6,16 +6,20 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from edgeinfer.blocks.store import BlockStore, Traffic
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import libllama
+from edgeinfer.runtime.attaching.attachment import Attachment
+from edgeinfer.runtime.attaching.blocks import FLUSH_S, EngineBlocks
+from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
 from edgeinfer.runtime.decoding.blocks.block_opening import (
     can_cut,
     make_states,
-    open_blocks,
     run_check,
     scratch_id,
     sliding_window,
@@ -41,8 +45,6 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 #: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
 _EXACT_CELLS = 192
-#: The end of an engine waits so long (seconds) for what was computed to be on the disk.
-_FLUSH_S = 30.0
 
 
 def load_engine(
@@ -83,7 +85,11 @@ class LlamaEngine:
         self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
         self._preparer.draft_model = self._draft
         self._info = _info(files, loaded, self._lora, self._conversations, self._embedder)
-        self._files, self._options = files, options
+        self._blocks = EngineBlocks(files, options, self._active, self._scheduler)
+        self._attachment = Attachment(
+            files, options, loaded, self._active, self._scheduler, self._loop.call, self._blocks
+        )
+        self._options = options
         self._checked = ""
         self._closed = False
 
@@ -94,6 +100,10 @@ class LlamaEngine:
 
     @property
     def info(self) -> EngineInfo:
+        found = self._attachment.loaded.choices["gpu_layers"]
+        if found is not self._info.choices["gpu_layers"]:
+            choices = self._info.choices | {"gpu_layers": found}
+            self._info = msgspec.structs.replace(self._info, choices=choices)
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
@@ -150,37 +160,42 @@ class LlamaEngine:
             running=running,
             kv_used=s.kv.used_cells,
             kv_total=s.kv.n_cells,
-            blocks=self._blocks.blocks.traffic if self._blocks is not None else Traffic(),
+            blocks=self._cache.blocks.traffic if self._cache is not None else Traffic(),
         )
 
-    # computed blocks
+    # computed blocks and devices: not in a process that is to be parked
 
     @property
-    def _blocks(self) -> BlockCache | None:
-        return self._scheduler.prefixes.blocks
+    def _cache(self) -> BlockCache | None:
+        return self._blocks.cache
 
     def use_blocks(self, store: BlockStore) -> None:
         """Keep what is computed from now on in `store`, and look there for what requests begin with.
 
-        Not in a process that is to be parked. Nothing happens where no state can be kept. Raises
-        OSError.
+        Nothing happens where no state can be kept. Raises OSError.
         """
-        s = self._scheduler
-        if self._loaded.can_generate and self._blocks is None:
-            s.prefixes.blocks = open_blocks(
-                store, self._files, self._options, self._loaded, self._active, s.kv, self._checked
-            )
+        if self._loaded.can_generate and self._cache is None:
+            self._blocks.open(store, self._attachment.loaded, self._checked)
 
-    def flush_blocks(self, timeout_s: float = _FLUSH_S) -> bool:
+    def use_devices(self, wishes: Wishes) -> None:
+        """Put layers on devices, in the background, while the CPU goes on; once for an engine."""
+        if self._loaded.can_generate:
+            self._attachment.begin(wishes)
+
+    def settle_devices(self, timeout_s: float | None = None) -> bool:
+        """Wait until devices are in use, or none will be; False when it takes longer."""
+        return self._attachment.settle(timeout_s)
+
+    def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
         """Wait until what was computed is in the store; False when it takes longer. Only while idle."""
-        if self._blocks is None:
+        if self._cache is None:
             return True
         self._loop.stop()
-        return self._blocks.blocks.writer.flush(timeout_s)
+        return self._cache.blocks.writer.flush(timeout_s)
 
     def leave_blocks(self) -> None:
         """Before the process ends: write what was computed, without checking anything first."""
-        blocks = self._blocks
+        blocks = self._cache
         if blocks is None or self._loop.inside:
             return
         blocks.writing.is_leaving = True
@@ -218,7 +233,7 @@ class LlamaEngine:
         The next work starts the thread again. Raises EngineError while requests are running.
         """
         self._loop.stop()
-        self._close_blocks()
+        self._blocks.close()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
         if self._draft is not None:
@@ -243,19 +258,15 @@ class LlamaEngine:
         if self._closed:
             return
         self._closed = True
-        if self._blocks is not None:
-            self._blocks.writing.is_leaving = True
+        if self._cache is not None:
+            self._cache.writing.is_leaving = True
         self._loop.close()
-        self._close_blocks()
+        self._attachment.close()
+        self._blocks.close()
         self._embedder.close()
         if self._draft is not None:
             self._draft.close()
         self._loaded.free()
-
-    def _close_blocks(self) -> None:
-        blocks, self._scheduler.prefixes.blocks = self._blocks, None
-        if blocks is not None:
-            blocks.close(_FLUSH_S)
 
 
 def _scheduler(loaded: Loaded, active: ActiveContext, lora: LoraAdapters) -> Scheduler:

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ L: Any = _binding
 _INFO = 2
 _WARN = 3
 _CONT = 5
+
+#: Held while a context is made, which walks over ggml's backends, and while a backend joins them.
+registry_lock = threading.Lock()
 
 _lock = threading.Lock()
 _state: dict[str, Any] = {}
@@ -141,8 +144,32 @@ def _load_backends() -> ctypes.CDLL:
 def load_backend(path: str) -> tuple[int, list[str]]:
     """Register a backend library: ggml's handle of it, 0 when it could not, and what was logged."""
     lib()
-    with listening() as lines:
+    with registry_lock, listening() as lines:
         return _state["ggml"].ggml_backend_load(os.fsencode(path)) or 0, lines
+
+
+def guard_decode(path: Path) -> None:
+    """Have errors of devices come back from `decode` as a code, by the guard at `path`, once.
+
+    Its source is tools/guard.cpp. They are C++ exceptions and aborts, which without it end the process.
+    """
+    if "decode" in _state or not path.is_file():
+        return
+    guard = ctypes.CDLL(str(path))
+    guard.edgeinfer_guard.argtypes = [ctypes.c_void_p]
+    guard.edgeinfer_guard(ctypes.cast(base_library().ggml_set_abort_callback, ctypes.c_void_p))
+    guarded = guard.edgeinfer_decode
+    guarded.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *L.llama_decode.argtypes]
+    guarded.restype = ctypes.c_int32
+    functions = (ctypes.cast(f, ctypes.c_void_p) for f in (L.llama_decode, L.llama_synchronize))
+    _state["decode"] = partial(guarded, *functions)
+
+
+def decode(context: Any, batch: Any) -> int:
+    """llama_decode's return code: 0, 1 when no KV cells were found, 2 when it was given up; negative is
+    fatal.
+    """
+    return int(_state.get("decode", L.llama_decode)(context, batch))
 
 
 def base_library() -> ctypes.CDLL:

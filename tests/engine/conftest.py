@@ -10,6 +10,10 @@ import pytest
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
+from ..conftest import BUILD_CACHE
+
+LAVAPIPE = BUILD_CACHE / "lavapipe"
+
 
 def load(path: Path, **options: object) -> LlamaEngine:
     """A real engine; small caches unless the test says otherwise."""
@@ -31,3 +35,16 @@ def gemma(gemma3: Path) -> Iterator[LlamaEngine]:
     engine = load(gemma3)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def lavapipe() -> dict[str, str]:
+    """The environment in which the Vulkan loader finds Mesa's software device and no other."""
+    if not LAVAPIPE.is_dir():
+        pytest.skip("Mesa's software device is not here: tools/setup.sh test fetches it where apt is")
+    driver = str(LAVAPIPE / "lvp_icd.json")
+    return {
+        "LD_LIBRARY_PATH": str(LAVAPIPE / "loader"),
+        "VK_DRIVER_FILES": driver,
+        "VK_ICD_FILENAMES": driver,
+    }

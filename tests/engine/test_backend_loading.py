@@ -14,9 +14,8 @@ import pytest
 from edgeinfer.runtime.backends import files
 from edgeinfer.runtime.backends.files import Facts
 
-from ..conftest import BUILD_CACHE, ROOT
+from ..conftest import ROOT
 
-LAVAPIPE = BUILD_CACHE / "lavapipe"
 #: What `make cuda` leaves; EDGEINFER_CUDA_LIBRARY names another.
 CUDA = Path(os.environ.get("EDGEINFER_CUDA_LIBRARY") or ROOT / "dist/backends/libggml-cuda.so")
 #: What ggml calls of NVIDIA's driver.
@@ -52,19 +51,6 @@ def load(name: str, *args: str, **more: str):
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def lavapipe() -> dict[str, str]:
-    """The environment in which the Vulkan loader finds Mesa's software device and no other."""
-    if not LAVAPIPE.is_dir():
-        pytest.skip("Mesa's software device is not here: tools/setup.sh test fetches it where apt is")
-    driver = str(LAVAPIPE / "lvp_icd.json")
-    return {
-        "LD_LIBRARY_PATH": str(LAVAPIPE / "loader"),
-        "VK_DRIVER_FILES": driver,
-        "VK_ICD_FILENAMES": driver,
-    }
 
 
 def test_a_device_is_described_and_nothing_of_it_is_here_before(lavapipe: dict[str, str]) -> None:

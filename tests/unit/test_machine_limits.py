@@ -112,3 +112,12 @@ def test_the_rate_of_a_disk_is_measured_or_unknown(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(5_000_001))
     assert machine.read_rate(tmp_path / "file") >= 0
     assert machine.read_rate(tmp_path / "none") == 0.0
+
+
+def test_a_gpu_is_where_there_is_a_device_file(tmp_path: Path) -> None:
+    assert not machine.has_gpu(tmp_path)
+    (tmp_path / "dev/dri").mkdir(parents=True)
+    (tmp_path / "dev/dri/card0").touch()
+    assert not machine.has_gpu(tmp_path), "a screen alone computes nothing"
+    (tmp_path / "dev/dri/renderD128").touch()
+    assert machine.has_gpu(tmp_path)

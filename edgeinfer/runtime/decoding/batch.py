@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.libllama import L
 
@@ -96,7 +97,7 @@ class Batch:
     def decode(self, active: ActiveContext) -> int:
         """llama_decode's return code: 0, or 1 when no KV cells were found; negative is fatal."""
         self._native.n_tokens = self.n_tokens
-        return int(L.llama_decode(active.context, self._native))
+        return libllama.decode(active.context, self._native)
 
 
 class Logits:

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -34,7 +34,8 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 class Loaded:
     """A model and its main context. Pointers are llama.cpp's; `free` ends them. Sizes in bytes.
 
-    `cells` is where the KV cache lies, as far as its pages can be given back.
+    `cells` is where the KV cache lies, as far as its pages can be given back; `plan` is what the
+    context was made by.
     """
 
     model: Any
@@ -54,6 +55,7 @@ class Loaded:
     compute_bytes: int
     least_kv_bytes: int
     load_ms: float
+    plan: Plan
     cells: tuple[Range, ...] = ()
     choices: dict[str, Chosen] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -224,12 +226,7 @@ def _with_context(
 ) -> Loaded:
     llama = libllama.lib()
     options = msgspec.structs.replace(options, kv_type=plan.kv_type.value)
-    params = context_params(
-        options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
-    )
-    params.n_outputs_max = plan.n_outputs
-    params.n_ubatch = plan.n_ubatch.value
-    context, lines, buffers = _make_context(model, params)
+    context, lines, buffers = _make_context(model, _planned_params(options, plan))
     return Loaded(
         model=model,
         context=context,
@@ -249,8 +246,39 @@ def _with_context(
         least_kv_bytes=plan.least_kv_bytes,
         cells=_cells(buffers, lines),
         load_ms=0.0,
+        plan=plan,
         choices=_choices(plan, options, lines),
     )
+
+
+def with_another_context(loaded: Loaded, model: Any, options: LoadOptions, plan: Plan) -> Loaded:
+    """`loaded` with a context of `model`, the same weights elsewhere, that takes the state of its own.
+
+    Raises ModelLoadError, OutOfMemoryError.
+    """
+    llama = libllama.lib()
+    kept = {"kv_type": plan.kv_type.value, "flash_attention": loaded.choices["flash_attention"].value}
+    params = _planned_params(msgspec.structs.replace(options, **kept), plan)
+    params.n_threads = params.n_threads_batch = loaded.n_threads
+    context, lines, buffers = _make_context(model, params)
+    return replace(
+        loaded,
+        model=model,
+        context=context,
+        memory=llama.llama_get_memory(context),
+        kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
+        compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
+        cells=_cells(buffers, lines),
+    )
+
+
+def _planned_params(options: LoadOptions, plan: Plan) -> Any:
+    params = context_params(
+        options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
+    )
+    params.n_outputs_max = plan.n_outputs
+    params.n_ubatch = plan.n_ubatch.value
+    return params
 
 
 def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Chosen]:
@@ -300,9 +328,10 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str]]:
 def _make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Range]]:
     """A context, what llama.cpp said while making it, and its large buffers that hold zeros."""
     llama = libllama.lib()
-    libllama.clear_log()
-    with libllama.listening() as lines, sparse_buffers() as buffers:
-        context = llama.llama_init_from_model(model, params)
+    with libllama.registry_lock:
+        libllama.clear_log()
+        with libllama.listening() as lines, sparse_buffers() as buffers:
+            context = llama.llama_init_from_model(model, params)
     if context:
         return context, lines, buffers
     words = _last_words()

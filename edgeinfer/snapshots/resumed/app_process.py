@@ -106,6 +106,7 @@ class AppHost(Host):
             self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
             engine = self._loaded.take(options)
             self.keep_blocks(self._loaded.engine)
+            self.attach_devices(self._loaded.engine, options)
         elif self._named:
             raise UsageError(
                 f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {model}",

@@ -19,6 +19,7 @@ from edgeinfer.snapshots.resumed.idle import IdleWatch, give_back
 
 if TYPE_CHECKING:
     from edgeinfer.blocks.store import BlockStore  # numpy, whose threads the builder cannot clone with
+    from edgeinfer.runtime.attaching.wishes import Wishes
 
 CANARY_TOKENS = 4
 _CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy dog"
@@ -41,6 +42,8 @@ class Parkable(Engine, Protocol):
     def use_blocks(self, store: BlockStore) -> None: ...
 
     def leave_blocks(self) -> None: ...
+
+    def use_devices(self, wishes: Wishes) -> None: ...
 
     def between_steps(self, work: Callable[[], Any]) -> Any: ...
 

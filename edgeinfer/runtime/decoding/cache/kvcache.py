@@ -89,9 +89,9 @@ class Resident:
 
     A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's
     next cell. Requests with another `salt` cannot use it. `conversation` is whose it was last.
-    One that was shifted has keys that were turned, not computed where they are. Of its tokens the first
-    `n_unchanged` have stood since whoever writes them last looked; those from `memory_only_from` on are
-    not to be written.
+    One that was shifted has keys that were turned, or brought from another context, not computed where
+    they are. Of its tokens the first `n_unchanged` have stood since whoever writes them last looked;
+    those from `memory_only_from` on are not to be written.
     """
 
     seq_id: int

@@ -129,6 +129,17 @@ class Prefixes:
         if waiting:
             waiting[0].wait(_DISK_WAIT_S)
 
+    def leave_store(self, running: list[Sequence]) -> BlockCache | None:
+        """Use no store any more, whoever waits for it; the one that was used, to be closed.
+
+        What it has not written yet is not written.
+        """
+        for seq in running:
+            self._end_restore(seq)
+        self._kv.before_drop = lambda resident: None
+        blocks, self.blocks = self.blocks, None
+        return blocks
+
     # leaving behind
 
     def take_point(self, seq: Sequence) -> None:

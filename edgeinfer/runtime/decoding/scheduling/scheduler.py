@@ -8,8 +8,9 @@ never stalls the others. One thread.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from edgeinfer.errors import EngineError
+from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache
@@ -46,7 +47,10 @@ class Scheduler:
         states: SequenceStates | None = None,
     ) -> None:
         self.kv = kv
+        self._active = active
         self._adapters = adapters
+        #: Told of a step that llama.cpp failed; True where another context is there to go on in.
+        self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
         costs, chunks = StepCosts(), Chunks(exactness)
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab, can_cut=can_cut)
@@ -92,7 +96,12 @@ class Scheduler:
         if not parts:
             self.prefixes.wait_for_disk(running)
             return
-        decode_s = self.execution.run(parts)
+        try:
+            decode_s = self.execution.run(parts)
+        except DecodeError as error:
+            if not self.on_failed_step(error):
+                raise
+            return
         if decode_s is None:
             return
         self._harvest.take(parts)
@@ -119,6 +128,17 @@ class Scheduler:
         for seq in [*self.roster.running, *self.roster.waiting]:
             self.roster.fail(seq, error)
         self.kv.drop_idle(pinned=True)
+
+    def go_over(self, active: ActiveContext, *, knows: bool) -> None:
+        """Go on in another context, which `knows` what this one has computed, or begins empty: then it
+        is computed again. Only between steps, and without a store of blocks.
+        """
+        if not knows:
+            for seq in self.roster.running:
+                self.prefixes.give_up(seq, keep=False)
+            self.kv.drop_idle(pinned=True)
+        self._active.become(active)
+        self.execution.use_abort()
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
         """Compute a prefix that many requests will begin with, and keep it; how many tokens. Only while

@@ -1,0 +1,105 @@
+"""A model's second loading, from the same file, with layers on devices."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from edgeinfer.errors import ModelLoadError, OutOfMemoryError
+from edgeinfer.machine import read_machine
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.backends.devices import Device
+from edgeinfer.runtime.decoding.active import ActiveContext
+from edgeinfer.runtime.loading.choices import choose_repack
+from edgeinfer.runtime.loading.load import Loaded, open_model, with_another_context
+from edgeinfer.runtime.loading.lora import load_adapters
+from edgeinfer.runtime.loading.placement import Placement
+from edgeinfer.runtime.offload import Offload, Room, fewer
+from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
+
+
+@dataclass(slots=True)
+class Target:
+    """What an engine can go over to. llama.cpp may look into `placement` while the model is there.
+
+    `failed` says what happened to more layers than these, "" when they are those that were planned.
+    """
+
+    loaded: Loaded
+    active: ActiveContext
+    offload: Offload
+    placement: Placement
+    failed: str = ""
+
+
+class NoTarget(Exception):
+    """Layers cannot lie on devices; the reason in words."""
+
+
+def load_target(
+    files: ModelFiles,
+    options: LoadOptions,
+    cpu: Loaded,
+    devices: Sequence[Device],
+    rooms: tuple[Room, ...],
+    planned: Offload,
+) -> Target:
+    """Load the model of `cpu` once more as `planned`, with fewer layers where there is no room for all.
+
+    Raises NoTarget.
+    """
+    offload, failed = planned, ""
+    while offload.parts:
+        try:
+            found = _load(files, options, cpu, devices, offload)
+        except (ModelLoadError, OutOfMemoryError) as error:
+            failed = failed or error.message
+            offload = fewer(cpu.shape, cpu.plan, rooms, offload)
+            continue
+        found.failed = failed
+        return found
+    raise NoTarget(failed or offload.reason)
+
+
+def _load(
+    files: ModelFiles, options: LoadOptions, cpu: Loaded, devices: Sequence[Device], offload: Offload
+) -> Target:
+    pointers = {device.name: device.pointer for device in devices}
+    placement = Placement([pointers[part.device] for part in offload.parts], offload)
+    on_devices = sum(part.weights_bytes for part in offload.parts)
+    rest = max(0, cpu.shape.weights_bytes - on_devices)
+    repack = choose_repack(options.repack, rest, read_machine())
+    options = msgspec.structs.replace(options, repack=repack.value)
+    model = open_model(files.paths, options, placement=placement)
+    whole_batches = Chosen(cpu.plan.n_batch, "devices like whole batches")
+    plan = msgspec.structs.replace(cpu.plan, n_ubatch=whole_batches)
+    try:
+        loaded = with_another_context(cpu, model, options, plan)
+    except BaseException:
+        libllama.L.llama_model_free(model)
+        raise
+    layers = Chosen(str(offload), offload.reason)
+    loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers, "n_ubatch": whole_batches})
+    try:
+        active = ActiveContext(loaded.context, loaded.memory, loaded.cells)
+        active.adapters = load_adapters(model, options.adapters(files))
+    except BaseException:
+        loaded.free()
+        raise
+    return Target(loaded, active, offload, placement)
+
+
+def move_state(source: ActiveContext, target: ActiveContext) -> bool:
+    """Give one context everything that another has computed. False when it does not take it."""
+    llama = libllama.L
+    size = int(llama.llama_state_get_size(source.context))
+    state = np.empty(size, np.uint8)
+    pointer = state.ctypes.data_as(_BYTES)
+    n = int(llama.llama_state_get_data(source.context, pointer, size))
+    return bool(n and llama.llama_state_set_data(target.context, pointer, n) == n)

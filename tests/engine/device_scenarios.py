@@ -1,0 +1,149 @@
+"""device_scenarios.py MODEL SCENARIO...: what engines do with devices, in one process that can be told how
+a device fails (tests/made/failing_vulkan.c). Prints a JSON object, a scenario a key.
+
+A process of its own, because one that has opened a Vulkan driver keeps its threads, and one alone because
+the software device compiles its pipelines in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from edgeinfer.runtime.attaching.wishes import Wishes
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import TextDelta
+from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+
+PROMPT = "The three primary colours are"
+_PATIENCE_S = 240.0
+said: list[str] = []
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+
+
+def fail(how: str) -> None:
+    """Have the device fail from now on, or work again with ""."""
+    if path := os.environ.get("FAILING_VULKAN"):
+        Path(path).write_text(how)
+
+
+@contextmanager
+def engine() -> Iterator[LlamaEngine]:
+    path = sys.argv[1]
+    opened = load_engine(
+        ModelFiles(name="m", paths=(path,)), LoadOptions(n_ctx=512, n_parallel=2, n_batch=64)
+    )
+    try:
+        yield opened
+    finally:
+        opened.close()
+        fail("")
+
+
+def ask(opened: LlamaEngine, n: int = 8, prompt: str = PROMPT) -> EventStream:
+    greedy = Sampling(temperature=0.0)
+    return opened.submit(GenerateRequest(prompt=prompt, max_tokens=n, ignore_eos=True, sampling=greedy))
+
+
+def text(stream: EventStream) -> str:
+    return "".join(event.text for event in stream if isinstance(event, TextDelta))
+
+
+def place(opened: LlamaEngine) -> str:
+    return str(opened.info.choices["gpu_layers"].value)
+
+
+def with_layers(layers: int | str, **wishes: object) -> dict[str, object]:
+    """The same question before and after devices are attached, and one more."""
+    with engine() as opened:
+        before = text(ask(opened))
+        opened.use_devices(Wishes(layers=layers, **wishes))  # type: ignore[arg-type]
+        assert opened.settle_devices(_PATIENCE_S)
+        cached = opened.metrics().cached_tokens_total
+        after = text(ask(opened))
+        cached = opened.metrics().cached_tokens_total - cached
+        other = text(ask(opened, prompt="Roses"))
+        return {
+            "texts": [before, after, other],
+            "place": place(opened),
+            "reason": opened.info.choices["gpu_layers"].reason,
+            "cached": cached,
+            "opened": "libvulkan.so" in Path("/proc/self/maps").read_text(),
+        }
+
+
+def while_answering(layers: int) -> dict[str, object]:
+    """An answer that begins on the CPU and ends on the device."""
+    with engine() as opened:
+        stream = iter(ask(opened, 64))
+        first = next(event.text for event in stream if isinstance(event, TextDelta))
+        opened.use_devices(Wishes(layers=layers))
+        assert opened.settle_devices(_PATIENCE_S)
+        rest = "".join(event.text for event in stream if isinstance(event, TextDelta))
+        return {"texts": [first + rest], "place": place(opened)}
+
+
+def lost(layers: int) -> dict[str, object]:
+    """A device that is lost in the middle of an answer, and the next answer."""
+    with engine() as opened:
+        opened.use_devices(Wishes(layers=layers))
+        assert opened.settle_devices(_PATIENCE_S)
+        before = place(opened)
+        fail("submit 40")
+        found = text(ask(opened, 64))
+        return {
+            "texts": [found, text(ask(opened))],
+            "before": before,
+            "place": place(opened),
+            "failed": opened.metrics().cancelled_total,
+        }
+
+
+def failing(how: str, layers: int | str) -> dict[str, object]:
+    """A device that fails while it is attached."""
+    fail(how)
+    return with_layers(layers)
+
+
+SCENARIOS = {
+    "cpu": lambda: with_layers("none"),
+    "long": lambda: while_answering(0),
+    "all": lambda: with_layers("all"),
+    "one": lambda: with_layers(1),
+    "auto": lambda: with_layers("auto"),
+    "small": lambda: with_layers("auto", devices=("Vulkan0",), memory_bytes=1 << 20),
+    "tried": lambda: with_layers("auto", devices=("Vulkan0",)),
+    "tried before": lambda: with_layers("auto", devices=("Vulkan0",)),
+    "named": lambda: with_layers(1, devices=("Vulkan9",)),
+    "while": lambda: while_answering(1),
+    "no device": lambda: failing("create 0", 1),
+    "no memory": lambda: failing("memory 0", 2),
+    "less memory": lambda: failing("memory -2", 3),
+    "lost": lambda: lost(1),
+}
+
+
+def main() -> None:
+    logging.getLogger("edgeinfer.gpu").addHandler(_Said())
+    logging.getLogger("edgeinfer.gpu").propagate = False
+    results = {}
+    for name in sys.argv[2:]:
+        said.clear()
+        results[name] = SCENARIOS[name]() | {"said": list(said)}
+    print(json.dumps(results), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

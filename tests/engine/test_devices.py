@@ -1,0 +1,157 @@
+"""Layers on a device while an engine answers, on Mesa's software device, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.machine import has_gpu
+from edgeinfer.runtime.attaching.trial import remembered
+from edgeinfer.runtime.backends import files
+
+from ..conftest import BUILD_CACHE, ROOT
+from ..made.made_models import make_llama
+
+SCRIPT = Path(__file__).with_name("device_scenarios.py")
+PATIENCE_S = 500
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", 512)
+
+
+@pytest.fixture(scope="module")
+def environment(lavapipe: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Devices that fail when a file says so, and compiled shaders that later runs find."""
+    if files.find("vulkan") is None:
+        pytest.skip("no Vulkan backend was built: the set-up needs apt for its shader compiler")
+    folder = tmp_path_factory.mktemp("failing")
+    source = ROOT / "tests/made/failing_vulkan.c"
+    library = folder / "failing.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    shaders = BUILD_CACHE / "lavapipe-shaders"
+    if os.access(BUILD_CACHE, os.W_OK):
+        shaders.mkdir(exist_ok=True)
+    if not os.access(shaders, os.W_OK):
+        shaders = folder
+    return lavapipe | {
+        "GGML_VK_VISIBLE_DEVICES": "0",
+        "MESA_SHADER_CACHE_DIR": str(shaders),
+        "LD_PRELOAD": str(library),
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def start(model: Path, environment: dict[str, str], tmp_path: Path, *names: str) -> Any:
+    failing = str(tmp_path / "failing")
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, str(model), *names],
+        env={**os.environ, **environment, "FAILING_VULKAN": failing},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answers(process: Any) -> dict[str, Any]:
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the CPU says."""
+    place = tmp_path_factory.mktemp("alone")
+    found = answers(start(model, {"PYTHONPATH": str(ROOT)}, place, "cpu", "long"))
+    assert found["cpu"]["place"] == found["long"]["place"] == "none"
+    return found
+
+
+def test_all_some_and_no_layers_give_the_cpus_text(
+    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    found = answers(
+        start(model, environment, tmp_path, "auto", "small", "named", "one", "while", "all")
+    )
+    wanted = alone["cpu"]["texts"]
+    for name in ("auto", "small", "named", "one", "all"):
+        assert found[name]["texts"] == wanted, name
+        assert found[name]["cached"] == alone["cpu"]["cached"] > 0, "what was computed has moved along"
+    assert found["one"]["place"] == "1 of 3 (1 on Vulkan0)"
+    assert found["all"]["place"] == "3 of 3 (3 on Vulkan0)"
+    # a software device is nothing to choose by oneself, nor one without room
+    assert found["auto"]["place"] == found["small"]["place"] == found["named"]["place"] == "none"
+    assert found["auto"]["said"] == found["small"]["said"] == found["one"]["said"] == []
+    if not has_gpu():
+        assert not found["auto"]["opened"], "nothing is opened where there is nothing to find"
+    assert found["one"]["opened"]
+    assert found["named"]["said"] == ["no layers on a GPU: vulkan has no such device"]
+    assert found["while"]["place"] == found["one"]["place"]
+    assert found["while"]["texts"] == alone["long"]["texts"]
+
+
+def test_a_trial_decides_and_is_remembered(
+    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    found = answers(start(model, environment, tmp_path, "tried", "tried before"))
+    for name in ("tried", "tried before"):
+        assert found[name]["texts"] == alone["cpu"]["texts"]
+        assert found[name]["said"] == []
+    reason = found["tried"]["reason"]
+    assert reason.startswith("3 of 3 (3 on Vulkan0) is ")
+    assert "tokens/s read and written, the CPU" in reason
+    assert found["tried before"]["reason"] == reason
+    (trial,) = remembered().values()
+    assert str(trial) == reason
+    assert (found["tried"]["place"] == "none") == (not trial.is_won)
+
+
+def test_a_device_that_fails_costs_one_line_and_no_answer(
+    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    names = ("no device", "no memory", "less memory", "lost")
+    # what a lost device leaves is left alone for good, so each has a process
+    found = {name: answers(start(model, environment, tmp_path, name))[name] for name in names}
+    for name in names[:3]:
+        assert found[name]["texts"] == alone["cpu"]["texts"], name
+    assert found["no device"]["place"] == found["no memory"]["place"] == "none"
+    assert found["less memory"]["place"] == "2 of 3 (2 on Vulkan0)"
+    assert found["lost"]["before"] == "1 of 3 (1 on Vulkan0)"
+    assert found["lost"]["place"] == "none"
+    assert found["lost"]["texts"] == [*alone["long"]["texts"], alone["cpu"]["texts"][0]]
+    for name, words in (
+        ("no device", "could not load"),
+        ("no memory", "failed to allocate"),
+        ("less memory", "the devices had room for 2 of 3"),
+        ("lost", "Vulkan0 failed, and the CPU goes on"),
+    ):
+        (line,) = found[name]["said"]
+        assert words in line
+
+
+def test_two_processes_share_a_device(
+    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    both = [start(model, environment, tmp_path, "one") for _ in range(2)]
+    for process in both:
+        found = answers(process)["one"]
+        assert found["texts"] == alone["cpu"]["texts"]
+        assert found["place"] == "1 of 3 (1 on Vulkan0)"
+
+
+def test_show_says_what_would_lie_where(model: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "edgeinfer", "show", str(model), "--gpu-layers", "2"]
+    env = {**os.environ, **environment, "FAILING_VULKAN": "/nowhere"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert rows[-2:] == ["layers on GPUs", "memory, Vulkan0"]
+    assert "2 of 3 (2 on Vulkan0): as asked" in done.stdout
