@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from edgeinfer.config import GpuConfig
-from edgeinfer.runtime.attaching.trial import remembered
+from edgeinfer.runtime.attaching.remembered import remembered
 from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.backends.devices import Loaded
 from edgeinfer.runtime.backends.survey import survey

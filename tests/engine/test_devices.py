@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.machine import has_gpu
-from edgeinfer.runtime.attaching.trial import remembered
+from edgeinfer.runtime.attaching.remembered import remembered
 from edgeinfer.runtime.backends import files
 
 from ..conftest import BUILD_CACHE, ROOT

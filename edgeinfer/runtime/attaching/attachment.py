@@ -20,8 +20,9 @@ import msgspec
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.attaching.blocks import EngineBlocks
+from edgeinfer.runtime.attaching.remembered import Rates, Trial, remember, remembered, trial_key
 from edgeinfer.runtime.attaching.target import NoTarget, Target, load_target, move_state
-from edgeinfer.runtime.attaching.trial import Probe, Rates, Trial, remember, remembered, trial_key
+from edgeinfer.runtime.attaching.trial import Probe
 from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.backends import files as backend_files
 from edgeinfer.runtime.backends import loading
