@@ -16,8 +16,9 @@ from edgeinfer.blocks.format import pack_tokens
 
 NAME_BYTES = 20
 SECRET_BYTES = 32
-#: A tail is found by so many of its first tokens; a shorter one is not kept.
-TAIL_KEY_TOKENS = 32
+#: A tail is found by so many of its first tokens, the most that it has; a shorter one is not kept.
+TAIL_KEYS_TOKENS = (32, 16, 8, 4)
+TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
 
 def read_secret(path: Path, own: bytes = b"") -> bytes:
@@ -80,7 +81,8 @@ class Names:
         """The name of what begins with `tokens` behind `parent`, however long: the next write
         supersedes it.
         """
-        return self._hash(b"tail", parent, pack_tokens(tokens[:TAIL_KEY_TOKENS]))
+        n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
+        return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def point(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """The name of a point at the end of `tokens` behind `parent`: one that is a few tokens further

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from edgeinfer.blocks.forget import forget_all, forget_conversation
+from edgeinfer.blocks.format import Block
 from edgeinfer.blocks.kept import kept_names
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime.decoding.blocks import restore
 from edgeinfer.runtime.decoding.blocks.block_cache import BLOCK_TOKENS
+from edgeinfer.runtime.decoding.blocks.restore import Restore
 from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, Usage
@@ -138,6 +142,29 @@ def test_memory_first_then_the_store(engine: LlamaEngine, store: BlockStore) -> 
     assert metrics.cached_disk_tokens_total == len(tokens) - 1
     assert metrics.block_bytes_written_total > metrics.block_bytes_read_total > 0
     assert metrics.kv_used_tokens == len(engine._scheduler.kv.residents[0].tokens)
+
+
+def test_the_few_tokens_behind_the_last_whole_block_are_kept(
+    engine: LlamaEngine, store: BlockStore
+) -> None:
+    tokens = tuple(engine.tokenize(text(700)))
+    for n in (2 * BLOCK_TOKENS + 5, 2 * BLOCK_TOKENS + 80):
+        heard(engine, ask(tokens[:n], max_tokens=0, logprobs=None))
+        assert engine.flush_blocks()
+        engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+        _, usage = heard(engine, ask(tokens[:n], max_tokens=1, cache_on_disk=False))
+        assert usage.cached_disk_tokens == n - 1
+        engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+        whole, tails = divmod(len(list_blocks(store.root)), 2)
+        assert (whole, tails) == (1, 1)  # the longer one has taken the shorter one's place
+
+
+def test_who_was_held_up_itself_does_not_give_up_what_is_ready() -> None:
+    ready, missing = Future[Block | None](), Future[Block | None]()
+    ready.set_result(None)
+    for future, is_too_slow in ((ready, False), (missing, True)):
+        one = Restore([future], 0, BLOCK_TOKENS, waits_since=time.monotonic() - 1000)
+        assert one.is_too_slow(1.0) is is_too_slow
 
 
 def test_a_new_session_of_an_agent_finds_all_that_its_sessions_share(

@@ -129,6 +129,12 @@ def test_what_chat_run_and_serve_need_is_imported_before_the_dump(warm):
     assert trace.read_text().split() == []
 
 
+def test_a_parked_process_is_one_thread(warm):
+    """Each is restored by itself, at every launch."""
+    cores = warm.snapshot(MODEL).glob("images/core-*.img")
+    assert len(list(cores)) == 1
+
+
 def test_nothing_of_a_user_is_in_an_image(warm):
     plant = {"OPENAI_API_KEY": SECRET, "EDGEINFER_API_KEY": SECRET, "SOMETHING": SECRET}
     warm.run("warm", MODEL, "--ctx", "1024", "--quiet", env=plant, cwd=warm.home).check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from edgeinfer.blocks.format import unpack_tokens
-from edgeinfer.blocks.names import TAIL_KEY_TOKENS
+from edgeinfer.blocks.names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, common_prefix
 
@@ -57,10 +57,32 @@ class BlockNames:
             yield names.point(parent, tokens[:n])
 
     def tail(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
-        """The unfinished block behind `parent` that begins like `tokens`, and how far it agrees."""
-        name = self._blocks.names.tail(parent, tokens)
-        header = self._blocks.header(name) if len(tokens) >= TAIL_KEY_TOKENS else None
-        return name, common_prefix(unpack_tokens(header.tokens), tokens) if header else 0
+        """The unfinished block behind `parent` that begins like `tokens`, and how far it agrees; 0 for
+        none.
+        """
+        best, n_best = b"", 0
+        for name, its in self._tails(parent, tokens):
+            n = common_prefix(its, tokens)
+            if n > n_best:
+                best, n_best = name, n
+        return best, n_best
+
+    def superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
+        """The tail behind `parent` that only has what `tokens` begin with, all of which `by` has; None
+        for none.
+        """
+        for name, its in self._tails(parent, tokens):
+            if name != by and common_prefix(its, tokens) == len(its):
+                return name
+        return None
+
+    def _tails(self, parent: bytes, tokens: list[int]) -> Iterator[tuple[bytes, list[int]]]:
+        """The tails behind `parent` that begin like `tokens`, the longest key first."""
+        for n_key in TAIL_KEYS_TOKENS:
+            name = self._blocks.names.tail(parent, tokens[:n_key])
+            header = self._blocks.header(name) if n_key <= len(tokens) else None
+            if header is not None:
+                yield name, unpack_tokens(header.tokens)
 
     def straddling(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
         """A whole block behind `parent` in which what an agent's sessions share ends, and how far it

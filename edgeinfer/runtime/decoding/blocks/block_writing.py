@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from edgeinfer.blocks.format import Block, Header, Kind, pack_tokens, unpack_tokens
-from edgeinfer.blocks.names import TAIL_KEY_TOKENS
+from edgeinfer.blocks.names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
 from edgeinfer.runtime.decoding.blocks.proof import Proof
@@ -186,18 +186,17 @@ class BlockWriting:
             part = tokens[i * size : (i + 1) * size]
             header = self._header("full", chain[i + 1], chain[i], part)
             if not self._is_queued(header):
-                tail, n = self._names.tail(chain[i], part)
-                yield header, i * size, tail if n else None
+                yield header, i * size, self._names.superseded(chain[i], part, header.name)
 
     def _missing_tail(self, tokens: list[int], chain: list[bytes]) -> Iterator[_Missing]:
         start = (len(chain) - 1) * self._names.block_tokens
         rest = tokens[start:]
-        if len(rest) < TAIL_KEY_TOKENS:
+        if len(rest) < TAIL_KEYS_TOKENS[-1]:
             return
-        tail, n = self._names.tail(chain[-1], rest)
-        header = self._header("tail", tail, chain[-1], rest)
+        _, n = self._names.tail(chain[-1], rest)
+        header = self._header("tail", self._blocks.names.tail(chain[-1], rest), chain[-1], rest)
         if n < len(rest) and not self._is_queued(header):
-            yield header, start, None
+            yield header, start, self._names.superseded(chain[-1], rest, header.name)
 
     def _missing_points(
         self, resident: Resident, tokens: list[int], chain: list[bytes]

@@ -47,7 +47,11 @@ class Restore:
         return block
 
     def is_too_slow(self, compute_s: float) -> bool:
-        """Whether computing the next block, which takes so many seconds, is faster than waiting on."""
+        """Whether the next block is not there, and computing it, which takes so many seconds, is faster
+        than waiting on.
+        """
+        if self.is_ready:
+            return False  # not the disk was slow, but this thread
         return time.monotonic() - self.waits_since > max(_PATIENCE_S, compute_s)
 
     def wait(self, timeout_s: float) -> None:
