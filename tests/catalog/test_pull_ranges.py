@@ -68,6 +68,16 @@ def test_a_slow_connection_is_helped(server, url, body, options, fault) -> None:
     assert is_right(body)
 
 
+def test_connections_that_the_server_keeps_waiting_are_not_waited_for(
+    server, url, body, options, fault
+) -> None:
+    server.faults.append(None)
+    server.faults.extend(fault(cut_after=0, silent=True) for _ in range(7))
+    patience = msgspec.structs.replace(options.patience, silence_s=200.0)
+    pull(url, options=msgspec.structs.replace(options, patience=patience))
+    assert is_right(body)
+
+
 def test_cuts_and_passing_trouble(server, url, body, options, fault) -> None:
     rng = random.Random(15)
     server.faults.extend(fault(cut_after=rng.randrange(300_000)) for _ in range(12))

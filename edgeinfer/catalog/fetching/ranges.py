@@ -29,6 +29,8 @@ Opened = Callable[[int, int | None, str], AbstractContextManager[httpx2.Response
 
 _POLL_S = 0.1
 _FAREWELL_S = 2.0
+#: A short rest that needs longer than this is another connection's to fetch.
+_IDLE_S = 3.0
 #: A stretch shorter than twice this is not divided: a request costs more.
 _SHORTEST = 1 << 18
 
@@ -50,10 +52,16 @@ class _Stretch:
         self.at = start
         self.end = end
         self.span = span
+        self.began = time.monotonic()
 
     @property
     def missing(self) -> int:
         return self.end - self.at
+
+    def is_slow(self) -> bool:
+        """Whether its rest would take more seconds than another connection should be idle for."""
+        age = time.monotonic() - self.began
+        return age > _IDLE_S and self.missing * age > _IDLE_S * (self.at - self.start)
 
 
 class _ChangedError(Exception):
@@ -80,6 +88,8 @@ def receive(
         raise
     crew.stop()
     match crew.failure:
+        case None if crew.done < whole.size_bytes:
+            raise AgainError("the connections ended early")
         case None:
             os.truncate(part, whole.size_bytes)
             spans.place(part).unlink()
@@ -127,8 +137,12 @@ class _Crew:
     def wait(self, seconds: float) -> bool:
         """Wait a moment; whether there is still work, and nothing failed for good."""
         with self._state:
-            self._state.wait_for(lambda: self._n_alive == 0 or self.failure, seconds)
-            return self._n_alive > 0 and self.failure is None
+            self._state.wait_for(self._is_over, seconds)
+            return not self._is_over()
+
+    def _is_over(self) -> bool:
+        whole = self.done == self._whole.size_bytes
+        return whole or self._n_alive == 0 or self.failure is not None
 
     def new_notes(self) -> list[str]:
         """What a person should know, once."""
@@ -183,12 +197,22 @@ class _Crew:
             self._work()
 
     def _work(self) -> None:
-        while stretch := self._take():
-            if not self._finish(stretch):
+        """Fetch what is left, wait for what others may leave; end when all is fetched or refused."""
+        while not self._stopped.is_set():
+            stretch = self._take()
+            if stretch is None:
+                if not self._n_fetching():
+                    return
+                self._stopped.wait(_POLL_S)
+            elif not self._finish(stretch):
                 return
 
+    def _n_fetching(self) -> int:
+        with self._state:
+            return sum(one.missing > 0 for one in self._working)
+
     def _take(self) -> _Stretch | None:
-        """The longest stretch that nobody works on, or half of the longest that somebody does."""
+        """The longest stretch that nobody works on, half of the longest, or a slow one's whole rest."""
         with self._state:
             if self._stopped.is_set():
                 return None
@@ -197,9 +221,15 @@ class _Crew:
                 self._left.remove(longest)
                 return self._begin(*longest)
             busiest = max(self._working, key=lambda one: one.missing, default=None)
-            if busiest is None or busiest.missing < 2 * _SHORTEST:
+            if busiest is None or busiest.missing == 0:
                 return None
             middle = busiest.at + busiest.missing // 2
+            if busiest.missing < 2 * _SHORTEST:
+                slow = [one for one in self._working if one.missing > 0 and one.is_slow()]
+                if not slow:
+                    return None
+                busiest = slow[0]
+                middle = busiest.at
             end, busiest.end = busiest.end, middle
             return self._begin(middle, end)
 
@@ -255,8 +285,9 @@ class _Crew:
         refused = isinstance(error, AuthenticationError | WholeOnlyError)
         if not refused and failures < self._patience.attempts:
             return False
+        others = self._n_fetching() - (stretch.missing > 0)
         with self._state:
-            if len(self._working) > 1:
+            if others:
                 self._left.append((stretch.at, stretch.end))
                 self._notes.append(f"{_describe(error)}; one connection less")
                 return True
