@@ -112,7 +112,7 @@ def test_a_slow_reader_is_cut_off_and_its_generation_ends(serve, until):
         until(lambda: len(engine.requests) == 1, "the request to be submitted")
         until(lambda: here.endpoint.in_flight == 0, "the endpoint to give up on the reader")
     until(lambda: engine.metrics().running == 0, "the generation to end")
-    assert not here.endpoint.running
+    until(lambda: not here.endpoint.running, "the generation to be forgotten")
 
 
 def _held(gate: Gate, n: int) -> FakeEngine:

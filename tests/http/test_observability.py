@@ -148,7 +148,7 @@ def _logged(here, event: str) -> dict:
     """The log's first line of `event`; it is written after the answer's last byte, so it may come a
     moment later.
     """
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         for said in map(json.loads, here.log.getvalue().splitlines()):
             if said["event"] == event:
