@@ -9,7 +9,7 @@ BESIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: cuda clients bench-converting bench-drafts bench-memory bench-resume bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
+.PHONY: cuda clients bench-agents bench-converting bench-drafts bench-memory bench-resume bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -52,6 +52,10 @@ bench-resume: setup ## launches of warm models, 135M to 14B-shaped, beside cold 
 bench-memory: setup ## what is remembered: conversations in turn, after kill -9, edits, beside llama-server
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_memory.py $(ARGS)
+
+bench-agents: setup ## a new session of a coding agent, its preamble at rest: first token; 135M and a 4B shape, half an hour
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_agents.py $(ARGS)
 
 bench-pull: setup ## a download over 1 to 16 connections, from a server that limits each and from one that does not
 	$(BIN)/python benchmarks/bench_pull.py $(ARGS)

@@ -83,7 +83,7 @@ def restart_section(options: argparse.Namespace, work: Path) -> list[dict[str, A
     """The same conversation after `kill -9`, with a hot page cache and, where one may drop it, a cold one."""
     rows = []
     for shape in options.shapes:
-        model = _model_of(shape, options.model, work)
+        model = model_of(shape, options.model, work)
         n_ctx = 8192 + 1024
         home = work / f"restart-{shape}"
         for side in [one for one in (ours(home, model, n_ctx), theirs(model, n_ctx, slots=1)) if one]:
@@ -146,7 +146,7 @@ def _restart(
     return healthy + again.first_s, again.first_s, again.computed
 
 
-def _model_of(shape: str, small: Path, work: Path) -> Path:
+def model_of(shape: str, small: Path, work: Path) -> Path:
     """The small model, or one of that shape with random weights."""
     if shape == "small":
         return small

@@ -178,7 +178,7 @@ def settled_lines() -> str:
     goes = {
         "nowhere": "left out",
         "system turn": "into the system turn before",
-        "first user turn": "behind the first user turn's text",
+        "first user turn": "before what the first user turn says",
     }
     rows = [f"| `{r.name}` | {r.about} | {goes.get(r.to, 'behind the last turn')} |" for r in RULES]
     return "\n".join(["| rule | what | where it goes |", "|---|---|---|", *rows]) + "\n"

@@ -1,11 +1,12 @@
 """What sessions of an agent begin with: names of blocks, a file an agent, which are pruned last.
 
     FOLDER/kept/AGENT    how many sessions were noted; names of the blocks that all begin with; after an
-                         empty line the name of a block behind them, in the middle of which they part
+                         empty line the names of blocks behind them, in the middle of which they part
 
 One session says only how it began, with what a person wrote in it. What a second one shares with it is
 the agent's own: instructions and tools. So nothing is kept before there were two, and from then on what
-all of them share.
+all of them share. Of what stands behind it the latest few are noted: a session in the same folder
+shares more with one of them.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ _AGENT = re.compile(r"[a-z0-9-]{1,32}")
 _SAME_SHARE = 0.5
 #: Sessions that are told apart: one, and more.
 _SEVERAL = 2
+#: Blocks in which sessions part that are noted, the latest first.
+_BEHIND = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """`shared` are names in order, `behind` the name of a block behind the last, "" for none."""
+    """`shared` are names in order, `behind` the names of blocks behind the last, the latest first."""
 
     sessions: int = 0
     shared: tuple[str, ...] = ()
-    behind: str = ""
+    behind: tuple[str, ...] = ()
 
 
 def note_session(folder: Path, agent: str, names: Sequence[str]) -> None:
@@ -45,25 +48,37 @@ def note_session(folder: Path, agent: str, names: Sequence[str]) -> None:
         _write(path, now)
 
 
+def note_parting(folder: Path, parent: str, name: str) -> None:
+    """Note that a block stands behind `parent`, if that is the last that an agent's sessions share.
+
+    Raises OSError.
+    """
+    for path, one in _all(folder):
+        if one.sessions >= _SEVERAL and one.shared[-1:] == (parent,) and one.behind[:1] != (name,):
+            behind = (name, *(other for other in one.behind if other != name))
+            _write(path, _Noted(one.sessions, one.shared, behind[:_BEHIND]))
+
+
 def kept_names(root: Path) -> set[str]:
     """Names of all blocks below `root` that two sessions of an agent began with."""
     noted = map(_read, root.glob(f"*/*/{_FOLDER}/*"))
     return {name for one in noted if one.sessions >= _SEVERAL for name in one.shared}
 
 
-def straddling(folder: Path, parent: str) -> str:
-    """The block behind `parent` in which sessions part, if `parent` is the last that they share."""
-    return next((one.behind for one in _all(folder) if one.shared[-1:] == (parent,)), "")
+def straddling(folder: Path, parent: str) -> tuple[str, ...]:
+    """The blocks behind `parent` in which sessions part, if `parent` is the last that they share."""
+    return next((one.behind for _, one in _all(folder) if one.shared[-1:] == (parent,)), ())
 
 
-def _all(folder: Path) -> Iterator[_Noted]:
+def _all(folder: Path) -> Iterator[tuple[Path, _Noted]]:
     try:
         agents = os.listdir(folder / _FOLDER)
     except OSError:
         return
     for agent in agents:
         if _AGENT.fullmatch(agent):
-            yield _read(folder / _FOLDER / agent)
+            path = folder / _FOLDER / agent
+            yield path, _read(path)
 
 
 def _narrowed(before: _Noted, names: tuple[str, ...]) -> _Noted:
@@ -73,11 +88,7 @@ def _narrowed(before: _Noted, names: tuple[str, ...]) -> _Noted:
         n += 1
     if not n or n < _SAME_SHARE * len(before.shared):
         return _Noted(1, names)
-    behind = before.behind
-    if n < len(before.shared):
-        behind = before.shared[n]
-    elif not behind and n < len(names):
-        behind = names[n]
+    behind = before.behind if n == len(before.shared) else before.shared[n : n + 1]
     return _Noted(_SEVERAL, names[:n], behind)
 
 
@@ -88,8 +99,8 @@ def _read(path: Path) -> _Noted:
         with open(descriptor, encoding="ascii") as file:
             head, _, behind = file.read().partition("\n\n")
         first, *names = head.split("\n")
-        bytes.fromhex("".join([*names, behind]))  # raises ValueError for what is no name
-        return _Noted(int(first), tuple(names), behind)
+        bytes.fromhex("".join([*names, *behind.split()]))  # raises ValueError for what is no name
+        return _Noted(int(first), tuple(names), tuple(behind.split()))
     except (OSError, ValueError):
         return _Noted()
 
@@ -99,5 +110,5 @@ def _write(path: Path, noted: _Noted) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(temporary, flags, 0o600), "w", encoding="ascii") as file:
-        file.write("\n".join([str(noted.sessions), *noted.shared]) + "\n\n" + noted.behind)
+        file.write("\n".join([str(noted.sessions), *noted.shared]) + "\n\n" + "\n".join(noted.behind))
     temporary.replace(path)

@@ -195,9 +195,9 @@ class ModelBlocks:
             except OSError:
                 continue
 
-    def straddling(self, parent: bytes) -> bytes:
-        """A block behind `parent` in which what sessions of an agent share ends; b"" for none."""
-        return bytes.fromhex(kept.straddling(self._folder, parent.hex()))
+    def straddling(self, parent: bytes) -> list[bytes]:
+        """The blocks behind `parent` in which what sessions of an agent share ends."""
+        return [bytes.fromhex(name) for name in kept.straddling(self._folder, parent.hex())]
 
     # reading
 
@@ -276,6 +276,8 @@ class ModelBlocks:
             n_bytes = _write_file(self.path(block.header.name), format.encode(block), is_durable=True)
             self.traffic.blocks_written += 1
             self.traffic.bytes_written += n_bytes
+            if block.header.kind == "full":
+                kept.note_parting(self._folder, block.header.parent.hex(), block.header.name.hex())
 
     def _try(self, work: Callable[[], None]) -> None:
         """Write something; again once the folder is made again, where it was deleted under this process

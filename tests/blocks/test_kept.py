@@ -34,8 +34,22 @@ def test_one_session_keeps_nothing_and_two_keep_what_they_share(tmp_path, folder
 def test_where_sessions_part_is_known_by_the_block_before(folder):
     kept.note_session(folder, "codex", _names("a", "b", "person"))
     kept.note_session(folder, "codex", _names("a", "b", "another"))
-    assert kept.straddling(folder, *_names("b")) == _names("person")[0]
-    assert kept.straddling(folder, *_names("a")) == ""
+    assert kept.straddling(folder, *_names("b")) == tuple(_names("person"))
+    assert kept.straddling(folder, *_names("a")) == ()
+
+
+def test_the_latest_blocks_in_which_sessions_part_are_known(folder):
+    for names in (_names("a", "b"), _names("a", "b")):
+        kept.note_session(folder, "codex", names)
+    for number in range(10):
+        kept.note_parting(folder, *_names("b", f"folder {number}"))
+    kept.note_parting(folder, *_names("b", "folder 5"))
+    kept.note_parting(folder, *_names("a", "elsewhere"))
+    assert kept.straddling(folder, *_names("b")) == tuple(
+        _names(*(f"folder {number}" for number in (5, 9, 8, 7, 6, 4, 3, 2)))
+    )
+    kept.note_session(folder, "codex", _names("a", "b", "more"))
+    assert len(kept.straddling(folder, *_names("b"))) == 8
 
 
 def test_an_agent_that_was_changed_begins_anew(tmp_path, folder):
@@ -53,7 +67,7 @@ def test_a_name_that_is_no_agents_and_a_file_that_is_not_ours_count_for_nothing(
     for damaged in ("", "two\nabc", "2\nnothex\n\n", "2\nabc\n\nxyz", "\xff"):
         (folder / "kept/codex").write_text(damaged, "utf-8")
         assert kept.kept_names(tmp_path) == set()
-        assert kept.straddling(folder, "abc") == ""
+        assert kept.straddling(folder, "abc") == ()
     kept.note_session(folder, "codex", _names("a"))
 
 

@@ -36,7 +36,15 @@ _WORDS = """
 _BY_LENGTH = {n: [word for word in _WORDS if len(word) == n] for n in range(3, 13)}
 _WORD = re.compile(r"[A-Za-z]{3,}")
 #: What the endpoint looks for, or takes apart.
-_KEPT_TEXT = re.compile(r"(</?env>|^x-anthropic-billing-header:.*$)", re.MULTILINE)
+_KEPT_TEXT = re.compile(
+    r"(^x-anthropic-billing-header:.*$"
+    r"|^.*(?:[Ww]orking directory|Is a git repository|Is directory a git repo|Workspace root folder): .*$"
+    r"|^(?: *Today's date|Current date:).*$"
+    r"|^You have a persistent file-based memory at `[^`\n]+`\.|^- PROJECT memory .*$|^## /\S*MEMORY\.md$"
+    r"|<cwd>.*?</cwd>|<root>.*?</root>"
+    r"|</?(?:env|system-reminder|environment_context|filesystem|workspace_roots|permission_profile)\b[^>]*>)",
+    re.MULTILINE,
+)
 #: Fields whose values are not prose, at any depth.
 _KEPT_FIELDS = {
     *(

@@ -46,8 +46,16 @@ def _without(body: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in body.items() if key != "max_tokens"}
 
 
-def test_an_environment_stands_behind_the_first_words_of_the_user():
-    system = "Rules.\n<env>\n  Working directory: /w\n</env>\nSkills."
+def test_what_names_a_folder_and_the_day_stand_before_the_first_words_of_the_user():
+    system = """Rules.
+<env>
+  Working directory: /w
+  Workspace root folder: /
+  Is directory a git repo: no
+  Platform: linux
+  Today's date: Sun Nov 22 2026
+</env>
+Skills."""
     turns = (
         _turn("system", system),
         _turn("user", "hi"),
@@ -55,10 +63,11 @@ def test_an_environment_stands_behind_the_first_words_of_the_user():
         _turn("user", "on"),
     )
     settled, applied = settle(turns)
-    assert applied == ("environment",)
+    assert applied == ("day", "environment")
+    moved = "Today's date: Sun Nov 22 2026\nWorking directory: /w\nWorkspace root folder: /\n"
     assert [turn.content for turn in settled] == [
-        "Rules.\nSkills.",
-        "hi\n\n<env>\n  Working directory: /w\n</env>",
+        "Rules.\n<env>\n  Platform: linux\n</env>\nSkills.",
+        f"{moved}Is directory a git repo: no\n\nhi",
         "ho",
         "on",
     ]
@@ -66,15 +75,46 @@ def test_an_environment_stands_behind_the_first_words_of_the_user():
 
 def test_what_claude_code_says_behind_the_first_words_stands_before_them():
     said = "# Environment\n - Primary working directory: /w\n - Platform: linux\n\nAgents: many."
-    turns = (_turn("system", "Rules."), _turn("user", "hi"), _turn("system", said))
+    reminder = "<system-reminder>\nSign commits.\n</system-reminder>\n\n"
+    turns = (_turn("system", "Rules."), _turn("user", f"{reminder}hi"), _turn("system", said))
     settled, applied = settle((*turns, _turn("assistant", "ho"), _turn("system", "later")))
     assert applied == ("standing", "environment")
     assert [(turn.role, turn.content) for turn in settled] == [
         ("system", "Rules.\n\n# Environment\n - Platform: linux\n\nAgents: many."),
-        ("user", "hi\n\n- Primary working directory: /w"),
+        ("user", f"{reminder}- Primary working directory: /w\n\nhi"),
         ("assistant", "ho"),
         ("system", "later"),
     ]
+
+
+def test_in_codexs_turn_about_the_folder_what_names_it_comes_last():
+    """<cwd> and <workspace_roots> go behind what is the same in every folder."""
+    roots = "<workspace_roots><root>/w</root></workspace_roots>"
+    profile = '<permission_profile type="managed"></permission_profile>'
+    said = f"""<environment_context>
+  <cwd>/w</cwd>
+  <shell>bash</shell>
+  <filesystem>{roots}{profile}</filesystem>
+</environment_context>"""
+    settled, applied = settle((_turn("developer", "Rules."), _turn("user", said), _turn("user", "hi")))
+    assert applied == ("environment",)
+    assert (
+        settled[1].content
+        == f"""<environment_context>
+  <shell>bash</shell>
+  <filesystem>{profile}{roots}</filesystem>
+  <cwd>/w</cwd>
+</environment_context>"""
+    )
+    assert settled[2].content == "hi"
+
+
+@pytest.mark.parametrize(
+    "text", ["<cwd>/w</cwd>\n", "<workspace_roots></workspace_roots>", "</filesystem>"]
+)
+def test_half_of_codexs_turn_stays_as_it_is(text):
+    turns = (_turn("user", f"<environment_context>\n{text}"),)
+    assert settle(turns) == (turns, ())
 
 
 @pytest.mark.parametrize(
@@ -83,8 +123,8 @@ def test_what_claude_code_says_behind_the_first_words_stands_before_them():
         ("Current working directory: /w", ""),
         ("You have a persistent file-based memory at `/h/-w/memory/`.", "Each is a file:"),
         (
-            "You have a persistent file-based memory at `/w/m/`. This directory already exists — write to it (do not look).",
-            "Each is a file:",
+            "You have a persistent file-based memory at `/w/m/`.",
+            "This directory already exists — write to it (do not look). Each is a file:",
         ),
         ("- PROJECT memory (this project only): `/h/-w/memory`", ""),
         ("## /h/-w/memory/MEMORY.md", ""),
@@ -95,7 +135,7 @@ def test_a_line_that_names_a_project_stands_with_the_users_words(line, rest):
     settled, applied = settle((_turn("system", system), _turn("user", "hi")))
     assert applied == ("environment",)
     assert settled[0].content == f"Rules.\n{rest}{chr(10) if rest else ''}Be brief."
-    assert settled[1].content == f"hi\n\n{line}"
+    assert settled[1].content == f"{line}\n\nhi"
 
 
 def test_a_clock_stands_behind_the_last_turn():
@@ -113,8 +153,8 @@ def test_a_clock_stands_behind_the_last_turn():
     [
         "The current time zone is UTC.",
         "Say the current time when you are asked: 12:34 is a time.",
-        "An <env> that never ends",
-        "</env> before <env>",
+        "Today's date is a day on which nobody works, and everybody knows it: the twenty-second.",
+        "Working directory: of a council, not of opencode",
         "mentions x-anthropic-billing-header: in a line",
     ],
 )
@@ -124,12 +164,14 @@ def test_what_only_looks_like_it_stays(text):
 
 
 def test_what_a_person_says_stays():
-    turns = (_turn("user", "x-anthropic-billing-header: a\n<env>b</env>\nCurrent time: 12:34"),)
+    turns = (
+        _turn("user", "x-anthropic-billing-header: a\nCurrent date: 2026-11-22\nCurrent time: 12:34"),
+    )
     assert settle(turns) == (turns, ())
 
 
 def test_what_has_no_turn_to_go_to_stays():
-    turns = (_turn("system", "<env>b</env>\nCurrent time: 12:34"),)
+    turns = (_turn("system", "Current date: 2026-11-22\nCurrent time: 12:34"),)
     assert settle(turns) == (turns, ())
 
 

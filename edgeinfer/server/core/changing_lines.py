@@ -28,36 +28,34 @@ def _line(pattern: re.Pattern[str]) -> Callable[[str], Split]:
     """Find all lines that match."""
 
     def split(text: str) -> Split:
-        found = "".join(pattern.findall(text))
+        found = "".join(f"{line.strip()}\n" for line in pattern.findall(text))
         return (pattern.sub("", text), found) if found else (text, "")
 
     return split
 
 
-#: Lines, or the beginnings of lines, that name a project's folder: of pi, Claude Code, and qwen-code.
+#: A line that is a day: of Claude Code, opencode, and pi.
+_DAY = re.compile(
+    r"^[ \t]*(?:today's date(?: is|:)|current date:) (?=.*\d\d)[\w ,./-]{6,40}(?:\n|\Z)",
+    re.MULTILINE | re.IGNORECASE,
+)
+#: Lines, or the beginnings of lines, that name a project's folder: of pi, Claude Code, opencode, and
+#: qwen-code.
 _FOLDERS = re.compile(
     r"^(?:Current working directory: .*\n?"
     r"| - (?:Primary working directory|Is a git repository): .*\n?"
-    r"|You have a persistent file-based memory at `[^`\n]+`\."
-    r"(?: This directory already exists[^\n)]*\)\.)? ?"
+    r"|  (?:Working directory|Workspace root folder|Is directory a git repo): .*\n?"
+    r"|You have a persistent file-based memory at `[^`\n]+`\. ?"
     r"|- PROJECT memory [^`\n]*`[^`\n]+`\n?"
     r"|## /\S*/memory/MEMORY\.md\n?)",
     re.MULTILINE,
 )
-
-
-def _environment(text: str) -> Split:
-    """Find the first `<env>` block, and lines. The block's ends are looked for once: a regular
-    expression would go through a hostile text again and again.
-    """
-    found = "".join(f"{line.strip()}\n" for line in _FOLDERS.findall(text))
-    text = _FOLDERS.sub("", text) if found else text
-    begin = text.find("<env>")
-    end = text.find("</env>", begin)
-    if begin < 0 or end < 0:
-        return text, found
-    end += len("</env>")
-    return text[:begin] + text[end:].removeprefix("\n"), f"{found}{text[begin:end]}\n"
+#: What clients write before a person's words, in the same turn.
+_REMINDER = ("<system-reminder>", "</system-reminder>")
+#: Codex's turn about the folder, and the parts of it that name one.
+_CONTEXT = "<environment_context>"
+_CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
+_ROOTS = ("<workspace_roots>", "</workspace_roots>")
 
 
 def _none(text: str) -> Split:
@@ -87,10 +85,11 @@ RULES = (
         _line(_BILLING),
         "nowhere",
     ),
+    Rule("day", "a line `Today's date is …` or `Current date: …`", _line(_DAY), "first user turn"),
     Rule(
         "environment",
-        "an `<env>` block (folder, platform, date) of opencode, and lines of others that name a folder",
-        _environment,
+        "lines that name a project's folder; in Codex's turn about it, the parts that do go last",
+        _line(_FOLDERS),
         "first user turn",
     ),
     Rule(
@@ -116,9 +115,14 @@ def settle(
     applied: list[SettledLine] = []
     if "standing" in wanted and _bring_forward(system, others):
         applied.append("standing")
+    ahead: list[str] = []
     for rule in RULES:
-        if rule.name in wanted and _apply(rule, system, others):
+        if rule.name in wanted and _apply(rule, system, others, ahead):
             applied.append(rule.name)
+    if ahead:
+        _put_ahead(others, "".join(ahead))
+    if "environment" in wanted and _folders_last(others) and "environment" not in applied:
+        applied.append("environment")
     return (*(turn for turn in system if turn.content), *others), tuple(applied)
 
 
@@ -135,17 +139,56 @@ def _bring_forward(system: list[Message], others: list[Message]) -> bool:
     return True
 
 
-def _apply(rule: Rule, system: list[Message], others: list[Message]) -> bool:
-    """Apply one rule in place; whether it found anything."""
+def _apply(rule: Rule, system: list[Message], others: list[Message], ahead: list[str]) -> bool:
+    """Apply one rule in place, but for what goes into the first user turn, which is added to `ahead`;
+    whether it found anything.
+    """
     split = [rule.split(turn.content) for turn in system]
-    moved = "".join(found for _, found in split)
+    found = "".join(one for _, one in split)
     target = _target(rule, others)
-    if not moved or target is None:
+    if not found or target is None:
         return False
     system[:] = [_saying(turn, rest) for turn, (rest, _) in zip(system, split, strict=True)]
-    if rule.to != "nowhere":
-        others[target] = _saying(others[target], f"{others[target].content}\n\n{moved.rstrip()}")
+    if rule.to == "first user turn":
+        ahead.append(found)
+    elif rule.to == "last turn":
+        others[target] = _saying(others[target], f"{others[target].content}\n\n{found.rstrip()}")
     return True
+
+
+def _put_ahead(others: list[Message], found: str) -> None:
+    """Put lines before what a person says first: that is new each time, the lines less so."""
+    place = next(i for i, turn in enumerate(others) if turn.role == "user")
+    text = others[place].content
+    at = 0
+    while text.startswith(_REMINDER[0], at) and (end := text.find(_REMINDER[1], at)) >= 0:
+        at = end + len(_REMINDER[1])
+        while text.startswith("\n", at):
+            at += 1
+    others[place] = _saying(others[place], f"{text[:at]}{found}\n{text[at:]}")
+
+
+def _folders_last(others: list[Message]) -> bool:
+    """Put the parts that name a folder last in Codex's turn about it; whether there is one."""
+    place = next((i for i, t in enumerate(others) if t.content.startswith(_CONTEXT)), None)
+    if place is None or any(turn.role != "user" for turn in others[: place + 1]):
+        return False
+    text = others[place].content
+    for name in _CWD.findall(text)[:1]:
+        text = _later(text, text.find(name), name, f"</{_CONTEXT[1:]}")
+    begin = text.find(_ROOTS[0])
+    end = text.find(_ROOTS[1], begin)
+    if 0 <= begin < end:
+        text = _later(text, begin, text[begin : end + len(_ROOTS[1])], "</filesystem>")
+    is_other = text != others[place].content
+    others[place] = _saying(others[place], text)
+    return is_other
+
+
+def _later(text: str, at: int, part: str, before: str) -> str:
+    """`text` with the `part` that stands at `at` moved to where `before` begins, if that comes."""
+    end = text.find(before, at)
+    return text if end < 0 else text[:at] + text[at + len(part) : end] + part + text[end:]
 
 
 def _target(rule: Rule, others: Sequence[Message]) -> int | None:

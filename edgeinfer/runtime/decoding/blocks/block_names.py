@@ -85,9 +85,9 @@ class BlockNames:
                 yield name, unpack_tokens(header.tokens)
 
     def straddling(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
-        """A whole block behind `parent` in which what an agent's sessions share ends, and how far it
-        agrees with `tokens`; 0 where none is known.
+        """A whole block behind `parent` in which what an agent's sessions share ends: the one that
+        agrees furthest with `tokens`, and how far; 0 where none is known.
         """
-        name = self._blocks.straddling(parent)
-        header = self._blocks.header(name) if name else None
-        return name, common_prefix(unpack_tokens(header.tokens), tokens) if header else 0
+        headers = ((name, self._blocks.header(name)) for name in self._blocks.straddling(parent))
+        found = [(name, common_prefix(unpack_tokens(h.tokens), tokens)) for name, h in headers if h]
+        return max(found, key=lambda one: one[1], default=(b"", 0))

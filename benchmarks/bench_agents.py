@@ -1,0 +1,192 @@
+"""The first token of a new session of an agent whose preamble is at rest: `make bench-agents`.
+
+Recorded sessions (tests/clients/recorded) are asked over HTTP as the agents ask. Two in folders of their own
+are read, as `edgeinfer warm --agent` does. Then, each time after a new start of `serve`:
+
+another folder   a session with other words, in a folder that was never seen
+same folder      one with other words again, in that folder
+the next day     and one a day later
+
+Writes bench-out/agents.md and agents.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import lzma
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/clients"))
+from bench_memory import model_of, work_folder
+from common import ROOT, model_path, write_figure
+from memory_sides import Side, ours, wait_written
+from record import scrub
+from run import FIRST
+
+from edgeinfer.agents.table import WARMING
+
+RECORDED = ROOT / "tests/clients/recorded"
+N_CTX = 16_384
+_LIMITS = {"/v1/responses": "max_output_tokens"}
+_ANSWER_TOKENS = 8
+#: Folders that the sessions that were recorded ran in.
+_HOME = re.compile(r"(?:/\w+)+/edgeinfer-agent-\w+/home")
+_WORK = re.compile(r"(?:/\w+)+/edgeinfer-agent-\w+/work")
+_SLUG = re.compile(r"(?:-\w+)+-edgeinfer-agent-[\w-]+?-work")
+_DAY = re.compile(r"20\d\d-\d\d-\d\d|[A-Z][a-z][a-z] [A-Z][a-z][a-z] \d\d 20\d\d")
+#: An event of each dialect that carries a piece of an answer.
+_PIECE = re.compile(rb'"(?:text_delta|response\.output_text\.delta|thinking_delta)"|"content":"[^"]')
+
+
+class Session(NamedTuple):
+    """Where and when a session is, and what its person says first."""
+
+    folder: str
+    words: str
+    day: str = "2026-11-22"
+
+
+def first_request(agent: str) -> dict[str, Any]:
+    """The first request of the recorded session: `path`, `user_agent`, `body`."""
+    recorded = json.loads(lzma.decompress((RECORDED / f"{agent}.json.xz").read_bytes()))["requests"]
+    most = max(len(one["body"].get("tools") or ()) for one in recorded)
+    return next(one for one in recorded if len(one["body"].get("tools") or ()) == most)
+
+
+def asked(body: dict[str, Any], session: Session) -> dict[str, Any]:
+    """The body as the agent would have sent it for another session."""
+    raw = json.dumps(body)
+    if scrub(FIRST) not in raw:
+        raise SystemExit("the recorded session does not begin with the words that it was asked")
+    raw = _HOME.sub("/home/ada", raw)
+    raw = _WORK.sub(f"/home/ada/{session.folder}", raw)
+    raw = _SLUG.sub(f"-home-ada-{session.folder}", raw)
+    other: dict[str, Any] = json.loads(_DAY.sub(session.day, raw).replace(scrub(FIRST), session.words))
+    return other
+
+
+def ask(side: Side, one: dict[str, Any], session: Session, *, n: int) -> tuple[float, dict[str, Any]]:
+    """Seconds from the request to the first piece of an answer of `n` tokens, and what /slots says."""
+    limit = _LIMITS.get(one["path"], "max_tokens")
+    body = asked(one["body"], session) | {"model": side.model, "stream": n > 0, limit: n}
+    for name in ("stream_options", "max_completion_tokens"):
+        body.pop(name, None)
+    connection = http.client.HTTPConnection("127.0.0.1", side.port, timeout=3000)
+    headers = {"content-type": "application/json", "user-agent": one["user_agent"]}
+    begun, first_s = time.perf_counter(), 0.0
+    connection.request("POST", one["path"], json.dumps(body), headers)
+    response = connection.getresponse()
+    if response.status != 200:
+        raise SystemExit(f"{response.status}: {response.read()[:400]!r}")
+    for line in response:
+        if not first_s and _PIECE.search(line):
+            first_s = time.perf_counter() - begun
+    connection.request("GET", "/slots")
+    slot: dict[str, Any] = json.loads(connection.getresponse().read())["slots"][0]
+    connection.close()
+    return first_s, slot
+
+
+def _read(side: Side, agent: str, one: dict[str, Any], home: Path) -> float:
+    """Read what the agent begins with, unless a run before has; seconds that took."""
+    noted = home / "read.json"
+    if not noted.is_file():
+        begun = time.perf_counter()
+        reading = one | {"user_agent": f"{WARMING}{agent}"}
+        for folder in ("notes", "shop"):
+            _, slot = ask(side, reading, Session(folder, "hi"), n=0)
+        noted.write_text(json.dumps(time.perf_counter() - begun))
+        wait_written(home, slot["n_prompt_tokens"])
+    read_s: float = json.loads(noted.read_text())
+    return read_s
+
+
+def measure(agent: str, shape: str, model: Path, home: Path, runs: int) -> list[dict[str, Any]]:
+    """The rows of one agent on one model."""
+    one = first_request(agent)
+    side = ours(home, model, N_CTX, parallel=1)
+    side.start()
+    read_s = _read(side, agent, one, home)
+    rows = []
+    found: dict[str, list[tuple[float, int]]] = {}
+    for number in range(runs):
+        folder = f"garden{number}"
+        sessions = {
+            "another folder": Session(folder, f"Why does test {number} of this project fail?"),
+            "same folder": Session(folder, f"Which file has the most lines, and are there {number}?"),
+            "the next day": Session(folder, f"Write test {number} for it.", f"2026-12-{number + 10}"),
+        }
+        for case, session in sessions.items():
+            side.stop()
+            side.start()
+            first_s, slot = ask(side, one, session, n=_ANSWER_TOKENS)
+            found.setdefault(case, []).append((first_s, slot["prompt_n"]))
+            print(agent, shape, case, f"{first_s:.3f}", json.dumps(slot), file=sys.stderr, flush=True)
+    side.stop()
+    for case, taken in found.items():  # nothing was asked where a run only reads
+        firsts = sorted(first for first, _ in taken)
+        rows.append(
+            {
+                "agent": agent,
+                "model": shape,
+                "case": case,
+                "prompt_tokens": slot["n_prompt_tokens"],
+                "read_s": read_s,
+                "computed_tokens": statistics.median(n for _, n in taken),
+                "first_s": statistics.median(firsts),
+                "spread_s": [firsts[0], firsts[-1]],
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| agent | model | prompt | read at first in | new session | computed | first token | spread |",
+        "|---" * 8 + "|",
+    ]
+    for r in rows:
+        low, high = r["spread_s"]
+        lines.append(
+            f"| {r['agent']} | {r['model']} | {r['prompt_tokens']:,} tokens | {r['read_s']:.1f} s"
+            f" | {r['case']} | {r['computed_tokens']:.0f} tokens | {r['first_s'] * 1000:.0f} ms"
+            f" | {low * 1000:.0f}–{high * 1000:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--agents", default="claude,codex,opencode,pi")
+    parser.add_argument(
+        "--shapes", default="small,4b", help="small: SmolLM2; 4b: random weights, f16 cache"
+    )
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--work", default="", help="a folder for homes and made models; 12 GB")
+    parser.add_argument("--keep", type=Path, help="keep them there: the next run reads nothing again")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench-out")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    kept = contextlib.nullcontext(options.keep) if options.keep else work_folder(options.work)
+    with kept as work:
+        for shape in options.shapes.split(","):
+            model = model_of(shape, model_path("smollm2"), work)
+            for agent in options.agents.split(","):
+                rows += measure(agent, shape, model, work / f"{agent}-{shape}", options.runs)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "agents.json").write_text(json.dumps(rows, indent=1))
+    print(write_figure(options.out, "agents", table(rows)))
+
+
+if __name__ == "__main__":
+    main()
