@@ -213,7 +213,7 @@ async def _run(
 ) -> BatchResult:
     load_options = requesting.load_options(options, host.config.load)
     name = host.files(options.model or host.config.default_model).name
-    sources = Sources(load=Loader(options.model, name, host, load_options), pulled=pulled_models)
+    sources = Sources(load=Loader(options.model, name, host, load_options), pulled=pulled_models())
     models = Models(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     refuse_unknown = host.config.serve.unknown_fields == "refuse"

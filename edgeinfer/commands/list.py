@@ -25,7 +25,7 @@ from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
 from edgeinfer.machine import read_memory
 from edgeinfer.result import Result
-from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
+from edgeinfer.snapshots.shelf.format import generations, model_part, part_of
 from edgeinfer.units import format_bytes
 
 
@@ -183,7 +183,7 @@ def _found(model: Found, counts: dict[str, int]) -> ListedModel | UnusableModel:
         in_place=True,
         store=model.store,
         size_bytes=model.size_bytes,
-        snapshots=counts.get(safe_name(model.name), 0),
+        snapshots=counts.get(part_of(model.name), 0),
     )
 
 
@@ -202,7 +202,7 @@ def _pulled(model: PulledModel, catalog: Catalog, counts: dict[str, int]) -> Lis
         pulled=True,
         in_place=model.in_place,
         size_bytes=model.size_bytes,
-        snapshots=counts.get(safe_name(model.name), 0),
+        snapshots=counts.get(part_of(model.name), 0),
     )
 
 

@@ -14,7 +14,7 @@ from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf import failures
-from edgeinfer.snapshots.shelf.format import generations, model_part, safe_name
+from edgeinfer.snapshots.shelf.format import generations, model_part, part_of
 from edgeinfer.snapshots.shelf.prune import remove as remove_snapshot
 from edgeinfer.units import format_bytes
 
@@ -77,7 +77,7 @@ def _without_model(name: str) -> list[str]:
     failures.forget_model(name)
     gone = []
     for snapshot, folders in generations().items():
-        if model_part(snapshot) == safe_name(name):
+        if model_part(snapshot) == part_of(name):
             for folder in folders:
                 remove_snapshot(Path(folder))
             gone.append(snapshot)

@@ -7,10 +7,10 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -33,6 +33,10 @@ from edgeinfer.server.observe.payload_log import PayloadLog
 from edgeinfer.server.observe.tracing import tracer_from_environment
 from edgeinfer.server.operations import DIALECTS
 from edgeinfer.server.server import Ended, RunOptions, run
+
+if TYPE_CHECKING:
+    from edgeinfer.catalog.found.model import Found
+    from edgeinfer.catalog.found.stores import Watched
 
 T = TypeVar("T")
 
@@ -86,7 +90,7 @@ async def _serve(
             endpoint.log.warning("model-slow", model=model, reason=text)
 
     sources = Sources(
-        load=Loader(options.model, name, host, load_options), pulled=pulled_models, loaded_hook=loaded
+        load=Loader(options.model, name, host, load_options), pulled=pulled_models(), loaded_hook=loaded
     )
     models = Models(
         sources,
@@ -152,13 +156,24 @@ class Loader:
         return Loaded(engine=engine, where="worker", how=start.how, stages_ms=start.stages_ms)
 
 
-def pulled_models() -> Sequence[Pulled]:
-    """Every model that is here, other programs' after our own, as the endpoint lists them."""
-    # the catalogue is not needed until a second model is named
-    from edgeinfer.catalog.found import stores
+def pulled_models() -> Callable[[], Sequence[Pulled]]:
+    """Make what lists every model that is here, other programs' after our own."""
+    watched: list[Watched] = []
+
+    def listed() -> Sequence[Pulled]:
+        # the catalogue is not needed until a second model is named
+        from edgeinfer.catalog.found import stores
+
+        watched[:] = watched or [stores.Watched()]
+        return [*_own_models(), *_others_models(watched[0].usable())]
+
+    return listed
+
+
+def _own_models() -> list[Pulled]:
     from edgeinfer.catalog.store import list_pulled
 
-    own = [
+    return [
         Pulled(
             name=m.name,
             size_bytes=m.size_bytes,
@@ -171,9 +186,14 @@ def pulled_models() -> Sequence[Pulled]:
         )
         for m in list_pulled()
     ]
-    return own + [
-        Pulled(name=m.name, size_bytes=m.size_bytes, sha256=stores.digest(m), created=int(m.modified_s))
-        for m in stores.usable()
+
+
+def _others_models(found: Sequence[Found]) -> list[Pulled]:
+    from edgeinfer.catalog.found.stores import digest
+
+    return [
+        Pulled(name=m.name, size_bytes=m.size_bytes, sha256=digest(m), created=int(m.modified_s))
+        for m in found
     ]
 
 

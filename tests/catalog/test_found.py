@@ -29,7 +29,7 @@ from edgeinfer.errors import (
     UnknownModelError,
     UsageError,
 )
-from edgeinfer.snapshots.shelf.format import safe_name
+from edgeinfer.snapshots.shelf.format import part_of, safe_name
 
 TINY = gguf_bytes()
 
@@ -75,7 +75,7 @@ def test_a_model_of_another_program_is_listed_shown_and_used_in_place(made, caps
     assert (files.name, files.paths) == (made.name, (str(made.file),))
     assert files.sha256 in ("", made.file.name.removeprefix("sha256-"))
     assert own.is_model(made.name)
-    assert [model.name for model in pulled_models()] == [made.name]
+    assert [model.name for model in pulled_models()()] == [made.name]
     assert main(["pull", made.name]) == 0
     assert "was already here" in capsys.readouterr().out
     assert picture(made.root) == before
@@ -323,6 +323,26 @@ def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
     assert names == {"ollama/tiny:1b", *others}
     assert own.model_files("ollama/big:latest").name == "ollama/big"
     assert len({safe_name(name) for name in names}) == 4
+    assert part_of("Ollama/Big:latest") == part_of("ollama/big")
+
+
+def test_a_store_is_searched_again_only_when_something_in_it_has_changed(made, monkeypatch) -> None:
+    searches: list[str] = []
+    plain = stores.search
+
+    def counted(prefix=""):
+        searches.append(prefix)
+        return plain(prefix)
+
+    monkeypatch.setattr(stores, "search", counted)
+    watched = stores.Watched()
+    names = [[model.name for model in watched.usable()] for _ in range(3)]
+    assert names == [[made.name]] * 3
+    assert len(searches) == 1
+    made.file.unlink()
+    assert watched.usable() == []
+    assert watched.usable() == []
+    assert len(searches) == 2
 
 
 def test_a_bare_name_of_ollama_is_told_in_full(home: Path) -> None:

@@ -92,6 +92,19 @@ def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
         choose.launch_choice(typed.split()).find()
 
 
+@pytest.mark.parametrize(
+    ("made_of", "typed"),
+    [
+        ("ollama/llama3.2", "Ollama/Llama3.2:latest"),
+        ("hf:Someone/Tiny-GGUF:Q8_0", "someone/tiny-gguf:q8_0"),
+        ("qwen3-4b:Q8_0", "Qwen3-4B:q8_0"),
+    ],
+)
+def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
+    publish(root, format.snapshot_name(made_of, {}), model=made_of)
+    assert choose.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
+
+
 def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.toml").write_text(

@@ -6,15 +6,21 @@ believed only when what it leads to lies in the store and is an ordinary file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 #: Folders and files that one store is searched for at most; models are tens.
 MAX_ENTRIES = 20_000
 #: The longest manifest, template or settings file that is read.
 MAX_TEXT_BYTES = 1 << 20
+
+
+#: Times, size and inode.
+Stamp = tuple[int, int, int, int] | None
 
 
 class UnusableError(Exception):
@@ -26,8 +32,39 @@ class UnusableError(Exception):
         self.hint = hint
 
 
+#: What has been looked at since `noting` began, with how it was then.
+_noted: ContextVar[dict[str, Stamp] | None] = ContextVar("noted", default=None)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[str, Stamp]]:
+    """Note every folder and file that is looked at in the block, and how it was just before."""
+    noted: dict[str, Stamp] = {}
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def stamp_of(path: str) -> Stamp:
+    """What changes when a folder or a file does; None where there is none, or it is closed."""
+    try:
+        info = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
+
+
+def _note(path: str | Path) -> None:
+    noted = _noted.get()
+    if noted is not None:
+        noted.setdefault(str(path), stamp_of(str(path)))
+
+
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """List a folder by name; empty when it isn't there. Raises UnusableError when it is closed."""
+    _note(folder)
     try:
         with os.scandir(folder) as found:
             return sorted(_some(found), key=lambda entry: entry.name)
@@ -69,6 +106,7 @@ def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
 
     Raises UnusableError when it is gone, no file, closed to this user, or outside `store`.
     """
+    _note(path)
     real = os.path.realpath(path)
     try:
         info = os.stat(real)

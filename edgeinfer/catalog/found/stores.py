@@ -7,6 +7,7 @@ trusting a byte of it, then once the whole file against the digest in its name.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from edgeinfer.catalog import gguf, names
-from edgeinfer.catalog.found import huggingface, lmstudio, ollama, ollama_words, verified
+from edgeinfer.catalog.found import huggingface, lmstudio, ollama, ollama_words, reading, verified
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.found.ollama_words import Words
 from edgeinfer.catalog.found.reading import UnusableError
@@ -108,6 +109,24 @@ def alike(text: str) -> list[str]:
 def usable() -> list[Found]:
     """List the models that can be tried."""
     return [model for model in search() if not model.problem]
+
+
+class Watched:
+    """The usable models, searched for again once anything in a store has changed; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._noted: dict[str, reading.Stamp] = {}
+        self._found: list[Found] = []
+
+    def usable(self) -> list[Found]:
+        """List the models that can be tried."""
+        with self._lock:
+            has_changed = any(reading.stamp_of(path) != stamp for path, stamp in self._noted.items())
+            if has_changed or not self._noted:
+                with reading.noting() as self._noted:
+                    self._found = usable()
+            return self._found
 
 
 def headers(model: Found) -> list[gguf.GgufHeader]:

@@ -69,14 +69,21 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     for at, word in enumerate(argv[1:]):
         if argv[at] in _NAME_ANOTHER or word.startswith("-"):
             continue
-        if len(word) < 200 and format.safe_name(word) in known:
-            model = word
+        named = _warm(word, known) if len(word) < 200 else ""
+        if named:
+            model = named
             break
     else:
-        if format.safe_name(model) not in known:  # nothing can be resumed: say of which model
+        if format.part_of(model) not in known:  # nothing can be resumed: say of which model
             model = _named_first(argv) or model
     resume = option(argv, "--resume") or str(snapshots.get("resume", "auto"))
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
+
+
+def _warm(word: str, known: set[str]) -> str:
+    """The model with a snapshot that `word` names; "" for none. `hf:` may be left out."""
+    spellings = (word, f"hf:{word}") if "/" in word else (word,)
+    return next((name for name in spellings if format.part_of(name) in known), "")
 
 
 def _named_first(argv: list[str]) -> str:
@@ -134,7 +141,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """
     root, others = places.snapshots(), False
     all_of = format.generations(root, fingerprint.program_tag())
-    names = [name for name in all_of if format.model_part(name) == format.safe_name(model)]
+    names = [name for name in all_of if format.model_part(name) == format.part_of(model)]
     if names:
         format.refuse_unsafe(root, directory=True)
         format.refuse_unsafe_ancestors(root)

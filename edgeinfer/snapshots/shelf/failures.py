@@ -70,7 +70,7 @@ def listed() -> list[Failure]:
 def forget_model(model: str) -> None:
     """Forget the failures of every snapshot of a model."""
     for failure in listed():
-        if format.model_part(failure.name) == format.safe_name(model):
+        if format.model_part(failure.name) == format.part_of(model):
             forget(failure.name)
 
 

@@ -217,8 +217,10 @@ def read_manifest(folder: str) -> Manifest:
 
 def safe_name(model: str) -> str:
     """Turn a model's name or path into a snapshot name's first part, without separators."""
-    if model.startswith(places.FOUND):
-        model = f"{model}+{short_hash(model)}"
+    plain = model.lower()
+    if plain.startswith(places.FOUND):  # found in any letter case, and Ollama's with its tag or without
+        plain = plain.removesuffix(":latest") if plain.startswith("ollama/") else plain
+        model = f"{plain}+{short_hash(plain)}"
     elif "/" in model or model.endswith(".gguf"):
         path = os.path.abspath(os.path.expanduser(model))
         model = f"{os.path.basename(path)}+{short_hash(path)}"
@@ -247,9 +249,14 @@ def _option_part(name: str, value: str) -> str:
     return name.removeprefix("n_") + value
 
 
+def part_of(model: str) -> str:
+    """What `model_part` says of this model's snapshots, in whatever letter case it is typed."""
+    return safe_name(model).lower()
+
+
 def model_part(name: str) -> str:
-    """The part of a snapshot's name that says which model it is of."""
-    return name.partition(OPTION_SEPARATOR)[0]
+    """The part of a snapshot's name that says which model it is of, in lower case."""
+    return name.partition(OPTION_SEPARATOR)[0].lower()
 
 
 def short_hash(text: str) -> str:

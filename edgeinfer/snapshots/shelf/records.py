@@ -143,7 +143,7 @@ def find(name: str) -> Path:
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
     if name in all_of:
         return Path(all_of[name][0])
-    of_model = [key for key in all_of if format.model_part(key) == format.safe_name(name)]
+    of_model = [key for key in all_of if format.model_part(key) == format.part_of(name)]
     if len(of_model) == 1:
         return Path(all_of[of_model[0]][0])
     if of_model:
