@@ -90,6 +90,7 @@ def ask(side: Side, one: dict[str, Any], session: Session, *, n: int) -> tuple[f
     for line in response:
         if not first_s and _PIECE.search(line):
             first_s = time.perf_counter() - begun
+    response.read()
     connection.request("GET", "/slots")
     slot: dict[str, Any] = json.loads(connection.getresponse().read())["slots"][0]
     connection.close()
@@ -114,6 +115,15 @@ def measure(agent: str, shape: str, model: Path, home: Path, runs: int) -> list[
     """The rows of one agent on one model."""
     one = first_request(agent)
     side = ours(home, model, N_CTX, parallel=1)
+    try:
+        return _measured(side, agent, shape, one, home, runs)
+    finally:
+        side.stop()  # what was read is written, also of a run that was broken off
+
+
+def _measured(
+    side: Side, agent: str, shape: str, one: dict[str, Any], home: Path, runs: int
+) -> list[dict[str, Any]]:
     side.start()
     read_s = _read(side, agent, one, home)
     rows = []
@@ -131,7 +141,6 @@ def measure(agent: str, shape: str, model: Path, home: Path, runs: int) -> list[
             first_s, slot = ask(side, one, session, n=_ANSWER_TOKENS)
             found.setdefault(case, []).append((first_s, slot["prompt_n"]))
             print(agent, shape, case, f"{first_s:.3f}", json.dumps(slot), file=sys.stderr, flush=True)
-    side.stop()
     for case, taken in found.items():  # nothing was asked where a run only reads
         firsts = sorted(first for first, _ in taken)
         rows.append(

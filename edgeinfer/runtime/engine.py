@@ -136,9 +136,17 @@ class LlamaEngine:
         except IndexError as error:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> str:
         self._check_open()
-        return self._conversations.render(GenerateRequest(messages=tuple(messages), tools=tuple(tools)))
+        request = GenerateRequest(
+            messages=tuple(messages), tools=tuple(tools), template_options=options or {}
+        )
+        return self._conversations.render(request)
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         self._check_open()
@@ -361,7 +369,7 @@ def _info(
         kv_bytes=loaded.kv_bytes,
         compute_bytes=loaded.compute_bytes,
         least_kv_bytes=loaded.least_kv_bytes,
-        has_chat_template=bool(files.chat_template or _own_template(loaded)),
+        chat_template=files.chat_template or _own_template(loaded),
         can_generate=loaded.can_generate,
         can_embed=embedder.can_embed,
         can_rerank=embedder.can_rerank,

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -66,7 +67,7 @@ DEFAULT_INFO = EngineInfo(
     n_ctx_train=4096,
     n_parallel=4,
     n_embd=_N_EMBD,
-    has_chat_template=True,
+    chat_template="{{ messages }}",
     can_embed=True,
     can_rerank=True,
     tool_format="fake",
@@ -164,9 +165,15 @@ class FakeEngine:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens")
         return bytes(tokens)
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """`role: content` a line, tools by name first."""
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> str:
+        """`role: content` a line, tools by name and options first."""
         head = f"tools: {', '.join(t.name for t in tools)}\n" if tools else ""
+        head += f"options: {', '.join(options)}\n" if options else ""
         return head + "".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:"
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:

@@ -8,7 +8,7 @@ tests of the fronts).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from edgeinfer.runtime.events import Event
 from edgeinfer.runtime.options import EngineInfo, EngineMetrics
@@ -56,8 +56,16 @@ class Engine(Protocol):
 
     def detokenize(self, tokens: Sequence[int]) -> bytes: ...
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """The prompt the model's chat template makes of `messages`, with the generation prompt."""
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt the model's chat template makes of `messages`, with the generation prompt.
+
+        `options` are variables for the template. Raises InvalidRequestError.
+        """
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """One L2-normalised vector a text. Raises InvalidRequestError when the model cannot."""

@@ -92,7 +92,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     compute_bytes: int = 0
     least_kv_bytes: int = 0
-    has_chat_template: bool = False
+    chat_template: str = ""
     can_generate: bool = True
     can_embed: bool = False
     can_rerank: bool = False
@@ -106,6 +106,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     choices: dict[str, Chosen] = {}
     load_ms: float = 0.0
     warnings: tuple[str, ...] = ()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether a conversation has a form of its own; a base model's has none."""
+        return bool(self.chat_template)
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.server.core.exchange import Endpoint, Exchange
 from edgeinfer.server.core.problems import Problem, from_error, internal
-from edgeinfer.server.guards.security import Gate, cors_headers
+from edgeinfer.server.guards.security import OPEN_ROUTES, Gate, cors_headers
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.payload_log import Content, PayloadLog
 from edgeinfer.server.operations import find
@@ -77,7 +77,7 @@ class RecordMiddleware:
         metrics.request_ended(exchange.route, exchange.status, exchange.key, *model)
         if exchange.completion_tokens:
             metrics.e2e.labels(*model).observe(exchange.seconds)
-        if exchange.route in ("/health", "/metrics"):
+        if exchange.route in OPEN_ROUTES or exchange.route == "/metrics":
             return
         ttft_ms = None if exchange.ttft_s is None else round(exchange.ttft_s * 1000, 1)
         self._endpoint.log.info(

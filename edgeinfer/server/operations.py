@@ -12,6 +12,7 @@ from starlette.responses import Response
 from edgeinfer.server.anthropic.dialect import ANTHROPIC
 from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.inference_v2.dialect import INFERENCE_V2
 from edgeinfer.server.native.dialect import NATIVE
 from edgeinfer.server.ollama.dialect import OLLAMA
 from edgeinfer.server.openai.dialect import OPENAI
@@ -19,7 +20,7 @@ from edgeinfer.server.openapi import document
 from edgeinfer.server.responses.dialect import RESPONSES
 
 #: The first one's envelope is for paths that are nobody's.
-DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
+DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA, INFERENCE_V2)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
 
@@ -72,8 +73,10 @@ def _known(path: str) -> Place | None:
 
 
 def _spellings(path: str) -> tuple[str, ...]:
-    """What a path may stand for: with slashes once, and with one `/v1` more or fewer."""
-    plain = re.sub(r"/{2,}", "/", path).rstrip("/") or "/"
+    """What a path may stand for: with slashes once, without KServe's `/openai`, and with one `/v1` more
+    or fewer.
+    """
+    plain = re.sub(r"/{2,}", "/", path).removeprefix("/openai").rstrip("/") or "/"
     return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
 
 

@@ -103,8 +103,13 @@ class RemoteEngine:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         return self._call("detokenize", bytes, list(tokens))
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        return self._call("apply_template", str, list(messages), list(tools))
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> str:
+        return self._call("apply_template", str, list(messages), list(tools), options or {})
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         return self._call(

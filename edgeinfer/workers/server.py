@@ -96,6 +96,7 @@ class _Server:
             arguments = [
                 msgspec.convert(arguments[0], list[Message]),
                 msgspec.convert(arguments[1], list[Tool]),
+                arguments[2],
             ]
         value = getattr(self._engine, frame.method)(*arguments, **named)
         self._wire.send(Answer(frame.id, msgspec.Raw(msgspec.msgpack.encode(value))))

@@ -33,6 +33,8 @@ def here(serve_module, engine):
         ("/v1/chat/completions/", "/v1/chat/completions"),
         ("//v1//chat/completions", "/v1/chat/completions"),
         ("/v1/v1/messages", "/v1/messages"),
+        ("/openai/v1/chat/completions", "/v1/chat/completions"),
+        ("/openai/v1/models/a", "/v1/models/{id}"),
         ("/messages/count_tokens", "/v1/messages/count_tokens"),
         ("/models", "/v1/models"),
         ("/models/fake/", "/v1/models/{id}"),

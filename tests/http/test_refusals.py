@@ -29,7 +29,7 @@ def _post(here, path, body):
 
 CHAT = [
     ({"messages": HI, "audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
-    ({"messages": HI, "functions": [{}]}, "functions", "unsupported_parameter"),
+    ({"messages": HI, "functions": [{}]}, "functions[0].name", "missing_required_parameter"),
     ({"messages": HI, "guided_json": {"a": 1}}, "guided_json", "unsupported_parameter"),
     ({"messages": HI, "n_ctx": 512}, "n_ctx", "unknown_parameter"),
     ({"messages": HI, "temperature": 2.1}, "temperature", "decimal_above_max_value"),
@@ -49,7 +49,7 @@ CHAT = [
     ({"messages": HI, "logit_bias": {"1": 101}}, "logit_bias[...]", "decimal_above_max_value"),
     ({"messages": HI, "stop": [""]}, "stop[0]", "string_below_min_length"),
     ({"messages": HI, "stop": ["a"] * 17}, "stop", "array_above_max_length"),
-    ({"messages": HI, "keep_alive": -2}, "keep_alive", "decimal_below_min_value"),
+    ({"messages": HI, "keep_alive": "soon"}, "keep_alive", "invalid_value"),
     ({"messages": []}, "messages", "array_below_min_length"),
     ({}, "messages", "missing_required_parameter"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
@@ -166,7 +166,7 @@ def test_the_content_type_must_be_json(here):
 
 
 def test_routes_and_methods_that_do_not_exist_have_the_envelope(here):
-    assert here.client.get("/v2/x").json()["error"]["code"] == "not_found"
+    assert here.client.get("/v3/x").json()["error"]["code"] == "not_found"
     wrong = here.client.put("/v1/chat/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 

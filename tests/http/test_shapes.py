@@ -406,6 +406,9 @@ def test_tokens_templates_and_ranks(serve):
     assert client.post("/apply-template", json={"messages": HI}).json() == {
         "prompt": "user: hi\nassistant:"
     }
+    thinking = {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}}
+    assert "enable_thinking" in client.post("/apply-template", json=thinking).json()["prompt"]
+    assert client.get("/props").json()["chat_template"] == "{{ messages }}"
     ranks = client.post(
         "/v1/rerank",
         json={

@@ -81,6 +81,25 @@ def test_systemd_finds_nothing_to_say_about_the_units(tmp_path):
     assert (verified.returncode, said) == (0, []), verified.stderr
 
 
+def test_the_nights_batches_are_answered_one_by_one(tmp_path):
+    """The command of the unit, with a program that fails at one of the files."""
+    program = tmp_path / ".local/bin/edgeinfer"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\ncp "$2" "$3"\n! grep -q broken "$2"\n')
+    program.chmod(0o755)
+    batches = tmp_path / "batch"
+    batches.mkdir()
+    (batches / "one of two.jsonl").write_text("broken\n")
+    (batches / "two.jsonl").write_text("fine\n")
+    unit = (UNITS / "edgeinfer-batch.service").read_text("utf-8").replace("\\\n", "")
+    (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    command = line.removeprefix("ExecStart=").replace("%h", str(tmp_path)).replace("$$", "$")
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+    answers = {path.name: path.read_text() for path in (batches / "answers").iterdir()}
+    assert answers == {"one of two.jsonl": "broken\n", "two.jsonl": "fine\n"}
+
+
 #: What systemd does before it starts the unit's command: the socket is number 3, and the process is named.
 ACTIVATED = """
 import os, sys

@@ -79,7 +79,10 @@ def test_calls_answer_as_the_engine_does():
         assert engine.tokenize("abc") == fake.tokenize("abc")
         assert engine.detokenize([97, 98]) == fake.detokenize([97, 98])
         messages = [Message(role="user", content="hi")]
-        assert engine.apply_template(messages) == fake.apply_template(messages)
+        options = {"enable_thinking": False}
+        assert engine.apply_template(messages, (), options) == fake.apply_template(
+            messages, (), options
+        )
         assert engine.embed(["a", [98]]) == fake.embed(["a", [98]])
         assert engine.rerank("q", ["a", "b"]) == fake.rerank("q", ["a", "b"])
         assert engine.metrics() == fake.metrics()

@@ -21,7 +21,7 @@ async def messages(request: Request) -> Response:
     body = await decode(request, wire.MessagesRequest)
     job = Job(
         model=body.model,
-        keep_alive_s=body.keep_alive,
+        keep_alive=body.keep_alive,
         stream=body.stream,
         requests=lambda info: [translate.messages_request(body, info)],
         renderer=lambda model, info: MessageRenderer(

@@ -14,6 +14,7 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.exchange import Endpoint, Exchange
+from edgeinfer.server.core.keep_alive import keep_alive_s
 from edgeinfer.server.core.models.pool import Lease
 from edgeinfer.server.core.renderer import Renderer
 from edgeinfer.server.observe.metrics import version_of
@@ -26,7 +27,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What a route makes of its body. Both functions are called once the model is here."""
 
     model: str | None
-    keep_alive_s: float | None
+    keep_alive: float | str | None
     stream: bool
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
     renderer: Callable[[str, EngineInfo], Renderer]
@@ -53,7 +54,7 @@ async def begin(exchange: Exchange, job: Job) -> Begun:
 
 
 async def _begin_once(exchange: Exchange, job: Job) -> Begun:
-    lease = await exchange.endpoint.models.acquire(exchange.model, job.keep_alive_s)
+    lease = await exchange.endpoint.models.acquire(exchange.model, keep_alive_s(job.keep_alive))
     try:
         info = lease.engine.info
         exchange.version = version_of(info.sha256)

@@ -21,6 +21,7 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import Message
 from edgeinfer.server.core import changing_lines
 from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.core.keep_alive import keep_alive_s
 from edgeinfer.server.core.kept import Kept, KeptAnswers
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.models.pool import Models
@@ -270,12 +271,12 @@ def exchange_of(request: Request) -> Exchange:
 
 
 async def with_engine(
-    exchange: Exchange, model: str | None, keep_alive_s: float | None, work: Callable[[Engine], R]
+    exchange: Exchange, model: str | None, keep_alive: float | str | None, work: Callable[[Engine], R]
 ) -> R:
     """Hold the request's model while `work(engine)` runs in a thread; raises as both do."""
     models = exchange.endpoint.models
     exchange.name_model(model)
-    lease = await models.acquire(exchange.model, keep_alive_s)
+    lease = await models.acquire(exchange.model, keep_alive_s(keep_alive))
     try:
         exchange.version = version_of(lease.engine.info.sha256)
         reply: R = await exchange.endpoint.in_thread(work, lease.engine)

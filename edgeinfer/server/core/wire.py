@@ -81,14 +81,17 @@ Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopList = Annotated[list[StopString], Meta(max_length=16)]
 JsonObject = dict[str, Any]
-KeepAlive = Annotated[
-    float,
-    Meta(
-        ge=-1,
-        le=31_536_000,
-        description="Seconds the model stays loaded after this request; 0 unloads it, -1 keeps it.",
-    ),
-]
+KeepAlive = (
+    Annotated[
+        float,
+        Meta(
+            ge=-(1 << 53),
+            le=1 << 53,
+            description="Seconds the model stays loaded; 0 unloads it, less keeps it.",
+        ),
+    ]
+    | Annotated[str, Meta(max_length=64, description='A duration: "5m", "1h30m", "-1".')]
+)
 #: What of earlier requests this one may use, and leaves to later ones.
 CachePrompt = Annotated[
     bool, Meta(description="Whether what is computed is found again, in memory and on the disk.")

@@ -18,7 +18,7 @@ from edgeinfer.server.guards.keys import Keys
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 #: Routes that a probe may ask without a key; they name no model's content. /metrics wants the key.
-OPEN_ROUTES = frozenset({"/health"})
+OPEN_ROUTES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
 _METHODS = "GET, POST, DELETE, OPTIONS"
 #: What a page asks to send is allowed to a named origin, where it looks like a list of headers.
 _ASKED = re.compile(r"[\w, -]{1,2048}", re.ASCII)

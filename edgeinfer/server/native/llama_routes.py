@@ -36,7 +36,7 @@ async def completion(request: Request) -> Response:
     prompt = body.prompt if isinstance(body.prompt, str) else ""
     job = Job(
         model=body.model,
-        keep_alive_s=body.keep_alive,
+        keep_alive=body.keep_alive,
         stream=body.stream,
         requests=lambda info: [_request(body, info)],
         renderer=lambda model, info: LlamaRenderer(model, prompt),
@@ -79,7 +79,7 @@ async def infill(request: Request) -> Response:
     body = await decode(request, wire.LlamaInfill)
     job = Job(
         model=body.model,
-        keep_alive_s=body.keep_alive,
+        keep_alive=body.keep_alive,
         stream=body.stream,
         requests=lambda info: [_gap(body, info)],
         renderer=lambda model, info: LlamaRenderer(model, ""),

@@ -15,7 +15,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode, decode_query
-from edgeinfer.server.core.exchange import exchange_of, with_engine
+from edgeinfer.server.core.exchange import Endpoint, exchange_of, with_engine
 from edgeinfer.server.core.problems import no_such_model
 from edgeinfer.server.core.renderer import wire_timings
 from edgeinfer.server.core.replies import json_reply
@@ -61,9 +61,10 @@ async def detokenize(request: Request) -> Response:
 async def apply_template(request: Request) -> Response:
     body = await decode(request, wire.ApplyTemplateRequest)
     turns, tools = openai.messages(body.messages), openai.tools_of(body.tools)
+    options = body.chat_template_kwargs or {}
 
     def work(engine: Engine) -> wire.ApplyTemplateReply:
-        return wire.ApplyTemplateReply(prompt=engine.apply_template(turns, tools))
+        return wire.ApplyTemplateReply(prompt=engine.apply_template(turns, tools, options))
 
     return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
 
@@ -140,7 +141,7 @@ async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) ->
 
     job = Job(
         model=body.model,
-        keep_alive_s=body.keep_alive,
+        keep_alive=body.keep_alive,
         stream=False,
         requests=lambda info: [translate.infer(body, info)],
         renderer=renderer,
@@ -160,7 +161,14 @@ async def unload(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """Answer 200 when the default model is or was loaded, 503 while it loads or drains."""
-    endpoint = exchange_of(request).endpoint
+    report = health_of(exchange_of(request).endpoint)
+    if report.status == "ok":
+        return json_reply(report)
+    return json_reply(report, 503, {"retry-after": "1"})
+
+
+def health_of(endpoint: Endpoint) -> wire.Health:
+    """How the endpoint is: "ok" once its default model has been loaded, until it drains."""
     models = endpoint.models
     state = models.state(models.default)
     endpoint.ready_said = endpoint.ready_said or state == "loaded"
@@ -172,9 +180,7 @@ async def health(request: Request) -> Response:
         report = msgspec.structs.replace(
             report, status="error" if failed else "loading", error=models.last_error
         )
-    if report.status == "ok":
-        return json_reply(report)
-    return json_reply(report, 503, {"retry-after": "1"})
+    return report
 
 
 async def metrics(request: Request) -> Response:
@@ -215,6 +221,7 @@ async def props(request: Request) -> Response:
             total_slots=info.n_parallel if info else 0,
             model_alias=endpoint.models.default,
             model_path=endpoint.models.default,
+            chat_template=info.chat_template if info else "",
             build_info=f"edgeinfer-{__version__}",
         )
     )

@@ -11,6 +11,7 @@ from edgeinfer.server.core.models.values import LoadedModel, LoadingModel
 from edgeinfer.server.core.wire import (
     CachePrompt,
     CacheSalt,
+    JsonObject,
     KeepAlive,
     LoraChoices,
     ModelName,
@@ -70,6 +71,7 @@ class ApplyTemplateRequest(Wire, frozen=True, kw_only=True):
     messages: Messages
     model: ModelName | None = None
     tools: Tools | None = None
+    chat_template_kwargs: JsonObject | None = None
     keep_alive: KeepAlive | None = None
 
 
@@ -192,5 +194,6 @@ class Props(Reply, frozen=True, kw_only=True):
     total_slots: int
     model_alias: str
     model_path: str
+    chat_template: str
     build_info: str
     modalities: Modalities = Modalities()

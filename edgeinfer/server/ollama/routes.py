@@ -16,6 +16,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
+from edgeinfer.server.core.keep_alive import keep_alive_s
 from edgeinfer.server.core.models.spellings import listed_name
 from edgeinfer.server.core.models.values import LoadedModel, Pulled
 from edgeinfer.server.core.problems import Problem
@@ -23,7 +24,6 @@ from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.ollama import library, translate, wire
 from edgeinfer.server.ollama import wire_replies as replies
-from edgeinfer.server.ollama.keep_alive import keep_alive_s
 from edgeinfer.server.ollama.render import ChatRenderer, Clock, GenerateRenderer, Shape, stamp
 
 #: Ollama's API as of this version is what is followed; clients refuse versions that they find too old.
@@ -60,7 +60,7 @@ async def _answer(
 
     job = Job(
         model=body.model,
-        keep_alive_s=keep_alive_s(body.keep_alive),
+        keep_alive=body.keep_alive,
         stream=body.stream is not False,
         requests=requests,
         renderer=lambda model, info: shape(body.model, Clock(exchange.started)),
@@ -101,7 +101,7 @@ async def embed(request: Request) -> Response:
             prompt_eval_count=sum(map(len, inputs)),
         )
 
-    reply = await with_engine(exchange, body.model, keep_alive_s(body.keep_alive), work)
+    reply = await with_engine(exchange, body.model, body.keep_alive, work)
     exchange.prompt_tokens = reply.prompt_eval_count
     return json_reply(reply)
 
@@ -115,7 +115,7 @@ async def embeddings(request: Request) -> Response:
         return replies.OllamaEmbeddingsReply(embedding=vectors[0])
 
     exchange = exchange_of(request)
-    return json_reply(await with_engine(exchange, body.model, keep_alive_s(body.keep_alive), work))
+    return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))
 
 
 def _tokens(engine: Engine, texts: Sequence[str], *, cut: bool) -> list[list[int]]:

@@ -15,6 +15,7 @@ from msgspec import Meta
 from edgeinfer.server.core.wire import (
     Effort,
     JsonObject,
+    KeepAlive,
     LoraChoices,
     ModelName,
     Probability,
@@ -30,8 +31,6 @@ from edgeinfer.server.core.wire import (
 _WHOLE = 1 << 53
 _IN_CATALOGUE = "models.toml says how to talk to a model"
 Whole = Annotated[float, Meta(ge=-_WHOLE, le=_WHOLE)]
-#: Seconds, or a text such as "5m" or "1h30m"; negative for ever.
-KeepAlive = Annotated[float, Meta(ge=-_WHOLE, le=_WHOLE)] | Annotated[str, Meta(max_length=64)]
 Format = Literal["", "json"] | JsonObject
 Think = bool | Effort
 OptionalName = Annotated[str, Meta(max_length=256)]

@@ -37,6 +37,11 @@ def finish_reason(end: Finished) -> wire.WireFinish:
     return "tool_calls" if end.reason == "tool_calls" else "stop"
 
 
+def chunk_end(index: int, reason: wire.WireFinish) -> wire.ChunkChoice:
+    """The last choice of an answer's stream."""
+    return wire.ChunkChoice(index=index, delta=wire.ChunkDelta(), finish_reason=reason)
+
+
 def wire_usage(usage: Usage) -> wire.WireUsage:
     return wire.WireUsage(
         prompt_tokens=usage.prompt_tokens,
@@ -202,10 +207,7 @@ class ChatRenderer(_OpenAI):
         )
 
     def _finish(self, index: int, end: Finished) -> bytes:
-        choice = wire.ChunkChoice(
-            index=index, delta=wire.ChunkDelta(), finish_reason=finish_reason(end)
-        )
-        return self._end(index, end, choice)
+        return self._end(index, end, chunk_end(index, finish_reason(end)))
 
     def whole(self, answers: list[Collected]) -> bytes:
         usage, timings = total([answer.finished for answer in answers])

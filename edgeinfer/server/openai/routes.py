@@ -23,7 +23,7 @@ from edgeinfer.server.core.problems import no_such_model
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.observe.metrics import version_of
-from edgeinfer.server.openai import translate, wire
+from edgeinfer.server.openai import functions, translate, wire
 from edgeinfer.server.openai import wire_replies as replies
 from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer
 
@@ -38,11 +38,13 @@ def fingerprint(info: EngineInfo) -> str:
 
 async def chat_completions(request: Request) -> Response:
     exchange = exchange_of(request)
-    body = await decode(request, wire.ChatRequest)
+    asked = await decode(request, wire.ChatRequest)
+    body = functions.modern(asked)
+    kind = functions.FunctionsRenderer if functions.is_older(asked) else ChatRenderer
     usage = bool(body.stream_options and body.stream_options.include_usage)
 
     def renderer(model: str, info: EngineInfo) -> ChatRenderer:
-        return ChatRenderer(
+        return kind(
             f"chatcmpl-{exchange.plain_id}",
             model,
             include_usage=usage,
@@ -54,7 +56,7 @@ async def chat_completions(request: Request) -> Response:
 
     job = Job(
         model=body.model,
-        keep_alive_s=body.keep_alive,
+        keep_alive=body.keep_alive,
         stream=bool(body.stream),
         requests=lambda info: translate.chat(body, info),
         renderer=renderer,
@@ -83,7 +85,7 @@ async def completions(request: Request) -> Response:
 
     job = Job(
         model=body.model,
-        keep_alive_s=body.keep_alive,
+        keep_alive=body.keep_alive,
         stream=bool(body.stream),
         requests=lambda info: translate.completion(body, info),
         renderer=renderer,
@@ -105,7 +107,7 @@ async def embeddings(request: Request) -> Response:
 async def embed(
     exchange: Exchange,
     model: str | None,
-    keep_alive_s: float | None,
+    keep_alive: float | str | None,
     texts: Sequence[str | tuple[int, ...]],
     encoding: str | None = None,
     dimensions: int | None = None,
@@ -117,7 +119,7 @@ async def embed(
         vectors = engine.embed(texts)
         return _embedded(vectors, _count(engine, texts), exchange.model, encoding)
 
-    reply = await with_engine(exchange, model, keep_alive_s, work)
+    reply = await with_engine(exchange, model, keep_alive, work)
     exchange.prompt_tokens = reply.usage.prompt_tokens
     return reply
 

@@ -40,7 +40,7 @@ from edgeinfer.server.core.request_parts import (
     unique_tools,
 )
 from edgeinfer.server.core.wire import SamplingFields
-from edgeinfer.server.openai import wire
+from edgeinfer.server.openai import functions, wire
 
 
 def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
@@ -119,11 +119,11 @@ def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
 
 
 def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
-    """The conversation."""
-    return tuple(map(_message, turns))
+    """The conversation. Raises InvalidRequestError."""
+    return tuple(map(_message, functions.turns(turns)))
 
 
-def _message(turn: wire.ChatMessage) -> Message:
+def _message(turn: wire.Turn) -> Message:
     match turn:
         case wire.SystemMessage():
             return Message(role="system", content=text_of(turn.content))

@@ -113,15 +113,13 @@ class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
     hints: ClassVar = frozenset(
         {"id", "parsed", "annotations", "reasoning_details", "reasoning_signature", "provider_metadata"}
     )
-    refused: ClassVar[Mapping[str, str]] = {
-        "audio": "sound cannot be heard",
-        "function_call": "calls stand in tool_calls",
-    }
+    refused: ClassVar[Mapping[str, str]] = {"audio": "sound cannot be heard"}
 
     content: str | Annotated[list[TextPart | RefusalPart], Meta(max_length=1024)] | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     tool_calls: Annotated[list[ToolCallParam], Meta(max_length=128)] | None = None
+    function_call: FunctionCall | None = None
     name: ShortText | None = None
     refusal: Text | None = None
 
@@ -130,13 +128,20 @@ class ToolMessage(Wire, frozen=True, tag="tool", tag_field="role"):
     """A tool's answer."""
 
     hints: ClassVar = frozenset({"name"})
-    other_types: ClassVar[Mapping[str, str]] = {"function": "a call's answer has the role 'tool'"}
 
     content: Content
     tool_call_id: ShortText
 
 
-ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+class FunctionMessage(Wire, frozen=True, tag="function", tag_field="role"):
+    """A function's answer, from before there were tools; it belongs to the latest call of that name."""
+
+    name: ToolName
+    content: Text | None = None
+
+
+Turn = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+ChatMessage = Turn | FunctionMessage
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
@@ -308,8 +313,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"store": (True,)}
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "answers are text",
-        "function_call": "use tool_choice",
-        "functions": "use tools",
         "moderation": "nothing is moderated",
         "prediction": "answers are not predicted from a text",
         "web_search_options": "nothing is searched",
@@ -321,6 +324,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = (
         None
     )
+    functions: Annotated[list[FunctionTool], Meta(max_length=256)] | None = None
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None

@@ -87,9 +87,10 @@ class ReplyMessage(Reply, frozen=True, kw_only=True, omit_defaults=True):
     refusal: None = msgspec.field(default_factory=lambda: None)
     reasoning_content: str | None = None
     tool_calls: list[WireToolCall] | None = None
+    function_call: WireFunction | None = None
 
 
-WireFinish = Literal["stop", "length", "tool_calls", "content_filter"]
+WireFinish = Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
 
 
 class ChatChoice(Reply, frozen=True, kw_only=True):
@@ -130,6 +131,7 @@ class ChunkDelta(Reply, frozen=True, kw_only=True, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[DeltaToolCall] | None = None
+    function_call: DeltaFunction | None = None
 
 
 class ChunkChoice(Reply, frozen=True, kw_only=True):

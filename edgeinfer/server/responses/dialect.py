@@ -57,6 +57,22 @@ RESPONSES = Dialect(
             uses_model=False,
         ),
         Operation(
+            path="/v1/responses/{id}/cancel",
+            handler=routes.cancel_response,
+            summary="End a response that is made in the background.",
+            reply=wire.ResponseReply,
+            uses_model=False,
+        ),
+        Operation(
+            method="GET",
+            path="/v1/responses/{id}/input_items",
+            handler=routes.input_items,
+            summary="What a stored response answers.",
+            query=wire.InputItemsQuery,
+            reply=wire.InputItems,
+            uses_model=False,
+        ),
+        Operation(
             path="/v1/responses/input_tokens",
             handler=routes.input_tokens,
             summary="Count a conversation's tokens.",

@@ -40,10 +40,14 @@ class ResponseRenderer:
         self._sequence = -1
         self._items: list[tuple[str, int]] = []
 
+    def reply(self, status: Any) -> wire.ResponseReply:
+        """The response without an answer."""
+        return self._reply(status, [], None)
+
     # --- streamed
 
     def opening(self) -> bytes:
-        reply = self._reply("in_progress", [], None)
+        reply = self.reply("in_progress")
         return self._sse("response.created", response=reply) + self._sse(
             "response.in_progress", response=reply
         )
@@ -82,12 +86,12 @@ class ResponseRenderer:
         return self._finish_item() + self._sse(name, response=reply)
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
-        reply = self._reply("failed", [], None)
+        reply = self.reply("failed")
         error = wire.ResponseError(code=problem.code or "server_error", message=sentence(problem))
         return self._sse("response.failed", response=msgspec.structs.replace(reply, error=error))
 
     def waiting(self, said: str) -> bytes:
-        in_progress = self._reply("in_progress", [], None)
+        in_progress = self.reply("in_progress")
         return sse_comment(said) + self._sse("response.in_progress", response=in_progress)
 
     def _sse(self, event_type: str, /, **data: Any) -> bytes:
@@ -231,6 +235,7 @@ class ResponseRenderer:
             truncation=body.truncation or "disabled",
             previous_response_id=body.previous_response_id,
             store=self._stored,
+            background=bool(body.background),
             reasoning=msgspec.to_builtins(body.reasoning) if body.reasoning else None,
         )
 

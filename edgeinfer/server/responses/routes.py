@@ -18,6 +18,7 @@ from edgeinfer.server.responses import stored, translate
 from edgeinfer.server.responses.render import ResponseRenderer
 from edgeinfer.server.responses.wire import (
     DeletedResponse,
+    InputItemsQuery,
     InputTokensReply,
     ResponsesRequest,
     StoredQuery,
@@ -31,12 +32,25 @@ async def responses(request: Request) -> Response:
     is_stored = exchange.kept is not None and exchange.kept.about is not None
     job = Job(
         model=body.model,
-        keep_alive_s=body.keep_alive,
+        keep_alive=body.keep_alive,
         stream=bool(body.stream),
         requests=lambda info: [translate.response_request(body, info)],
         renderer=lambda model, info: ResponseRenderer(name, model, body, stored=is_stored),
     )
     return await answer(exchange, job)
+
+
+async def cancel_response(request: Request) -> Response:
+    exchange = exchange_of(request)
+    _, kept = stored.find(exchange, request.path_params["id"])
+    return Response(stored.cancel(kept), media_type="application/json")
+
+
+async def input_items(request: Request) -> Response:
+    query = decode_query(request, InputItemsQuery)
+    name = request.path_params["id"]
+    _, kept = stored.find(exchange_of(request), name)
+    return json_reply(stored.input_items(kept, name, query))
 
 
 async def input_tokens(request: Request) -> Response:

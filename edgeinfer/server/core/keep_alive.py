@@ -1,4 +1,4 @@
-"""`keep_alive` in all the forms that Ollama takes."""
+"""`keep_alive` in all the forms that Ollama takes, on every route."""
 
 from __future__ import annotations
 
