@@ -27,8 +27,8 @@ GEMMA3 = "gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 #: The folders whose files take longest, in that order.
 _LONGEST = {name: n for n, name in enumerate(("cluster", "snapshots", "binary", "engine", "http"))}
-#: Session fixtures that take many seconds: the shipped file unpacked, and a warm home each of a user and of root.
-_EXPENSIVE = ("used", "anybody")
+#: Session fixtures that take many seconds: the shipped file built, and a warm home each of a user and of root.
+_EXPENSIVE = ("binary", "anybody")
 _OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SOCKET", "LISTEN_")
 
 
