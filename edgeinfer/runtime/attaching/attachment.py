@@ -180,7 +180,7 @@ class Attachment:
             raise EngineClosedError("the engine is closed")
         self._blocks.leave()
         knows = move_state(self._active, target.active)
-        self._scheduler.go_over(target.active, knows=knows)
+        self._scheduler.go_over(target.active, knows=knows, on_device=True)
         for resident in self._scheduler.kv.residents:
             resident.is_shifted = True  # not computed where it is: no block of this context's
         self._scheduler.on_failed_step = self._failed
@@ -201,7 +201,7 @@ class Attachment:
         self._blocks.leave()
         active = ActiveContext(self._cpu.context, self._cpu.memory, self._cpu.cells)
         active.adapters = self._adapters
-        self._scheduler.go_over(active, knows=False)
+        self._scheduler.go_over(active, knows=False, on_device=False)
         self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         self._enter(self._cpu)
         return True

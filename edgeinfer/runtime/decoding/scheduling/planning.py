@@ -48,7 +48,8 @@ class Planner:
         self._roster = roster
         self._prefixes = prefixes
         self._prefill = prefill
-        self._exactness = exactness
+        #: What a step in company may compute without changing a bit, where the context lies.
+        self.exactness = exactness
         self._n_ctx, self._can_cut = n_ctx, can_cut
         self._last_group: AdapterKey = ()
 
@@ -125,7 +126,7 @@ class Planner:
         """
         if seq.request.speculative != "auto":
             return self._batch.capacity
-        exact = self._exactness
+        exact = self.exactness
         if exact.cells is not None and self._kv.used_cells > exact.cells:
             return 0
         return exact.rows - self._batch.n_tokens - (len(decoding) - decoding.index(seq))

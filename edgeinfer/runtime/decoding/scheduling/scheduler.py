@@ -48,6 +48,7 @@ class Scheduler:
     ) -> None:
         self.kv = kv
         self._active = active
+        self._exactness = exactness
         self._adapters = adapters
         #: Told of a step that llama.cpp failed; True where another context is there to go on in.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
@@ -129,14 +130,18 @@ class Scheduler:
             self.roster.fail(seq, error)
         self.kv.drop_idle(pinned=True)
 
-    def go_over(self, active: ActiveContext, *, knows: bool) -> None:
+    def go_over(self, active: ActiveContext, *, knows: bool, on_device: bool) -> None:
         """Go on in another context, which `knows` what this one has computed, or begins empty: then it
         is computed again. Only between steps, and without a store of blocks.
+
+        Nothing was measured of what a device rounds otherwise in company: there, nobody guesses who has
+        not asked for it.
         """
         if not knows:
             for seq in self.roster.running:
                 self.prefixes.give_up(seq, keep=False)
             self.kv.drop_idle(pinned=True)
+        self._planner.exactness = Exactness(rows=1, cells=None) if on_device else self._exactness
         self._active.become(active)
         self.execution.use_abort()
 
