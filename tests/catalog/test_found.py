@@ -302,7 +302,8 @@ def test_a_store_that_is_closed_or_none(home: Path, tmp_path: Path, monkeypatch,
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "nowhere"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
-    assert listed(capsys) == {"models": [], "unusable": []}
+    found = listed(capsys)
+    assert (found["models"], found["unusable"]) == ([], [])
     with pytest.raises(ModelNotPulledError, match=r"Ollama has no llama3:8b in .*nowhere"):
         own.model_files("ollama/llama3:8b")
 
