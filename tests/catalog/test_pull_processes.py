@@ -122,6 +122,8 @@ def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli,
     server.always = fault(pace=8192)
     process = start_cli("pull", url, "--name", "tiny")
     server.wait_served(100_000)
+    while process.poll() is None and not (part().exists() and part().stat().st_size):
+        server.release.wait(0.01)  # what the server has sent the process may not have read yet
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
