@@ -71,12 +71,14 @@ def doctor(_options: argparse.Namespace, _host: Host) -> DoctorResult:
 
 
 def _guarded(check: Callable[[], Check | list[Check]]) -> list[Check]:
-    """A check that fails in one of our ways is a finding, not the end of the examination."""
+    """A check that fails is a finding, not the end of the examination."""
+    name = (check.__doc__ or check.__name__).split(":")[0].lower()
     try:
         found = check()
     except EdgeInferError as error:
-        name = (check.__doc__ or check.__name__).split(":")[0].lower()
         return [Check(name, "fail", error.message, error_text.hint(error))]
+    except Exception as error:  # noqa: BLE001  # who examines must not end of what is ill
+        return [Check(name, "fail", f"could not be looked at: {error!r}")]
     return found if isinstance(found, list) else [found]
 
 

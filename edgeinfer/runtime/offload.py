@@ -58,11 +58,6 @@ class Offload(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
     reason: str
 
-    @property
-    def device_bytes(self) -> int:
-        """What all devices hold together."""
-        return sum(part.total_bytes for part in self.parts)
-
     def __str__(self) -> str:
         if not self.parts:
             return f"none: {self.reason}"

@@ -41,6 +41,12 @@ class Application:
     def chat(self, model: str, text: str, **fields) -> httpx2.Response:
         return self.client.post(_CHAT, json=_body(model, text, **fields))
 
+    def is_answering(self) -> bool:
+        try:
+            return self.chat("small", "Hello.").is_success
+        except httpx2.TransportError:  # Ray is about to move the front
+            return False
+
     def processes(self, *words: str) -> list[int]:
         """Those of this application's home whose command line has all the words."""
         found = []
@@ -159,7 +165,10 @@ def test_what_begins_alike_goes_where_it_was_read(app: Application) -> None:
 
 @pytest.mark.parametrize("victim", ["replica", "node"])
 def test_killed_in_the_middle_of_a_stream(app: Application, victim: str) -> None:
-    """The client gets an error event, what was started ends too, and the next request is answered."""
+    """The client gets an error event, what was started ends too, and the next request is answered.
+
+    On the node that is killed may be the front too: then the connection is cut.
+    """
     app.chat("small", "Hello.")
     replica = app.replicas("small")[0]
     endpoint = app.endpoints("small")[0]
@@ -167,12 +176,17 @@ def test_killed_in_the_middle_of_a_stream(app: Application, victim: str) -> None
     with app.client.stream("POST", _CHAT, json=body) as stream:
         pieces = stream.iter_raw()
         next(pieces)
+        is_front_hit = victim == "node" and _parent(app.replicas("edgeinfer")[0]) == _parent(replica)
         os.kill(replica if victim == "replica" else _parent(replica), signal.SIGKILL)
-        rest = b"".join(pieces)
-    assert b"replica_ended" in rest
-    assert rest.endswith(b"data: [DONE]\n\n")
+        if is_front_hit:
+            with pytest.raises(httpx2.TransportError):
+                b"".join(pieces)
+        else:
+            rest = b"".join(pieces)
+            assert b"replica_ended" in rest
+            assert rest.endswith(b"data: [DONE]\n\n")
     _until(lambda: not Path(f"/proc/{endpoint}").exists(), "its endpoint ends", 100)
-    assert app.chat("small", "Hello.").status_code == 200
+    _until(app.is_answering, "somebody answers")
 
 
 def _parent(pid: int) -> int:

@@ -39,7 +39,7 @@ def _load(name, progress):
 @pytest.fixture
 def here(serve):
     shelf = ModelShelf(Host(config=Config()))
-    return serve(load=_load, names=("fake",), pulled=pulled_models, shelf=shelf)
+    return serve(load=_load, names=("fake",), pulled=pulled_models(), shelf=shelf)
 
 
 @pytest.fixture

@@ -81,7 +81,9 @@ def test_a_build_that_failed_is_not_tried_again_until_something_changes(user, pl
     assert user.ask(**program).start["how"] == "cold"
     user.logged("failed before, and nothing has changed since: planted")
     assert "could not be built" in user.run("snapshots", **program).check().out
-    checks = json.loads(user.run("doctor", "--json", **program).out)["result"]["checks"]
+    told = user.run("doctor", "--json", **program).out
+    assert "result" in json.loads(told), told
+    checks = json.loads(told)["result"]["checks"]
     assert any("small could not be built: planted" in check["found"] for check in checks)
     assert "could not be built" not in user.run("snapshots").check().out
 

@@ -83,6 +83,7 @@ class Terminal:
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             assert time.monotonic() < deadline, f"it did not come true; the screen:\n{self.screen()}"
+            time.sleep(0.02)  # looking takes processes of its own
         return found
 
     def until_shown(self, text, seconds=60.0):

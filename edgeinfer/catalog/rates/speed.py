@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from edgeinfer.catalog.ggml_types import TENSOR_TYPES
-from edgeinfer.catalog.gguf import GgufHeader, TensorInfo
+from edgeinfer.catalog.gguf import GgufHeader
 from edgeinfer.catalog.rates.probe import Rates
 from edgeinfer.catalog.rates.purpose import Purpose
 
@@ -50,24 +50,6 @@ def bytes_per_weight(tensor_type: str) -> float:
     """Bytes that a weight of a tensor type takes. Raises KeyError for no type of ggml."""
     kind = next(t for t in TENSOR_TYPES.values() if t.name == tensor_type)
     return kind.bytes / kind.block
-
-
-def file_speed(headers: Sequence[GgufHeader], rates: Rates) -> Speed:
-    """The speed of a model from its tensors' types and sizes.
-
-    Of a mixture of experts those count that a token uses; the output matrix counts for writing alone.
-    """
-    tensors = [tensor for header in headers for tensor in header.tensors if len(tensor.shape) > 1]
-    has_output = any(tensor.name == "output.weight" for tensor in tensors)
-    prefill = decode = 0.0
-    for tensor in tensors:
-        if tensor.name == "token_embd.weight" and has_output:
-            continue  # a row a token
-        weights = tensor.n_elements * _share(tensor, headers[0])
-        decode += weights / _decode_rate(tensor.type, rates)
-        if tensor.name not in ("output.weight", "token_embd.weight"):
-            prefill += weights / _prefill_rate(tensor.type, rates)
-    return Speed(1 / max(prefill, 1e-12), 1 / max(decode, 1e-12))
 
 
 def expected_speed(n_params: float, tensor_type: str, rates: Rates) -> Speed:
@@ -137,14 +119,6 @@ def _seconds(purpose: Purpose, tensor_type: str, rates: Rates, n_params: float) 
     reading = _QUESTION_TOKENS / speed.prefill
     writing = _ANSWER_TOKENS / speed.decode
     return {"prefill": reading, "decode": writing}.get(purpose, reading + writing)
-
-
-def _share(tensor: TensorInfo, first: GgufHeader) -> float:
-    """The share of a tensor that one token is multiplied with."""
-    if "_exps" not in tensor.name:
-        return 1.0
-    experts = first.number(first.own("expert_count"), 1)
-    return first.number(first.own("expert_used_count"), 1) / max(1, experts)
 
 
 def _decode_rate(tensor_type: str, rates: Rates) -> float:

@@ -85,8 +85,8 @@ KeepAlive = (
     Annotated[
         float,
         Meta(
-            ge=-(1 << 53),
-            le=1 << 53,
+            ge=-(1 << 52),
+            le=1 << 52,
             description="Seconds the model stays loaded; 0 unloads it, less keeps it.",
         ),
     ]

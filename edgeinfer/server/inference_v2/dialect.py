@@ -60,7 +60,7 @@ INFERENCE_V2 = Dialect(
             handler=routes.infer,
             summary="Go on with texts.",
             body=wire.InferBody,
-            reply=wire.InferReply,
+            reply=wire.InferenceReply,
         ),
         Operation(
             path="/v2/models/{id}/generate",

@@ -64,4 +64,4 @@ class InferRenderer(GenerateRenderer):
     def whole(self, answers: list[Collected]) -> bytes:
         texts = [answer.reasoning + answer.text for answer in answers]
         tensor = wire.TensorOut(data=texts, shape=[len(texts)])
-        return _encode(wire.InferReply(model_name=self._model, outputs=[tensor], id=self._id))
+        return _encode(wire.InferenceReply(model_name=self._model, outputs=[tensor], id=self._id))

@@ -108,7 +108,7 @@ class TensorOut(Reply, frozen=True, kw_only=True):
     datatype: str = "BYTES"
 
 
-class InferReply(Reply, frozen=True, kw_only=True):
+class InferenceReply(Reply, frozen=True, kw_only=True):
     """The answer of infer."""
 
     model_name: str
