@@ -21,7 +21,7 @@ cluster = Cluster(
 for _ in range(2):
     cluster.add_node(num_cpus=3)
 ray.init(address=cluster.address, log_to_driver=False)
-serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
+serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(port)})
 serve.run(application(arguments))
 print("ready", flush=True)
 ended = threading.Thread(target=sys.stdin.read)
