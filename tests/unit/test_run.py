@@ -31,6 +31,9 @@ class Scripted:
     def leave_blocks(self):
         pass
 
+    def use_devices(self, wishes):
+        pass
+
     def __init__(self, events):
         self.events = events
         self.asked = []
