@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx2
 import ray
-from bench_memory import _model_of as model_of
+from bench_memory import model_of
 from bench_serve import free_port
 from common import model_path, peer_program, tree_of, write_figure
 from memory_sides import ask
