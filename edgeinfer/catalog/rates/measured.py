@@ -36,9 +36,9 @@ def measured_rates() -> dict[str, Measured]:
 
 def remember(model: str, decode: float, n_tokens: int) -> None:
     """Keep the rate of an answer of `n_tokens`, unless it is short or the disk refuses."""
-    known = measured_rates()
     if n_tokens < ENOUGH_TOKENS or decode <= 0:
         return
+    known = measured_rates()
     if model in known and abs(known[model].decode / decode - 1) < _SAME:
         return
     try:
