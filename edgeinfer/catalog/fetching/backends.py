@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer import paths
+from edgeinfer.catalog.fetching import local
 from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job
-from edgeinfer.disk import CHUNK_BYTES, locked, need_room, room_errors, sha256_of, sync, write_whole
+from edgeinfer.disk import locked, room_errors, sha256_of, sync, write_whole
 from edgeinfer.errors import CatalogError, ChecksumError, SourceNotFoundError
 from edgeinfer.runtime.backends import files
 from edgeinfer.runtime.backends.files import BackendFile, Build, Facts
@@ -86,15 +87,7 @@ def _fetched(library: str, place: str, work: Path, job: Job, facts: Facts) -> Pa
     """The whole library in the work folder, not verified."""
     if is_address(place):
         return _downloaded(library, place, work, job, facts)
-    source = _local(library, place)
-    need_room(work, facts.size_bytes, library)
-    job.begin("copying", library, total=facts.size_bytes)
-    copy = work / library
-    with open(source, "rb") as file, open(copy, "wb") as target:
-        while chunk := file.read(CHUNK_BYTES):
-            target.write(chunk)
-            job.at(target.tell())
-    return copy
+    return local.copied(_local(library, place), work, job)
 
 
 def _downloaded(name: str, place: str, work: Path, job: Job, facts: Facts | None = None) -> Path:

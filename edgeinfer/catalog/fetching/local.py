@@ -31,7 +31,7 @@ def fetch(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
             raise SourceNotFoundError(f"there is no file {part}", hint="check the path")
     found = []
     for index, part in enumerate(parts):
-        ours = part if in_place else _copied(part, work, job, index, len(parts))
+        ours = part if in_place else copied(part, work, job, index, len(parts))
         found.append(
             Fetched(
                 path=ours,
@@ -56,8 +56,11 @@ def _checkpoint(folder: Path) -> Fetched:
     return Fetched(path=folder, file_name=name, ours=False, pinned=False, checkpoint=True)
 
 
-def _copied(source: Path, work: Path, job: Job, index: int, n_files: int) -> Path:
-    """A copy of `source` that costs nothing where the filesystem can share blocks."""
+def copied(source: Path, work: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
+    """A copy of `source` in `work`, which costs nothing where the filesystem can share blocks.
+
+    Raises DiskFullError, InterruptedByUser.
+    """
     target = work / (names.tamed_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)
