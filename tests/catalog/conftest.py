@@ -13,6 +13,7 @@ import pytest
 from fake_hub import Fault, FaultServer, sha
 from made_gguf import gguf_bytes
 
+from edgeinfer import paths
 from edgeinfer.catalog.progress import Patience
 
 #: Waits of microseconds instead of seconds, and a short belief in silence.
@@ -39,6 +40,18 @@ def server() -> Iterator[FaultServer]:
     made.httpd.shutdown()
     made.httpd.server_close()
     thread.join()
+
+
+@pytest.fixture
+def url(server: FaultServer, body: bytes) -> str:
+    """Where the file's own `body` is served."""
+    server.files["/tiny.gguf"] = body
+    return f"{server.url}/tiny.gguf"
+
+
+def part() -> Path:
+    """The partial file of a pull of `url` as tiny."""
+    return paths.models_dir() / ".partial/tiny/tiny.gguf.part"
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ fetched is kept.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -26,6 +25,8 @@ from edgeinfer.errors import (
     SourceNotFoundError,
 )
 
+from .conftest import part
+
 SIZE = 300_000
 
 
@@ -37,16 +38,6 @@ def body(make_gguf) -> bytes:
 @pytest.fixture
 def options(hasty) -> PullOptions:
     return PullOptions(name="tiny", patience=hasty)
-
-
-@pytest.fixture
-def url(server, body) -> str:
-    server.files["/tiny.gguf"] = body
-    return f"{server.url}/tiny.gguf"
-
-
-def part() -> Path:
-    return paths.models_dir() / ".partial/tiny/tiny.gguf.part"
 
 
 def kept() -> int:

@@ -22,22 +22,14 @@ from edgeinfer.catalog import store
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import DownloadError, SourceNotFoundError
 
+from .conftest import part
+
 N_FLOATS = 500_000
 
 
 @pytest.fixture
 def body(make_gguf) -> bytes:
     return make_gguf(tensors=[("token_embd.weight", N_FLOATS)])
-
-
-@pytest.fixture
-def url(server, body) -> str:
-    server.files["/tiny.gguf"] = body
-    return f"{server.url}/tiny.gguf"
-
-
-def part() -> Path:
-    return paths.models_dir() / ".partial/tiny/tiny.gguf.part"
 
 
 def nothing_wrong_is_published(body: bytes) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import random
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.catalog import store
 from edgeinfer.catalog.fetching import spans
 from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import AuthenticationError, DownloadError, InterruptedByUser
+
+from .conftest import part
 
 SIZE = 8 << 20
 
@@ -28,16 +28,6 @@ def body(make_gguf) -> bytes:
 @pytest.fixture
 def options(hasty) -> PullOptions:
     return PullOptions(name="tiny", patience=msgspec.structs.replace(hasty, parallel_bytes=1 << 20))
-
-
-@pytest.fixture
-def url(server, body) -> str:
-    server.files["/tiny.gguf"] = body
-    return f"{server.url}/tiny.gguf"
-
-
-def part() -> Path:
-    return paths.models_dir() / ".partial/tiny/tiny.gguf.part"
 
 
 def is_right(body: bytes) -> bool:
