@@ -8,7 +8,7 @@ from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.openai.errors import error_body, sentence
 from edgeinfer.server.openai.wire_replies import ErrorReply
-from edgeinfer.server.responses import routes, wire
+from edgeinfer.server.responses import routes, wire, wire_replies
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
@@ -34,7 +34,7 @@ RESPONSES = Dialect(
             handler=routes.responses,
             summary="Answer a conversation.",
             body=wire.ResponsesRequest,
-            reply=wire.ResponseReply,
+            reply=wire_replies.ResponseReply,
             streams=True,
             may_store=True,
         ),
@@ -44,7 +44,7 @@ RESPONSES = Dialect(
             handler=routes.stored_response,
             summary="A stored response, or its stream from behind an event.",
             query=wire.StoredQuery,
-            reply=wire.ResponseReply,
+            reply=wire_replies.ResponseReply,
             streams=True,
             uses_model=False,
         ),
@@ -53,14 +53,14 @@ RESPONSES = Dialect(
             path="/v1/responses/{id}",
             handler=routes.delete_response,
             summary="Forget a stored response, and end it if it is being made.",
-            reply=wire.DeletedResponse,
+            reply=wire_replies.DeletedResponse,
             uses_model=False,
         ),
         Operation(
             path="/v1/responses/{id}/cancel",
             handler=routes.cancel_response,
             summary="End a response that is made in the background.",
-            reply=wire.ResponseReply,
+            reply=wire_replies.ResponseReply,
             uses_model=False,
         ),
         Operation(
@@ -69,7 +69,7 @@ RESPONSES = Dialect(
             handler=routes.input_items,
             summary="What a stored response answers.",
             query=wire.InputItemsQuery,
-            reply=wire.InputItems,
+            reply=wire_replies.InputItems,
             uses_model=False,
         ),
         Operation(
@@ -77,7 +77,7 @@ RESPONSES = Dialect(
             handler=routes.input_tokens,
             summary="Count a conversation's tokens.",
             body=wire.ResponsesRequest,
-            reply=wire.InputTokensReply,
+            reply=wire_replies.InputTokensReply,
         ),
     ),
 )

@@ -16,13 +16,8 @@ from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.responses import stored, translate
 from edgeinfer.server.responses.render import ResponseRenderer
-from edgeinfer.server.responses.wire import (
-    DeletedResponse,
-    InputItemsQuery,
-    InputTokensReply,
-    ResponsesRequest,
-    StoredQuery,
-)
+from edgeinfer.server.responses.wire import InputItemsQuery, ResponsesRequest, StoredQuery
+from edgeinfer.server.responses.wire_replies import DeletedResponse, InputTokensReply
 
 
 async def responses(request: Request) -> Response:
