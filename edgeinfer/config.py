@@ -106,7 +106,7 @@ class GpuConfig(_Section, frozen=True, kw_only=True):
 
 
 #: The rules of `server.core.changing_lines`.
-SettledLine = Literal["standing", "billing-header", "day", "environment", "clock"]
+SettledLine = Literal["standing", "billing-header", "day", "environment", "clock", "note"]
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):

@@ -196,10 +196,8 @@ def agents() -> str:
             setup = agent.setup(target, Path(folder))
             told = [f"`{name}`" for name in setup.environment]
             told += [f"`{word}`" for word in dict.fromkeys(setup.arguments) if word.startswith("-")]
-            begins = f"{agent.first_tokens:,}" if agent.first_tokens else "not counted"
-            rows.append(
-                f"| `{agent.name}` | {agent.title} | {begins} | {agent.needs_tokens:,} | {', '.join(told)} |"
-            )
+            sizes = f"{agent.first_tokens:,} | {agent.needs_tokens:,}"
+            rows.append(f"| `{agent.name}` | {agent.title} | {sizes} | {', '.join(told)} |")
     return (
         "\n".join(["| name | | begins with | needs | told by |", "|---|---|---|---|---|", *rows]) + "\n"
     )

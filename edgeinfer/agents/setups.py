@@ -129,11 +129,12 @@ def aider(target: Target, folder: Path) -> Setup:
 
 
 def pi(target: Target, folder: Path) -> Setup:
-    """pi: an extension that adds the provider."""
+    """pi: an extension that adds the provider, and has it say who asks."""
     provider = {
         "baseUrl": f"{target.url}/v1",
         "apiKey": target.key,
         "api": "openai-completions",
+        "headers": {"User-Agent": "pi/launched"},
         "models": [
             {
                 "id": target.model,
@@ -171,7 +172,7 @@ def qwen(target: Target, _folder: Path) -> Setup:
 
 
 def goose(target: Target, _folder: Path) -> Setup:
-    """goose: variables, which go before its configuration and its keyring."""
+    """goose: variables, which go before its configuration and its keyring; one has it say who asks."""
     return Setup(
         environment={
             "GOOSE_PROVIDER": "openai",
@@ -183,5 +184,6 @@ def goose(target: Target, _folder: Path) -> Setup:
             "OPENAI_BASE_PATH": "v1/chat/completions",
             "OPENAI_API_KEY": target.key,
             "OPENAI_TIMEOUT": "3600",
+            "OPENAI_CUSTOM_HEADERS": "user-agent=goose/launched",
         }
     )

@@ -11,16 +11,14 @@ from edgeinfer.agents.setups import Setup, Target
 
 #: What must fit behind an agent's first request: answers, and what its tools find.
 _ROOM_TOKENS = 4096
-#: What is assumed of an agent whose first request nobody has counted.
-_UNCOUNTED_TOKENS = 12_000
 
 
 class Agent(NamedTuple):
     """`program` is looked for on PATH; `install` is what to type when it is not there.
 
     `first_tokens`: what its first request was counted to have (SmolLM2's tokens; others differ by a
-    fifth), 0 where nobody counted. `user_agent`: how its requests begin that header, "" where it does
-    not say who it is. `ask`: arguments for one question without a terminal, before the question.
+    fifth). `user_agent`: how its requests begin that header when it is launched, "" where it does not
+    say who it is. `ask`: arguments for one question without a terminal, before the question.
     `room_tokens`: what it must have beyond the first request, or it compacts at once.
     """
 
@@ -37,7 +35,7 @@ class Agent(NamedTuple):
     @property
     def needs_tokens(self) -> int:
         """The smallest context that this agent can work in."""
-        return (self.first_tokens or _UNCOUNTED_TOKENS) + self.room_tokens
+        return self.first_tokens + self.room_tokens
 
 
 #: How `edgeinfer warm --agent` asks for an agent, before its name.
@@ -94,7 +92,7 @@ AGENTS = {
             "npm install -g @mariozechner/pi-coding-agent",
             setups.pi,
             1_326,
-            "",
+            "pi/",
             ("-p",),
             room_tokens=22_000,
         ),
@@ -112,9 +110,9 @@ AGENTS = {
             "goose",
             "goose",
             "goose",
-            "see https://block.github.io/goose",
+            "see https://github.com/aaif-goose/goose",
             setups.goose,
-            0,
+            4_174,
             "goose/",
             ("run", "-t"),
         ),

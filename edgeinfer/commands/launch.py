@@ -46,7 +46,7 @@ class LaunchResult(Result, frozen=True, kw_only=True):
 
 
 class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the list. `first_tokens` 0: not counted."""
+    """A line of the list."""
 
     name: str
     title: str
@@ -67,8 +67,8 @@ class AgentsResult(Result, frozen=True, kw_only=True):
 
 
 def _row(agent: KnownAgent) -> tuple[str, ...]:
-    counted = f"{agent.first_tokens:,} tokens" if agent.first_tokens else "?"
-    return agent.name, "yes" if agent.path else "-", counted, agent.install
+    here = "yes" if agent.path else "-"
+    return agent.name, here, f"{agent.first_tokens:,} tokens", agent.install
 
 
 def launch(options: argparse.Namespace, host: Host) -> Result:
@@ -196,8 +196,7 @@ def _too_small(agent: Agent, found: Found, model: str, n_ctx: int) -> ServeError
 
 
 def _needs(agent: Agent) -> str:
-    begins = f" (it begins with {agent.first_tokens:,})" if agent.first_tokens else ""
-    return f"{agent.needs_tokens:,} at least{begins}"
+    return f"{agent.needs_tokens:,} at least (it begins with {agent.first_tokens:,})"
 
 
 def _larger_models(agent: Agent) -> str:

@@ -44,8 +44,9 @@ def install(name: str) -> Path:
 
 def programs(name: str) -> Path:
     """The folder of an installed client's programs."""
-    folder = build_cache() / "clients" / name
-    return folder / "bin" if "python" in table()[name] else folder / "node_modules" / ".bin"
+    client = table()[name]
+    usual = "bin" if "python" in client else "node_modules/.bin"
+    return build_cache() / "clients" / name / client.get("programs", usual)
 
 
 def _install_python(folder: Path, pins: list[str]) -> None:

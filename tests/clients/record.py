@@ -41,8 +41,8 @@ _KEPT_TEXT = re.compile(
     r"|^.*(?:[Ww]orking directory|Is a git repository|Is directory a git repo|Workspace root folder): .*$"
     r"|^(?: *Today's date|Current date:).*$"
     r"|^You have a persistent file-based memory at `[^`\n]+`\.|^- PROJECT memory .*$|^## /\S*MEMORY\.md$"
-    r"|<cwd>.*?</cwd>|<root>.*?</root>"
-    r"|</?(?:env|system-reminder|environment_context|filesystem|workspace_roots|permission_profile)\b[^>]*>)",
+    r"|^It is currently .*$|<cwd>.*?</cwd>|<root>.*?</root>"
+    r"|</?(?:env|info-msg|system-reminder|environment_context|filesystem|workspace_roots|permission_profile)\b[^>]*>)",
     re.MULTILINE,
 )
 #: Fields whose values are not prose, at any depth.

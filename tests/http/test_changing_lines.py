@@ -148,6 +148,26 @@ def test_a_clock_stands_behind_the_last_turn():
     ]
 
 
+NOTE = "<info-msg>\nIt is currently 2026-11-22 13:06:00\nWorking directory: /w\n\n</info-msg>"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (("user", f"{NOTE}\nMake a file."),),
+        (("user", f"Make a file.\n{NOTE}"),),
+        (("user", "Make a file."), ("assistant", "Done."), ("user", NOTE)),
+    ],
+)
+def test_gooses_note_stands_behind_the_last_turn(said):
+    turns = [_turn(role, text) for role, text in (("system", "Rules."), *said, ("user", "And now?"))]
+    settled, applied = settle(turns)
+    assert applied == ("note",)
+    assert settled[1].content == "Make a file."
+    assert settled[-1].content == f"And now?\n\n{NOTE}"
+    assert not any(NOTE in turn.content for turn in settled[:-1])
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -156,6 +176,7 @@ def test_a_clock_stands_behind_the_last_turn():
         "Today's date is a day on which nobody works, and everybody knows it: the twenty-second.",
         "Working directory: of a council, not of opencode",
         "mentions x-anthropic-billing-header: in a line",
+        "writes about <info-msg>It is currently</info-msg>",
     ],
 )
 def test_what_only_looks_like_it_stays(text):

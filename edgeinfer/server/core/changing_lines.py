@@ -56,6 +56,8 @@ _REMINDER = ("<system-reminder>", "</system-reminder>")
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
 _ROOTS = ("<workspace_roots>", "</workspace_roots>")
+#: goose's note about the moment, the folder and its tasks, which it puts elsewhere in each request.
+_NOTE = re.compile(r"\n*<info-msg>\nIt is currently .*?</info-msg>\n*", re.DOTALL)
 
 
 def _none(text: str) -> Split:
@@ -98,6 +100,12 @@ RULES = (
         _line(_CLOCK),
         "last turn",
     ),
+    Rule(
+        "note",
+        "goose's `<info-msg>` about the moment and the folder, of which each request has one",
+        _none,
+        "last turn",
+    ),
 )
 NAMES = tuple(rule.name for rule in RULES)
 
@@ -123,6 +131,8 @@ def settle(
         _put_ahead(others, "".join(ahead))
     if "environment" in wanted and _folders_last(others) and "environment" not in applied:
         applied.append("environment")
+    if "note" in wanted and _note_last(others):
+        applied.append("note")
     return (*(turn for turn in system if turn.content), *others), tuple(applied)
 
 
@@ -183,6 +193,23 @@ def _folders_last(others: list[Message]) -> bool:
     is_other = text != others[place].content
     others[place] = _saying(others[place], text)
     return is_other
+
+
+def _note_last(others: list[Message]) -> bool:
+    """Put goose's note behind the last turn; whether there is one."""
+    found = ""
+    settled = []
+    for turn in others:
+        if turn.role == "user" and (notes := _NOTE.findall(turn.content)):
+            found = notes[-1].strip()
+            said = _NOTE.sub("\n", turn.content).strip("\n")
+            settled += [_saying(turn, said)] if said else []
+        else:
+            settled.append(turn)
+    if not found or not settled or settled[-1].role not in ("user", "tool"):
+        return False
+    others[:] = [*settled[:-1], _saying(settled[-1], f"{settled[-1].content}\n\n{found}")]
+    return True
 
 
 def _later(text: str, at: int, part: str, before: str) -> str:

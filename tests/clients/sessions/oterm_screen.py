@@ -1,32 +1,67 @@
-"""oterm's client, without its screen: Ollama's list and facts, then two turns with a tool call."""
+"""oterm at a terminal: a chat with its shell tool, chosen with the mouse, and two turns."""
 
-import asyncio
+import json
 import os
 import sys
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tui"))
+
+from terminal import PROMPT, Terminal
 
 url, model = sys.argv[1:]
-os.environ["OLLAMA_URL"] = url
-
-from oterm.agent import get_agent  # noqa: E402  it reads the environment
-from oterm.providers.ollama import list_models  # noqa: E402
 
 
-def get_weather(city: str) -> str:
-    """The weather in a city."""
-    return f"sunny in {city}"
+def click(terminal: Terminal, text: str) -> None:
+    """Press the mouse's button on the second cell of what the screen shows."""
+    lines = terminal.until_shown(text) and terminal.screen().splitlines()
+    row = next(i for i, line in enumerate(lines) if text in line)
+    at = f"{lines[row].index(text) + 2};{row + 1}"
+    terminal.type(f"\x1b[<0;{at}M\x1b[<0;{at}m")
 
 
-async def main() -> None:
-    from pydantic_ai import Tool
+def hold_session(terminal: Terminal) -> None:
+    """Make a chat with a tool; then two turns, of which the first calls it."""
+    terminal.resize(110, 40)
+    terminal.run("oterm")
+    terminal.until_shown("Press Ctrl+N")
+    terminal.press("C-n")
+    click(terminal, f"{model}:latest")
+    terminal.until_shown(f"Model: {model}")
+    click(terminal, " shell")
+    click(terminal, "  Save")
+    terminal.until_shown("❯")
+    terminal.type("Make a file hello.txt.")
+    terminal.press("Enter")
+    terminal.until_shown("The tool has done it.")
+    terminal.type("Now say what you did.")
+    terminal.press("Enter")
+    terminal.until_shown("second turn")
+    terminal.press("C-q")
+    terminal.until(lambda: terminal.screen().rstrip().endswith(PROMPT.rstrip()))
 
-    agent = get_agent("ollama", model, tools=[Tool(get_weather)])
-    first = await agent.run("What is the weather in Paris?")
-    assert first.output == "The tool has done it.", first.output
-    second = await agent.run("And now?", message_history=first.all_messages())
-    assert "second turn" in second.output, second.output
 
-
-assert any(model in str(one) for one in list_models())
-asyncio.run(main())
+with tempfile.TemporaryDirectory(prefix="edgeinfer-oterm-") as folder:
+    home = Path(folder)
+    data = home / "data"
+    data.mkdir()
+    (data / "config.json").write_text(json.dumps({"splash-screen": False}))
+    environment = {
+        "HOME": folder,
+        "OTERM_DATA_DIR": str(data),
+        "OLLAMA_URL": url,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TERM": "tmux-256color",
+        "LANG": "C.UTF-8",
+        "PS1": PROMPT,
+        "HISTFILE": "/dev/null",
+    }
+    terminal = Terminal(home, environment)
+    try:
+        hold_session(terminal)
+    finally:
+        terminal.close()
+    assert (home / "hello.txt").read_text() == "hello\n"
 print(version("oterm"))
