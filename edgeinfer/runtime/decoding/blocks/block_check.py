@@ -22,8 +22,9 @@ from edgeinfer.runtime.decoding.cache.states import SequenceStates
 
 #: A step of the check computes so many tokens: who asks meanwhile waits for one of them.
 _CHUNK = 32
-#: Tokens of a text where no window asks for more.
-_TOKENS = 96
+#: Tokens of a text where no window asks for more, and of its blocks: three, and a cut inside one.
+_TOKENS = 24
+_BLOCK_TOKENS = 8
 #: A longer window is not filled: blocks are shorter than it in any case.
 _MOST_TOKENS = 1600
 #: The check's sequence, the scratch one beside it, and how many that makes.
@@ -53,7 +54,7 @@ class BlockCheck:
     ) -> None:
         self._can_cut = can_cut
         self._make_context, self._n_vocab = make_context, n_vocab
-        self._block_tokens = min(block_tokens, 32) if not window else block_tokens
+        self._block_tokens = min(block_tokens, _BLOCK_TOKENS) if not window else block_tokens
         self.n_tokens = text_tokens(window, block_tokens)
         self._tokens: list[int] = []
         self._cut = self.n_tokens // 2 + 5
