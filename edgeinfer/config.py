@@ -105,6 +105,21 @@ class GpuConfig(_Section, frozen=True, kw_only=True):
     ] = ""
 
 
+#: Copies of a model that one endpoint may have.
+_MOST_COPIES = 64
+
+
+def copies_range(text: str) -> tuple[int, int]:
+    """Parse how many copies may run: `N`, or `MIN..MAX`. Raises ValueError saying what is allowed."""
+    least, dots, most = text.partition("..")
+    words = (least, most) if dots else (least, least)
+    if all(word.isascii() and word.isdecimal() for word in words):
+        found = int(words[0]), int(words[1])
+        if 1 <= found[0] <= found[1] <= _MOST_COPIES:
+            return found
+    raise ValueError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_COPIES}")
+
+
 #: The rules of `server.core.changing_lines`.
 SettledLine = Literal["standing", "billing-header", "day", "environment", "clock", "note"]
 
@@ -120,6 +135,19 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     max_queue: Annotated[
         int, about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
     ] = 64
+    copies: Annotated[
+        str, about("Copies of the default model, `N` or `MIN..MAX`, each in a process of its own.")
+    ] = "1"
+    copies_wait_s: Annotated[
+        float, about("One copy more when a request would wait for longer, seconds.", gt=0)
+    ] = 5.0
+    copies_idle_s: Annotated[
+        float, about("One copy less when fewer were enough for so many seconds.", gt=0)
+    ] = 60.0
+    copies_measured_s: Annotated[
+        float,
+        about("Seconds of waiting requests by which it is measured what a copy more gives.", gt=0),
+    ] = 10.0
     ollama: Annotated[
         bool, about("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
     ] = False
@@ -143,6 +171,9 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         Literal["ignore", "refuse"],
         about("What becomes of a request's fields that nothing here knows; ignored ones are named."),
     ] = "ignore"
+
+    def __post_init__(self) -> None:
+        copies_range(self.copies)
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):

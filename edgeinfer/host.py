@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from edgeinfer import paths
+from edgeinfer import paths, process_notes
 from edgeinfer.config import Config, load_config
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
-from edgeinfer.last_prompt import LastPrompt, Shared
+from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.options import CopiesInfo, LoadOptions, ModelFiles
 
 if TYPE_CHECKING:
     from edgeinfer.blocks.store import BlockStore
@@ -122,7 +122,8 @@ class Host:
     ) -> None:
         self.start = start or Start(reason="started without the launcher")
         self._config = config
-        self._last_prompt = Shared()
+        self._last_prompt = process_notes.Note(process_notes.LAST_PROMPT)
+        self._copies = process_notes.Note(process_notes.COPIES)
         # what this process has computed since exec: it has hardly waited
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
@@ -199,6 +200,10 @@ class Host:
     def note_prompt(self, last: LastPrompt) -> None:
         """Leave what was remembered of the latest prompt where `edgeinfer ps` finds it."""
         self._last_prompt.write(last)
+
+    def note_copies(self, copies: CopiesInfo) -> None:
+        """Leave what copies of a model run where `edgeinfer ps` finds it."""
+        self._copies.write(copies)
 
     def _reached(self, stage: str) -> None:
         """Note that the first engine has come to this stage."""

@@ -1,18 +1,10 @@
-"""What was remembered of the latest prompt, told in words, and left where `edgeinfer ps` finds it.
-
-It is left in memory of the process that was asked, which `/proc` shows to its user alone: it holds
-words of a prompt, and is gone with the process.
-"""
+"""What was remembered of the latest prompt, told in words."""
 
 from __future__ import annotations
-
-import os
 
 import msgspec
 
 from edgeinfer.runtime.events import Divergence, Finished, Usage
-
-_NAME = "edgeinfer-last-prompt"
 
 
 class LastPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,32 +43,3 @@ class LastPrompt(msgspec.Struct, frozen=True, kw_only=True):
 def _quoted(text: str) -> str:
     seen = "".join(c if c.isprintable() else " " for c in text)  # a terminal may show it
     return f"“{' '.join(seen.split())}”"
-
-
-class Shared:
-    """Where a process leaves its latest one."""
-
-    def __init__(self) -> None:
-        self._fd = -1
-
-    def write(self, last: LastPrompt) -> None:
-        """Leave this one; Linux alone has a place for it."""
-        if self._fd < 0 and hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create(_NAME)
-        if self._fd >= 0:
-            raw = msgspec.json.encode(last)
-            os.ftruncate(self._fd, len(raw))
-            os.pwrite(self._fd, raw, 0)
-
-
-def left_by(pid: int) -> LastPrompt | None:
-    """What the process `pid` has left; None where it was asked nothing yet, or is somebody else's."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        for number in os.listdir(folder):
-            if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{_NAME}"):
-                with open(f"{folder}/{number}", "rb") as file:
-                    return msgspec.json.decode(file.read(), type=LastPrompt)
-    except (OSError, msgspec.MsgspecError):
-        pass
-    return None

@@ -10,6 +10,7 @@ from edgeinfer import sampling_options
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments import times
 from edgeinfer.arguments.verb import Verbs, add_verb
+from edgeinfer.config import copies_range
 from edgeinfer.load_options import LOAD_OPTIONS, N_CTX, LoadOption
 from edgeinfer.sampling_options import SamplingOption
 
@@ -201,6 +202,12 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         help="leave after so many seconds without a request",
     )
     where.add_argument(
+        "--copies",
+        type=_copies,
+        metavar="N|MIN..MAX",
+        help="copies of the model, each in a process of its own; between the two by what is asked",
+    )
+    where.add_argument(
         "--drain", type=positive_s, metavar="S", help="seconds that running requests have after SIGTERM"
     )
     where.add_argument(
@@ -277,6 +284,15 @@ def _add_batch(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     add_load_options(parser)
     add_launch_options(parser)
+
+
+def _copies(text: str) -> str:
+    """`text`, which says how many copies. Raises argparse.ArgumentTypeError."""
+    try:
+        copies_range(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def port_number(text: str) -> int:

@@ -14,7 +14,7 @@ Headers = tuple[tuple[str, str], ...]
 
 
 class Asked(NamedTuple):
-    """A client's request. `beginnings` are the names of what it begins with (`prefix.names`)."""
+    """A client's request. `beginnings` are the names of what it begins with (`beginnings.names`)."""
 
     method: str
     target: str

@@ -10,7 +10,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from edgeinfer.cluster import prefix
+from edgeinfer.cluster import naming
 from edgeinfer.cluster.asking import Accepted, Asked, Head, Part, passed_on
 from edgeinfer.server import operations
 from edgeinfer.server.core.dialect import Dialect
@@ -48,8 +48,8 @@ class Front:
         if request.method == "GET" and place is operations.find("/v1/models"):
             return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
         body = await request.body()
-        fields = prefix.decoded(body)
-        named = place.params.get("model", "") or prefix.model_named(fields) or self._first
+        fields = naming.decoded(body)
+        named = place.params.get("model", "") or naming.model_named(fields) or self._first
         if named not in self._models:
             return _refusal(place.dialect, _unknown(named, self._models))
         asked = Asked(
@@ -57,7 +57,7 @@ class Front:
             path + (f"?{request.url.query}" if request.url.query else ""),
             passed_on(tuple(request.headers.items())),
             body,
-            prefix.names(fields),
+            naming.names(fields),
         )
         return await self._ask(named, asked, place.dialect)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from edgeinfer.cluster import prefix
+from edgeinfer import beginnings
 from edgeinfer.cluster.asking import Asked
 
 
@@ -21,7 +21,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._readers = prefix.Readers()
+        self._readers = beginnings.Readers()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -146,6 +146,15 @@ def _types() -> Check:
     return Check("types", "ok", f"10⁹ weights/s read/written: {found}{busy}")
 
 
+def _copies() -> Check:
+    """Copies: what trials of several have found in the last week."""
+    from edgeinfer.workers.copies import remembered
+
+    found = [verdict for model in remembered.everything().values() for verdict in model]
+    said = "; ".join(f"{verdict.model}: {verdict.words}" for verdict in found)
+    return Check("copies", "ok", said or "of no model was it measured what several give")
+
+
 def _gpu() -> list[Check]:
     """GPU: what the backend libraries find, each in a process of its own."""
     from edgeinfer.machine import read_gpus
@@ -261,6 +270,7 @@ CHECKS: tuple[Callable[[], Check | list[Check]], ...] = (
     _memory,
     _llama,
     _types,
+    _copies,
     _gpu,
     _snapshots,
     _directories,

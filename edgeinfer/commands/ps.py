@@ -1,4 +1,4 @@
-"""`edgeinfer ps`: what runs, and what it remembered of its latest prompt."""
+"""`edgeinfer ps`: what runs, its copies of a model, and what it remembered of its latest prompt."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ class PsResult(Result, frozen=True, kw_only=True):
             return "nothing is running"
         rows = [("PID", "AGE", "PRIVATE", "SHARED", "COMMAND"), *map(_row, self.running)]
         remembered = [
-            f"{process.pid} {last.model}: {last.words}"
-            for process in self.running
-            for last in process.last_prompts
+            f"{process.pid} {said}" for process in self.running for said in _remembered(process)
         ]
         return "\n\n".join([table(rows), *(["\n".join(remembered)] if remembered else [])])
+
+
+def _remembered(process: Running) -> list[str]:
+    copies = [f"{found.model}: {found.words}" for found in process.copies]
+    return copies + [f"{last.model}: {last.words}" for last in process.last_prompts]
 
 
 def _row(process: Running) -> tuple[str, ...]:

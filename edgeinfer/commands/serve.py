@@ -10,17 +10,19 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
 from edgeinfer import places, requesting
 from edgeinfer.commands.model_shelf import ModelShelf
-from edgeinfer.config import offline
+from edgeinfer.config import ServeConfig, copies_range, offline
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
+from edgeinfer.machine import read_processors
 from edgeinfer.result import Result
-from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.loading.choices import choose_threads
+from edgeinfer.runtime.options import CopiesInfo, EngineInfo, LoadOptions
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.kept import KeptAnswers
 from edgeinfer.server.core.limits import Limits
@@ -33,6 +35,9 @@ from edgeinfer.server.observe.payload_log import PayloadLog
 from edgeinfer.server.observe.tracing import tracer_from_environment
 from edgeinfer.server.operations import DIALECTS
 from edgeinfer.server.server import Ended, RunOptions, run
+from edgeinfer.workers.copies import minding
+from edgeinfer.workers.copies.copies_engine import Copy, CopyEngine
+from edgeinfer.workers.copies.growth import Bounds
 
 if TYPE_CHECKING:
     from edgeinfer.catalog.found.model import Found
@@ -89,8 +94,18 @@ async def _serve(
         for text in how.engine.info.warnings:
             endpoint.log.warning("model-slow", model=model, reason=text)
 
+    def copies_changed(info: CopiesInfo) -> None:
+        endpoint.log.info(
+            "copies", model=name, running=len(info.running), reason=info.reason, rates=info.rates
+        )
+        host.note_copies(info)
+
+    loader = Loader(options.model, name, host, load_options)
+    bounds = copies_bounds(options, host.config.serve)
     sources = Sources(
-        load=Loader(options.model, name, host, load_options), pulled=pulled_models(), loaded_hook=loaded
+        load=Copier(loader, bounds, copies_changed) if bounds.most > 1 else loader,
+        pulled=pulled_models(),
+        loaded_hook=loaded,
     )
     models = Models(
         sources,
@@ -129,31 +144,87 @@ class Loader:
     """Loads models: the default one into this process the first time, every other into a worker."""
 
     def __init__(self, typed: str | None, name: str, host: Host, options: LoadOptions) -> None:
+        self.name = name
+        self.host = host
         self._typed = typed or host.config.default_model
-        self._name = name
-        self._host = host
         self._options = options
         self._own = True
 
     def __call__(self, name: str, progress: LoadProgress) -> Loaded:
         """Runs in a thread. Raises what loading raises."""
-        if name == self._name and self._own:
+        if name == self.name and self._own:
             self._own = False
-            engine = self._host.engine(self._typed, self._options, progress)
+            engine = self.host.engine(self._typed, self._options, progress)
             return Loaded(
                 engine=engine,
                 where="process",
-                how=self._host.start.how,
-                stages_ms=self._host.start.stages_ms,
+                how=self.host.start.how,
+                stages_ms=self.host.start.stages_ms,
             )
-        target, options = self._typed, self._options
-        if name != self._name:
-            target, options = name, options.for_another_model()
-        engine = self._host.worker(target, options, progress)
-        start = self._host.worker_start(engine)
+        if name == self.name:
+            return self.worker(progress)
+        return self._worker(name, self._options.for_another_model(), progress)
+
+    def worker(self, progress: LoadProgress | None = None, **changed: Any) -> Loaded:
+        """Load the default model into a worker, with other load options where `changed` says so."""
+        return self._worker(self._typed, msgspec.structs.replace(self._options, **changed), progress)
+
+    def n_threads(self) -> int:
+        """The decode threads of the default model."""
+        return int(choose_threads(self._options.n_threads, read_processors()).value)
+
+    def _worker(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> Loaded:
+        engine = self.host.worker(model, options, progress)
+        start = self.host.worker_start(engine)
         if start is None:
             return Loaded(engine=engine)
         return Loaded(engine=engine, where="worker", how=start.how, stages_ms=start.stages_ms)
+
+
+class Copier:
+    """Loads the default model as copies in workers: none's end is the endpoint's. Others as
+    `loader`.
+    """
+
+    def __init__(self, loader: Loader, bounds: Bounds, on_change: Callable[[CopiesInfo], None]) -> None:
+        self._loader = loader
+        self._bounds = bounds
+        self._on_change = on_change
+
+    def __call__(self, name: str, progress: LoadProgress) -> Loaded:
+        """Runs in a thread. Raises what loading raises."""
+        if name != self._loader.name:
+            return self._loader(name, progress)
+        loaded: list[Loaded] = []
+
+        def start(first: EngineInfo | None, n_threads: int) -> Copy:
+            one = self._loader.worker(None if first else progress, n_threads=n_threads, **_sizes(first))
+            loaded.append(one)
+            return Copy(cast(CopyEngine, one.engine), one.how, n_threads)
+
+        engine = minding.start(start, self._bounds, self._loader.n_threads(), self._on_change)
+        return msgspec.structs.replace(loaded[0], engine=engine, where="worker")
+
+
+def _sizes(first: EngineInfo | None) -> dict[str, Any]:
+    """Sizes that a copy must share with the first one: what the engine would choose may differ."""
+    if first is None:
+        return {}
+    sizes = {"n_ctx": first.n_ctx, "n_parallel": first.n_parallel}
+    kv_type = first.choices.get("kv_type")
+    return sizes if kv_type is None else sizes | {"kv_type": str(kv_type.value)}
+
+
+def copies_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
+    """How many copies of the default model may run, and when there is another number of them."""
+    least, most = copies_range(_pick(options.copies, config.copies))
+    return Bounds(
+        least=least,
+        most=most,
+        wait_s=config.copies_wait_s,
+        idle_s=config.copies_idle_s,
+        measured_s=config.copies_measured_s,
+    )
 
 
 def pulled_models() -> Callable[[], Sequence[Pulled]]:

@@ -156,6 +156,11 @@ class LlamaEngine:
         self._check_open()
         return self._embedder.rerank(query, documents)
 
+    def use_threads(self, n_threads: int) -> None:
+        """Decode with so many threads from the next step on."""
+        self._check_open()
+        self._loop.call(lambda: self._set_threads(n_threads))
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine is closed")
@@ -251,11 +256,14 @@ class LlamaEngine:
         """Decode after a restore with `n_threads` (0: as many as before) and new seeds."""
         self._preparer.entropy = entropy
         if n_threads:
-            self._loaded.n_threads = n_threads
-            libllama.lib().llama_set_n_threads(self._active.context, n_threads, n_threads)
-            self._embedder.set_threads(n_threads)
-            if self._draft is not None:
-                self._draft.set_threads(n_threads)
+            self._set_threads(n_threads)
+
+    def _set_threads(self, n_threads: int) -> None:
+        self._loaded.n_threads = n_threads
+        libllama.lib().llama_set_n_threads(self._active.context, n_threads, n_threads)
+        self._embedder.set_threads(n_threads)
+        if self._draft is not None:
+            self._draft.set_threads(n_threads)
 
     def between_steps(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the decode thread while nothing computes, and return what it returns."""

@@ -99,6 +99,7 @@ class FakeEngine:
             "prompt_tokens_total": 0,
             "completion_tokens_total": 0,
         }
+        self.n_threads = 0
         self.requests: list[GenerateRequest] = []
         self.read: list[GenerateRequest] = []
 
@@ -192,6 +193,10 @@ class FakeEngine:
         with self._lock:
             now = EngineMetrics(running=len(self._players), kv_total_tokens=self._info.n_ctx)
             return msgspec.structs.replace(now, **self._totals)
+
+    def use_threads(self, n_threads: int) -> None:
+        """Note the threads in `n_threads`; nothing is computed."""
+        self.n_threads = n_threads
 
     def use_blocks(self, store: object) -> None:
         """Nothing is computed, so nothing is kept."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from edgeinfer.errors import EngineError, UsageError
 from edgeinfer.runtime.events import Event, Finished
 
-_Item = Event | EngineError
+#: An event, or the error that ends a stream in place of one.
+Item = Event | EngineError
 
 
 class EventStream:
@@ -20,14 +22,16 @@ class EventStream:
     """
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
-        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._on_cancel = on_cancel
         self._wake: Callable[[], None] | None = None
         self._tap: Callable[[Event], bool] | None = None
+        self._sink: Callable[[Item], None] | None = None
+        self._handing = threading.RLock()
         self._taken = False
         self._ended = False
 
-    def put(self, item: _Item) -> None:
+    def put(self, item: Item) -> None:
         """Hand over an event, or the error that ends the stream; drop what comes later."""
         if self._ended:
             return
@@ -37,7 +41,11 @@ class EventStream:
             self._tap is not None and self._wake is not None and self._items.empty() and self._tap(item)
         ):
             return
-        self._items.put(item)
+        with self._handing:
+            if self._sink is not None:
+                self._sink(item)
+                return
+            self._items.put(item)
         wake = self._wake
         if wake is not None:
             wake()
@@ -54,6 +62,14 @@ class EventStream:
     def tap(self, tap: Callable[[Event], bool] | None) -> None:
         """See `Generation.tap`."""
         self._tap = tap
+
+    def pipe(self, sink: Callable[[Item], None]) -> None:
+        """Hand everything to `sink`: here what has come, then on the producer's thread."""
+        self._take()
+        with self._handing:
+            self._sink = sink
+            while not self._items.empty():
+                sink(self._items.get_nowait())
 
     def _take(self) -> None:
         if self._taken:
@@ -95,7 +111,7 @@ class EventStream:
             if not self._ended:
                 self.cancel()
 
-    async def _next(self) -> _Item:
+    async def _next(self) -> Item:
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -1,17 +1,17 @@
 """The seam between the engine and its fronts. Fronts import this, never the engine.
 
-Three things stand behind it: `runtime.engine.LlamaEngine` (in this process),
-`workers.client.RemoteEngine` (in a worker process), and `runtime.fake.FakeEngine` (scripted, for
-tests of the fronts).
+Four things stand behind it: `runtime.engine.LlamaEngine` (in this process),
+`workers.client.RemoteEngine` (in a worker process), `workers.copies.copies_engine.CopiesEngine`
+(several of those), and `runtime.fake.FakeEngine` (scripted, for tests of the fronts).
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from edgeinfer.runtime.events import Event
-from edgeinfer.runtime.options import EngineInfo, EngineMetrics
+from edgeinfer.runtime.options import CopiesInfo, EngineInfo, EngineMetrics
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 
@@ -39,6 +39,10 @@ class Generation(Protocol):
 
 class Engine(Protocol):
     """A loaded model. Every method may be called from any thread."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: it was not closed, and its process has not ended."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -77,3 +81,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Cancel everything and free the model. Idempotent."""
+
+
+@runtime_checkable
+class HasCopies(Protocol):
+    """An engine that is several copies of one model."""
+
+    def copies(self) -> CopiesInfo:
+        """What runs, and why it is so many."""

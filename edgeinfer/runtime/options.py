@@ -139,3 +139,39 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     kv_total_tokens: int = 0
     ttft_ms: tuple[float, ...] = ()
     inter_token_ms: tuple[float, ...] = ()
+
+
+class CopyInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One copy of a model, in a process of its own.
+
+    `number` counts from 1 and is never given twice. `how` it came to be: "resumed" or "cold".
+    `inside` are requests that run or wait in it, `completion_tokens_total` what it has generated.
+    """
+
+    number: int
+    how: str
+    n_threads: int
+    inside: int
+    completion_tokens_total: int
+
+
+class CopiesInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The copies of a model.
+
+    `rates` are tokens a second of all, by how many there were, while others waited. `reason` says
+    why there are so many; `crashed_total` counts those whose process ended by itself.
+    """
+
+    model: str
+    least: int
+    most: int
+    running: tuple[CopyInfo, ...]
+    rates: dict[int, float]
+    reason: str
+    crashed_total: int = 0
+
+    @property
+    def words(self) -> str:
+        """How many there are, and why."""
+        n = len(self.running)
+        return f"{n} {'copy' if n == 1 else 'copies'} of {self.least} to {self.most}: {self.reason}"

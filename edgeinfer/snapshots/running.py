@@ -10,12 +10,17 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from edgeinfer import places
-from edgeinfer.last_prompt import LastPrompt, left_by
+from edgeinfer import places, process_notes
+from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.launch_verbs import LAUNCH_VERBS
+from edgeinfer.process_notes import left_by
+from edgeinfer.runtime.options import CopiesInfo
+
+T = TypeVar("T")
 
 _APP_NAMES = ("edgeinfer",)
 
@@ -24,7 +29,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
 
     `private_bytes` is memory nobody else has, `shared_bytes` is of files: shared or droppable.
-    `last_prompts` are the latest of each of its apps that was asked something.
+    `last_prompts` are the latest of each of its apps that was asked something, `copies` the copies of a
+    model, of an endpoint that may have several.
     """
 
     pid: int
@@ -35,6 +41,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     private_bytes: int
     shared_bytes: int
     last_prompts: tuple[LastPrompt, ...] = ()
+    copies: tuple[CopiesInfo, ...] = ()
 
 
 def processes() -> list[Running]:
@@ -57,10 +64,17 @@ def processes() -> list[Running]:
                 apps=len(apps),
                 private_bytes=sum(private for private, _ in sizes),
                 shared_bytes=max((shared for _, shared in sizes), default=0),
-                last_prompts=tuple(last for last in map(left_by, apps) if last is not None),
+                last_prompts=_notes(apps, process_notes.LAST_PROMPT, LastPrompt),
+                copies=_notes(apps, process_notes.COPIES, CopiesInfo),
             )
         )
     return sorted(found, key=lambda running: -running.age_s)
+
+
+def _notes(apps: list[int], name: str, kind: type[T]) -> tuple[T, ...]:
+    """What apps have left under a name."""
+    found = (left_by(pid, name, kind) for pid in apps)
+    return tuple(note for note in found if note is not None)
 
 
 def shares_folders(pid: int) -> bool:

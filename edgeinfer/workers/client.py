@@ -76,6 +76,11 @@ class RemoteEngine:
             raise EngineClosedError("the worker died while it started")
 
     @property
+    def is_open(self) -> bool:
+        """Whether the worker runs and was not asked to end."""
+        return not self._closed
+
+    @property
     def info(self) -> EngineInfo:
         return self._info
 
@@ -123,6 +128,10 @@ class RemoteEngine:
 
     def metrics(self) -> EngineMetrics:
         return self._call("metrics", EngineMetrics)
+
+    def use_threads(self, n_threads: int) -> None:
+        """Decode with so many threads from the next step on."""
+        self._call("use_threads", type(None), n_threads)
 
     def close(self) -> None:
         """End the worker, and wait until it has written what it has computed. Idempotent."""

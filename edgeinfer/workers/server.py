@@ -31,7 +31,7 @@ from edgeinfer.workers.wire import (
 )
 
 #: What may be called by name, with plain arguments.
-CALLS = ("tokenize", "detokenize", "apply_template", "embed", "rerank", "metrics")
+CALLS = ("tokenize", "detokenize", "apply_template", "embed", "rerank", "metrics", "use_threads")
 
 
 def serve(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:

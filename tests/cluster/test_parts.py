@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.cluster import prefix, settings
+from edgeinfer import beginnings
+from edgeinfer.cluster import naming, settings
 from edgeinfer.errors import UsageError
 
 
 def _named(text: str, **more) -> tuple[int, ...]:
-    return prefix.names({"messages": [{"role": "user", "content": text}], **more})
+    return naming.names({"messages": [{"role": "user", "content": text}], **more})
 
 
 def test_requests_share_as_many_names_as_strides() -> None:
@@ -21,15 +22,15 @@ def test_requests_share_as_many_names_as_strides() -> None:
 
 
 def test_bodies_that_are_no_requests_have_no_names() -> None:
-    assert prefix.names(prefix.decoded(b"")) == ()
-    assert prefix.names(prefix.decoded(b"{broken")) == ()
-    assert prefix.names(prefix.decoded(b"[1]")) == ()
+    assert naming.names(naming.decoded(b"")) == ()
+    assert naming.names(naming.decoded(b"{broken")) == ()
+    assert naming.names(naming.decoded(b"[1]")) == ()
     assert len(_named("x" * 10_000_000)) == 256
-    assert prefix.model_named({"model": 3}) == ""
+    assert naming.model_named({"model": 3}) == ""
 
 
 def test_the_longest_beginning_decides_and_the_oldest_is_forgotten() -> None:
-    readers = prefix.Readers(most=4)
+    readers = beginnings.Readers(most=4)
     readers.note((1, 2), "one")
     readers.note((1, 3), "other")
     assert readers.find((1, 2, 9), ("one", "other")) == "one"

@@ -34,6 +34,7 @@ class Shelf:
         self.scripts: dict[str, list] = {}
         self.writing: dict[str, threading.Event] = {}
         self.reached: dict[str, threading.Event] = {}
+        self.dead: set[str] = set()
 
     def load(self, name, progress):
         self.loads.append(name)
@@ -46,6 +47,10 @@ class Shelf:
         shelf = self
 
         class Engine(FakeEngine):
+            @property
+            def is_open(self):
+                return super().is_open and name not in shelf.dead
+
             def close(self):
                 super().close()
                 if name in shelf.writing:
@@ -240,11 +245,16 @@ def test_a_dead_engine_is_replaced_at_once(serve, shelf):
 
 
 def test_an_engine_that_dies_midway_is_told_and_replaced(serve, shelf):
-    shelf.scripts["a"] = [["part", EngineClosedError("the worker died")], ["fine"]]
+    dies = ["part", EngineClosedError("the worker died")]
+    shelf.scripts["a"] = [dies, ["others go on"], dies]
     here = serve(load=shelf.load, names=("a",))
     text = here.chat(stream=True).text
     assert "part" in text
     assert "the worker died" in text
+    assert _ask(here, "a") == "others go on"
+    shelf.dead.add("a")
+    assert "the worker died" in here.chat(stream=True).text
+    shelf.dead.clear()
     shelf.scripts["a"] = [["back"]]
     assert _ask(here, "a") == "back"
     assert here.chat(model="a").status_code == 200

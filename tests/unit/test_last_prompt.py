@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from edgeinfer.commands.ps import PsResult
-from edgeinfer.last_prompt import LastPrompt, left_by
+from edgeinfer.last_prompt import LastPrompt
+from edgeinfer.process_notes import LAST_PROMPT, left_by
 from edgeinfer.runtime.events import Divergence, Usage
 from edgeinfer.snapshots.running import Running
 
@@ -38,8 +39,9 @@ def test_it_says_how_much_and_why_no_more(prompt, words):
 WRITER = """
 import sys
 import msgspec
-from edgeinfer.last_prompt import LastPrompt, Shared
-shared = Shared()
+from edgeinfer.last_prompt import LastPrompt
+from edgeinfer.process_notes import LAST_PROMPT, Note
+shared = Note(LAST_PROMPT)
 print(flush=True)
 for line in sys.stdin:
     shared.write(msgspec.json.decode(line, type=LastPrompt))
@@ -53,13 +55,13 @@ def test_the_latest_is_found_by_pid_and_gone_with_the_process():
         assert writer.stdin is not None
         assert writer.stdout is not None
         writer.stdout.readline()
-        assert left_by(writer.pid) is None
+        assert left_by(writer.pid, LAST_PROMPT, LastPrompt) is None
         for said in (last("text", before="a long text " * 9), last("end", n_tokens=7)):
             writer.stdin.write(msgspec.json.encode(said) + b"\n")
             writer.stdin.flush()
             writer.stdout.readline()
-            assert left_by(writer.pid) == said
-    assert left_by(writer.pid) is None
+            assert left_by(writer.pid, LAST_PROMPT, LastPrompt) == said
+    assert left_by(writer.pid, LAST_PROMPT, LastPrompt) is None
 
 
 def test_ps_says_it_below_the_table():

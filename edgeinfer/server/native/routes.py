@@ -11,8 +11,8 @@ from starlette.responses import Response
 from edgeinfer import __version__
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.collected import Collected
-from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.interface import Engine, HasCopies
+from edgeinfer.runtime.options import CopiesInfo, EngineInfo
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode, decode_query
 from edgeinfer.server.core.exchange import Endpoint, exchange_of, with_engine
@@ -202,9 +202,16 @@ async def slots(request: Request) -> Response:
     return json_reply(wire.Slots(slots=own))
 
 
+def _copies(engines: Sequence[tuple[str, Engine]]) -> dict[str, CopiesInfo]:
+    """The copies of each model that may have several. Asks each of them."""
+    return {name: engine.copies() for name, engine in engines if isinstance(engine, HasCopies)}
+
+
 async def props(request: Request) -> Response:
     endpoint = exchange_of(request).endpoint
     info = endpoint.models.info(endpoint.models.default)
+    copies = await endpoint.in_thread(_copies, endpoint.models.engines())
+    models = endpoint.models.report()
     defaults = LlamaDefaults(
         n_ctx=info.n_ctx if info else 0, params=msgspec.to_builtins(info.sampling) if info else {}
     )
@@ -212,7 +219,7 @@ async def props(request: Request) -> Response:
         wire.Props(
             version=__version__,
             default_model=endpoint.models.default,
-            models=endpoint.models.report(),
+            models=[msgspec.structs.replace(one, copies=copies.get(one.id)) for one in models],
             how_started=endpoint.start.how,
             start_reason=endpoint.start.reason,
             start_stages_ms=endpoint.start.stages_ms,

@@ -53,8 +53,9 @@ class Lease:
         return self._entry.loaded is not None and self._entry.loaded.where == "worker"
 
     def failed(self) -> None:
-        """The engine died: the next request gets a fresh one."""
-        self._models.discard(self._entry)
+        """A request's process ended: the next gets a fresh engine, unless this one still has copies."""
+        if self._entry.loaded is None or not self._entry.loaded.engine.is_open:
+            self._models.discard(self._entry)
 
     def release(self) -> None:
         """Idempotent."""

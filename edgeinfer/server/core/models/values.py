@@ -9,6 +9,7 @@ import msgspec
 
 from edgeinfer.machine import read_memory
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import CopiesInfo
 from edgeinfer.server.core.wire import Reply
 
 Progress = Callable[[str, float | None], None]
@@ -59,7 +60,10 @@ class LoadingModel(Reply, frozen=True, kw_only=True):
 
 
 class LoadedModel(Reply, frozen=True, kw_only=True):
-    """A model in memory. `expires_in_s` is null while it is kept for ever or in use."""
+    """A model in memory. `expires_in_s` is null while it is kept for ever or in use.
+
+    `copies` tells of the processes it runs in, where there may be several.
+    """
 
     id: str
     state: str
@@ -69,3 +73,4 @@ class LoadedModel(Reply, frozen=True, kw_only=True):
     size_bytes: int
     load_ms: float
     info: dict[str, Any] = msgspec.field(default_factory=dict)
+    copies: CopiesInfo | None = None

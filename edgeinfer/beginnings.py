@@ -7,16 +7,12 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-import msgspec
-
 #: Characters between two names: about the 256 tokens that a computed block holds.
 _STRIDE = 1024
 #: Beginnings that are named: of longer texts the first 256 Ki characters count.
 _MOST = 256
 #: Beginnings that are remembered, the latest used: some 30 MB at the most.
 _REMEMBERED = 200_000
-#: What a model reads, in the order in which templates write it; in every dialect.
-_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
 
 class Readers:
@@ -43,16 +39,15 @@ class Readers:
             self._reader.popitem(last=False)
 
 
-def names(body: object) -> tuple[int, ...]:
-    """The names of a request's beginnings, of 1,024 characters, 2,048 and so on, shortest first.
+def names(*parts: object) -> tuple[int, ...]:
+    """Name what the texts in `parts` begin with: 1,024 characters, 2,048 and so on, shortest first.
 
-    `body` is the decoded JSON. A name is 64 bits of BLAKE2b over all that stands before, so two texts
-    share as many names as they share strides from the beginning. The last stride counts though it is
-    short, unless it is empty: short prompts have a name too.
+    `parts` are texts, or lists and dicts of them at any depth, in the order in which they are read.
+    A name is 64 bits of BLAKE2b over all that stands before, so two readings share as many names as
+    they share strides from the beginning. The last stride counts though it is short, unless it is
+    empty: short prompts have a name too.
     """
-    if not isinstance(body, dict):
-        return ()
-    text = "\n".join(_texts([body[field] for field in _FIELDS if field in body]))
+    text = "\n".join(_texts(parts))
     running = blake2b(digest_size=8)
     found = []
     for start in range(0, min(len(text), _STRIDE * _MOST), _STRIDE):
@@ -61,26 +56,12 @@ def names(body: object) -> tuple[int, ...]:
     return tuple(found)
 
 
-def model_named(body: object) -> str:
-    """The model that a request names, "" for none."""
-    named = body.get("model") if isinstance(body, dict) else None
-    return named if isinstance(named, str) else ""
-
-
-def decoded(body: bytes) -> object:
-    """The body as JSON, None where it is none: what is wrong with it is the endpoint's to say."""
-    try:
-        return msgspec.json.decode(body) if body else None
-    except msgspec.DecodeError:
-        return None
-
-
 def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for inner in value.values():
             yield from _texts(inner)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner)

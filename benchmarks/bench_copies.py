@@ -1,0 +1,123 @@
+"""What copies of a model in one endpoint give and cost: `make bench-copies`.
+
+    make bench-copies ARGS='--configurations 1x2 2x1 2x2 --rounds 3 --out docs/figures'
+
+COPIESxTHREADS: so many copies with so many threads each. Sixteen clients ask in turn for 48 tokens each; the
+configurations take turns, and each begins with an endpoint of its own, resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_memory import model_of
+from bench_serve import free_port, process, wait_healthy
+from common import memory_of, model_path, tree_of, write_figure
+from memory_sides import EDGEINFER, ask
+
+CLIENTS, TOKENS = 16, 48
+
+
+@contextmanager
+def endpoint(name: str, copies: int, threads: int) -> Iterator[tuple[int, int]]:
+    """An endpoint with all its copies: its port, and its launcher's pid."""
+    port = free_port()
+    words = ["--port", str(port), "--threads", str(copies * threads), "--log", "off"]
+    with process([*EDGEINFER, "serve", name, *words, "--copies", str(copies)]) as started:
+        wait_healthy(port, started)
+        time.sleep(1)  # for the later copies: each is resumed in a tenth of a second
+        yield port, started.pid
+
+
+def rate(port: int, name: str, seconds: float) -> float:
+    """Tokens a second that all clients get; the first answer of each is not counted."""
+    done: list[tuple[float, int]] = []
+    warm = threading.Barrier(CLIENTS + 1)
+    end = float("inf")
+
+    def client(number: int) -> None:
+        said = [{"role": "user", "content": f"Tell me story number {number}."}]
+        ask(port, said, n=2, model=name, ignore_eos=True)
+        warm.wait()
+        while time.perf_counter() < end:
+            answer = ask(port, said, n=TOKENS, model=name, ignore_eos=True)
+            done.append((time.perf_counter(), int(answer.usage["completion_tokens"])))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    warm.wait()
+    begun = time.perf_counter()
+    end = begun + seconds
+    for thread in threads:
+        thread.join()
+    return sum(tokens for _, tokens in done) / (max(at for at, _ in done) - begun)
+
+
+def measure(name: str, configurations: list[tuple[int, int]], rounds: int, seconds: float) -> str:
+    """The table."""
+    rates: dict[tuple[int, int], list[float]] = {one: [] for one in configurations}
+    sizes: dict[tuple[int, int], list[int]] = {one: [] for one in configurations}
+    for _ in range(rounds):
+        for one in configurations:
+            with endpoint(name, *one) as (port, pid):
+                rates[one].append(rate(port, name, seconds))
+                sizes[one].append(sum(memory_of(below, "Pss") for below in tree_of(pid)))
+                print(one, rates[one][-1], sizes[one][-1], file=sys.stderr)
+    rows = [
+        f"| {copies} | {threads} | {statistics.median(found):.0f} | {min(found):.0f}–{max(found):.0f}"
+        f" | {statistics.median(sizes[copies, threads]) / 1e6:.0f} MB |"
+        for (copies, threads), found in rates.items()
+    ]
+    return "\n".join(
+        [
+            f"| copies of {name} | threads each | tokens/s, {CLIENTS} clients | range | memory (PSS) of all |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def configuration(text: str) -> tuple[int, int]:
+    """Copies and threads of `2x1`."""
+    copies, threads = text.split("x")
+    return int(copies), int(threads)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    cores = len(os.sched_getaffinity(0))
+    default = [(1, cores), (2, max(1, cores // 2)), (4, max(1, cores // 4))]
+    parser.add_argument("--configurations", type=configuration, nargs="+", default=default)
+    parser.add_argument("--shape", default="small")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=12)
+    parser.add_argument("--models", type=Path, help="where random models are made and kept")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-copies-") as work:
+        os.environ["EDGEINFER_HOME"] = work
+        model = model_of(options.shape, model_path("smollm2"), options.models or Path(work))
+        for words in (
+            ["pull", str(model), "--name", options.shape, "--in-place"],
+            ["warm", options.shape],
+        ):
+            subprocess.run([*EDGEINFER, *words, "--quiet"], check=True)
+        table = measure(options.shape, options.configurations, options.rounds, options.seconds)
+        print(write_figure(options.out, "copies", table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Copies of the real small model behind an endpoint: resumed from one snapshot, killed under load, by what is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import httpx2
+import pytest
+
+from edgeinfer.process_notes import COPIES, left_by
+from edgeinfer.runtime.options import CopiesInfo
+
+#: At most three conversations of so many tokens: an f16 cache of fewer cells gives the same bits in any company.
+_FEW = 16
+pytestmark = [pytest.mark.model, pytest.mark.criu]
+
+MODEL = "small"
+_CHAT = "/v1/chat/completions"
+
+
+def _until(condition, what: str) -> None:
+    turns = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        turns.wait(0.02)
+    pytest.fail(f"waited for {what}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _below(pid: int) -> list[int]:
+    """Descendants of a process."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += [int(child), *_below(int(child))]
+    return found
+
+
+class Serving:
+    """An endpoint in processes of its own."""
+
+    def __init__(self, launcher, port: int) -> None:
+        self.launcher = launcher
+        self.said = ""
+        self.client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+
+    @property
+    def copies(self) -> dict:
+        (model,) = self.client.get("/props").json()["models"]
+        return model.get("copies") or {"running": []}
+
+    def has(self, n: int) -> bool:
+        return len(self.copies["running"]) == n
+
+    @property
+    def apps(self) -> list[int]:
+        """The processes with a model, the endpoint's first."""
+        found = [
+            pid
+            for pid in _below(self.launcher.pid)
+            if Path(f"/proc/{pid}/comm").read_text() == "edgeinfer\n"
+            and Path(f"/proc/{pid}/task/{pid}/children").read_text() == ""
+        ]
+        return sorted(found, key=lambda pid: left_by(pid, COPIES, CopiesInfo) is None)
+
+    def cached(self, text: str) -> int:
+        """How many tokens of a request were remembered."""
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        usage = self.client.post(_CHAT, json=body).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    def stream(self, text: str, n: int) -> tuple[str, str]:
+        """What a client reads: the text, and the code of the error it ends with, or ""."""
+        said, code = "", ""
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": n, "temperature": 0}
+        body |= {"stream": True, "ignore_eos": True}
+        with self.client.stream("POST", _CHAT, json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    code = event.get("error", {}).get("code", code)
+                    for choice in event.get("choices", ()):
+                        said += choice["delta"].get("content") or ""
+        return said, code
+
+
+@contextmanager
+def _serving(person, *words: str) -> Iterator[Serving]:
+    port = _free_port()
+    arguments = ("serve", MODEL, "--port", str(port), "--log", "json", *words)
+    with tempfile.TemporaryFile("w+") as log:
+        launcher = person.popen(*arguments, stderr=log)
+        yield from _until_it_ends(launcher, port, log)
+
+
+def _until_it_ends(launcher, port: int, log: IO[str]) -> Iterator[Serving]:
+    here = Serving(launcher, port)
+    below: list[int] = []
+    try:
+        _until(lambda: _is_ready(here), "the endpoint")
+        yield here
+        below = _below(launcher.pid)
+    finally:
+        here.client.close()
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(60)
+    log.seek(0)
+    here.said = log.read()
+    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "every process to end")
+
+
+def _is_ready(here: Serving) -> bool:
+    try:
+        return here.client.get("/health").is_success
+    except httpx2.TransportError:
+        return False
+
+
+def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_alone(warm):
+    questions = [f"Tell me story number {n}." for n in range(20)]
+    with _serving(warm, "--threads", "2") as alone:
+        expected = [alone.stream(text, _FEW)[0] for text in questions[:3]]
+    with _serving(warm, "--threads", "2", "--copies", "2") as here:
+        _until(lambda: here.has(2), "two copies")
+        assert {copy["how"] for copy in here.copies["running"]} == {"resumed"}
+        answers: dict[str, tuple[str, str]] = {}
+
+        def ask(text: str, n: int) -> None:
+            answers[text] = here.stream(text, n)
+
+        clients = [threading.Thread(target=ask, args=(text, _FEW)) for text in questions[:3]]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        assert [answers[text] for text in questions[:3]] == [(text, "") for text in expected]
+        busy = [copy["completion_tokens_total"] for copy in here.copies["running"]]
+        assert min(busy) >= _FEW
+
+        text = "Once upon a time there was a fox. " * 60
+        here.stream(text, 1)
+        assert all(here.cached(f"{text} Question {n}?") > 400 for n in range(2))
+
+        answers.clear()
+        clients = [threading.Thread(target=ask, args=(text, 64)) for text in questions]
+        for client in clients:
+            client.start()
+        _until(lambda: sum(c["inside"] for c in here.copies["running"]) == 20, "all to be in a copy")
+        endpoint, victim, _ = here.apps
+        assert left_by(endpoint, COPIES, CopiesInfo) is not None
+        os.kill(victim, signal.SIGKILL)
+        for client in clients:
+            client.join()
+        codes = [code for _, code in answers.values()]
+        assert len(codes) == 20
+        assert 1 <= codes.count("model_unavailable") <= 8  # those it had begun
+        assert codes.count("") == 20 - codes.count("model_unavailable")
+        _until(lambda: here.has(2), "another copy")
+        assert here.copies["crashed_total"] == 1
+        assert [copy["number"] for copy in here.copies["running"]] in ([1, 3], [2, 3])
+        assert not Path(f"/proc/{victim}").exists()
+
+
+def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
+    warm.settings(
+        "[snapshots]\nauto-warm = false\n"
+        "[serve]\ncopies-wait-s = 0.05\ncopies-idle-s = 0.3\ncopies-measured-s = 0.6\n"
+    )
+    try:
+        with _serving(warm, "--threads", "2", "--copies", "1..2") as here:
+            stop = threading.Event()
+            codes: list[str] = []
+
+            def ask(number: int) -> None:
+                while not stop.is_set():
+                    codes.append(here.stream(f"Tell me story number {number}.", 24)[1])
+
+            clients = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
+            for client in clients:
+                client.start()
+            _until(lambda: len(here.copies["rates"]) == 2, "a trial of two")
+            stop.set()
+            for client in clients:
+                client.join()
+            assert set(codes) == {""}
+            _until(lambda: here.has(1), "one to be left")
+            assert "edgeinfer_copies_tokens_per_second" in here.client.get("/metrics").text
+            _until(lambda: "small: 1 copy of 1 to 2: " in warm.run("ps").out, "ps to tell of it")
+    finally:
+        warm.settings("[snapshots]\nauto-warm = false\n")
+    lines = [json.loads(line) for line in here.said.splitlines() if line.startswith("{")]
+    changes = [(line["running"], line["reason"]) for line in lines if line["event"] == "copies"]
+    assert (2, "requests would wait longer than 0.05 s") in changes
+    assert "small: 2 make" in warm.run("doctor").out
+
+
+def test_copies_of_a_model_without_a_snapshot_are_loaded(warm):
+    with _serving(warm, "--resume", "never", "--copies", "2", "--ctx", "1024") as here:
+        _until(lambda: here.has(2), "two copies")
+        assert {copy["how"] for copy in here.copies["running"]} == {"cold"}
+        assert here.stream("Hello", 4)[1] == ""
