@@ -1,6 +1,7 @@
 """From no replica to one on Ray Serve, and what copies of a model cost and give.
 
     make bench-scale ARGS='--shapes small,7b --runs 5 --out docs/figures'
+    make bench-scale ARGS='--shapes 7b --home FOLDER --prepare'     # the models and snapshots alone, for later
 
 An application on a local Ray cluster loses its only replica, then is asked: the time from that request to
 its first token. The sides take turns: replicas that resume a snapshot of their node, replicas that load
@@ -78,9 +79,9 @@ def from_zero(name: str, model: Path, port: int, runs: int) -> list[str]:
     for _ in range(runs):
         for side, (settings, of) in sides(name, model).items():
             serve.run(application(settings, of))
-            found.setdefault(side, []).append(
-                ask(port, [{"role": "user", "content": "Hi"}], n=2, model=name).first_s
-            )
+            first_s = ask(port, [{"role": "user", "content": "Hi"}], n=2, model=name).first_s
+            found.setdefault(side, []).append(first_s)
+            print(f"{name}: {side}: {first_s:.2f} s", file=sys.stderr)
             serve.delete("default")
     return [f"| {name}: {side} | {_spread(seconds)} |" for side, seconds in found.items()]
 
@@ -154,11 +155,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--copies", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--models", type=Path, help="where random models are made and kept")
+    parser.add_argument(
+        "--home", type=Path, help="where what is pulled and warmed is kept for later runs"
+    )
+    parser.add_argument("--prepare", action="store_true", help="only pull and warm")
+    parser.add_argument("--name", default="scale", help="the name of the file")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     options = parser.parse_args()
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as work:
-        os.environ |= {"EDGEINFER_HOME": work, "RAY_USAGE_STATS_ENABLED": "0"}
+        os.environ |= {"EDGEINFER_HOME": str(options.home or work), "RAY_USAGE_STATS_ENABLED": "0"}
         models = {
             shape: model_of(shape, model_path("smollm2"), options.models or Path(work))
             for shape in options.shapes.split(",")
@@ -166,6 +172,8 @@ def main() -> None:
         for name, model in models.items():
             for words in (["pull", str(model), "--name", name, "--in-place"], ["warm", name]):
                 subprocess.run([sys.executable, "-m", "edgeinfer", *words, "--quiet"], check=True)
+        if options.prepare:
+            return
 
         def measured() -> str:
             zero = [
@@ -174,21 +182,19 @@ def main() -> None:
                 for row in from_zero(name, model, port, options.runs)
             ]
             several = copies(next(iter(models)), port, tuple(options.copies))
+            heads = f"| copies of {next(iter(models))}, a core each | tokens/s, {CLIENTS} clients | memory (PSS) of all |"
             return "\n".join(
                 [
                     "| no replica → one: request → first token | median (range) |",
                     "|---|---|",
                     *zero,
                     f"| published, a 15 GB model on other hardware: warmed cache, none | {SEEDS_S[0]} s, {SEEDS_S[1]} s |",
-                    "",
-                    f"| copies of {next(iter(models))}, a core each | tokens/s, {CLIENTS} clients | memory (PSS) of all |",
-                    "|---|---|---|",
-                    *several,
+                    *(["", heads, "|---|---|---|", *several] if several else []),
                     "",
                 ]
             )
 
-        print(write_figure(options.out, "scale", with_ray(port, measured)))
+        print(write_figure(options.out, options.name, with_ray(port, measured)))
 
 
 if __name__ == "__main__":
