@@ -64,6 +64,20 @@ def test_an_alias_of_nothing_says_what_it_means(here, name: str, meant: str) -> 
     assert f"'{meant}' is not here ('{name}' is an alias of it)" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("qwen3-4b", "`edgeinfer pull qwen3-4b`"),
+        ("owner/repo:q8_0", "`edgeinfer pull owner/repo:q8_0`"),
+        ("o3-mini", "`[serve.aliases]`"),
+    ],
+)
+def test_a_model_that_is_not_here_is_pulled_only_where_that_can_be(here, name: str, hint: str) -> None:
+    reply = here.chat(model=name)
+    assert reply.status_code == 404
+    assert hint in reply.json()["error"]["message"]
+
+
 def test_aliases_are_listed_as_such(here) -> None:
     cards = {card["id"]: card for card in here.client.get("/v1/models").json()["data"]}
     assert {name: card["alias_of"] for name, card in cards.items()} == {

@@ -112,10 +112,7 @@ class Models:
                 return self._named(meant)
         missing = alias or by_pattern or found[1]
         said = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
-        raise UnknownModelError(
-            f"The model '{missing}' is not here{said}",
-            hint=f"`edgeinfer pull {missing}`, or GET /v1/models",
-        )
+        raise UnknownModelError(f"The model '{missing}' is not here{said}", hint=_where_to_get(missing))
 
     def _named(self, meant: str) -> str:
         return self.default if meant == DEFAULT else meant
@@ -345,3 +342,12 @@ class Models:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _where_to_get(missing: str) -> str:
+    """What helps who named a model that is not here: pulling it, or another name."""
+    from edgeinfer.catalog.models import load_catalog  # on a mistake alone
+
+    if "/" in missing or missing.partition(":")[0] in load_catalog().models:
+        return f"`edgeinfer pull {missing}`, or GET /v1/models"
+    return "GET /v1/models names what is; `[serve.aliases]` in the configuration gives one more names"
