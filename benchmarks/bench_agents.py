@@ -1,11 +1,12 @@
 """The first token of a new session of an agent whose preamble is at rest: `make bench-agents`.
 
 Recorded sessions (tests/clients/recorded) are asked over HTTP as the agents ask. Two in folders of their own
-are read, as `edgeinfer warm --agent` does. Then, each time after a new start of `serve`:
+are read, as `edgeinfer warm --agent` does. Then, each time after a new start of `serve`, at once and once what
+the agent begins with is back in memory, as `edgeinfer launch` has it while the agent starts:
 
 another folder   a session with other words, in a folder that was never seen
-same folder      one with other words again, in that folder
-the next day     and one a day later
+same folder      one in the folder of the second session that was read
+the next day     and one there on another day
 
 Writes bench-out/agents.md and agents.json.
 """
@@ -43,6 +44,7 @@ _HOME = re.compile(r"(?:/\w+)+/edgeinfer-agent-\w+/home")
 _WORK = re.compile(r"(?:/\w+)+/edgeinfer-agent-\w+/work")
 _SLUG = re.compile(r"(?:-\w+)+-edgeinfer-agent-[\w-]+?-work")
 _DAY = re.compile(r"20\d\d-\d\d-\d\d|[A-Z][a-z][a-z] [A-Z][a-z][a-z] \d\d 20\d\d")
+CASES = ("another folder", "same folder", "the next day")
 #: An event of each dialect that carries a piece of an answer.
 _PIECE = re.compile(rb'"(?:text_delta|response\.output_text\.delta|thinking_delta)"|"content":"[^"]')
 
@@ -97,6 +99,19 @@ def ask(side: Side, one: dict[str, Any], session: Session, *, n: int) -> tuple[f
     return first_s, slot
 
 
+def recall(side: Side, agent: str) -> float:
+    """Have what the agent begins with in memory, as `launch` does; seconds that took."""
+    begun = time.perf_counter()
+    connection = http.client.HTTPConnection("127.0.0.1", side.port, timeout=3000)
+    headers = {"content-type": "application/json"}
+    path = f"/v1/models/{side.model}/recall"
+    connection.request("POST", path, json.dumps({"agent": agent}), headers)
+    if not json.loads(connection.getresponse().read())["n_tokens"]:
+        raise SystemExit(f"nothing of {agent} is at rest")
+    connection.close()
+    return time.perf_counter() - begun
+
+
 def _read(side: Side, agent: str, one: dict[str, Any], home: Path) -> float:
     """Read what the agent begins with, unless a run before has; seconds that took."""
     noted = home / "read.json"
@@ -127,22 +142,20 @@ def _measured(
     side.start()
     read_s = _read(side, agent, one, home)
     rows = []
-    found: dict[str, list[tuple[float, int]]] = {}
+    found: dict[str, list[tuple[float, float, float, int]]] = {}
     for number in range(runs):
-        folder = f"garden{number}"
-        sessions = {
-            "another folder": Session(folder, f"Why does test {number} of this project fail?"),
-            "same folder": Session(folder, f"Which file has the most lines, and are there {number}?"),
-            "the next day": Session(folder, f"Write test {number} for it.", f"2026-12-{number + 10}"),
-        }
-        for case, session in sessions.items():
+        for case in CASES:
             side.stop()
             side.start()
-            first_s, slot = ask(side, one, session, n=_ANSWER_TOKENS)
-            found.setdefault(case, []).append((first_s, slot["prompt_n"]))
-            print(agent, shape, case, f"{first_s:.3f}", json.dumps(slot), file=sys.stderr, flush=True)
+            at_once_s, _ = ask(side, one, _session(case, 2 * number), n=_ANSWER_TOKENS)
+            side.stop()
+            side.start()
+            recalled_s = recall(side, agent)
+            first_s, slot = ask(side, one, _session(case, 2 * number + 1), n=_ANSWER_TOKENS)
+            found.setdefault(case, []).append((first_s, at_once_s, recalled_s, slot["prompt_n"]))
+            print(agent, shape, case, found[case][-1], json.dumps(slot), file=sys.stderr, flush=True)
     for case, taken in found.items():  # nothing was asked where a run only reads
-        firsts = sorted(first for first, _ in taken)
+        firsts, at_once, recalled, computed = (sorted(column) for column in zip(*taken, strict=True))
         rows.append(
             {
                 "agent": agent,
@@ -150,26 +163,38 @@ def _measured(
                 "case": case,
                 "prompt_tokens": slot["n_prompt_tokens"],
                 "read_s": read_s,
-                "computed_tokens": statistics.median(n for _, n in taken),
+                "recalled_s": statistics.median(recalled),
+                "computed_tokens": statistics.median(computed),
                 "first_s": statistics.median(firsts),
                 "spread_s": [firsts[0], firsts[-1]],
+                "at_once_s": statistics.median(at_once),
             }
         )
     return rows
 
 
+def _session(case: str, number: int) -> Session:
+    """A session that nobody has held: its folder too in the first case, its day in the last."""
+    words = f"Why does test {number} of this project fail?"
+    if case == "another folder":
+        return Session(f"garden{number}", words)
+    return Session("shop", words, f"2026-12-{number + 10}" if case == "the next day" else Session.day)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| agent | model | prompt | read at first in | new session | computed | first token | spread |",
-        "|---" * 8 + "|",
+        "| agent | model | prompt | read at first in | back in memory in | new session | computed"
+        " | first token | spread | asked at once |",
+        "|---" * 10 + "|",
     ]
     for r in rows:
         low, high = r["spread_s"]
         lines.append(
             f"| {r['agent']} | {r['model']} | {r['prompt_tokens']:,} tokens | {r['read_s']:.1f} s"
-            f" | {r['case']} | {r['computed_tokens']:.0f} tokens | {r['first_s'] * 1000:.0f} ms"
-            f" | {low * 1000:.0f}–{high * 1000:.0f} |"
+            f" | {r['recalled_s'] * 1000:.0f} ms | {r['case']} | {r['computed_tokens']:.0f} tokens"
+            f" | {r['first_s'] * 1000:.0f} ms | {low * 1000:.0f}–{high * 1000:.0f}"
+            f" | {r['at_once_s'] * 1000:.0f} ms |"
         )
     return "\n".join(lines) + "\n"
 

@@ -65,6 +65,16 @@ def kept_names(root: Path) -> set[str]:
     return {name for one in noted if one.sessions >= _SEVERAL for name in one.shared}
 
 
+def begun_with(folder: Path, agent: str) -> tuple[str, ...]:
+    """The blocks that sessions of `agent` begin with, in order; then those in which they part, the last
+    one first.
+    """
+    if not _AGENT.fullmatch(agent):
+        return ()
+    noted = _read(folder / _FOLDER / agent)
+    return noted.shared + noted.behind
+
+
 def straddling(folder: Path, parent: str) -> tuple[str, ...]:
     """The blocks behind `parent` in which sessions part, if `parent` is the last that they share."""
     return next((one.behind for _, one in _all(folder) if one.shared[-1:] == (parent,)), ())

@@ -199,6 +199,10 @@ class ModelBlocks:
         """The blocks behind `parent` in which what sessions of an agent share ends."""
         return [bytes.fromhex(name) for name in kept.straddling(self._folder, parent.hex())]
 
+    def begun_with(self, agent: str) -> list[bytes]:
+        """The blocks that sessions of `agent` begin with, in order; then those in which they part."""
+        return [bytes.fromhex(name) for name in kept.begun_with(self._folder, agent)]
+
     # reading
 
     def read_ahead(self, names: Sequence[bytes]) -> list[Future[Block | None]]:
@@ -276,7 +280,7 @@ class ModelBlocks:
             n_bytes = _write_file(self.path(block.header.name), format.encode(block), is_durable=True)
             self.traffic.blocks_written += 1
             self.traffic.bytes_written += n_bytes
-            if block.header.kind == "full":
+            if block.header.kind != "point":
                 kept.note_parting(self._folder, block.header.parent.hex(), block.header.name.hex())
 
     def _try(self, work: Callable[[], None]) -> None:

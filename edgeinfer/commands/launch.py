@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -81,8 +83,16 @@ def launch(options: argparse.Namespace, host: Host) -> Result:
     running.find_program(agent)  # before a model is loaded for it
     target = find_target(agent, options, host)
     print(f"{agent.title} asks {target.model} at {target.url}", file=sys.stderr)  # noqa: T201
+    recalling = threading.Thread(target=_recall, args=(agent, target), daemon=True)
+    recalling.start()
     status = running.run(agent, target, options.arguments)
     return LaunchResult(agent=agent.name, model=target.model, status=status)
+
+
+def _recall(agent: Agent, target: Target) -> None:
+    """Have what the agent begins with in memory by the time that it asks; it asks without that too."""
+    with contextlib.suppress(ServeError):
+        asked(target).ask("POST", f"/v1/models/{target.model}/recall", {"agent": agent.name})
 
 
 def _known(agent: Agent) -> KnownAgent:
@@ -126,6 +136,11 @@ def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> Target
         file=sys.stderr,
     )
     return Target(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
+
+
+def asked(target: Target) -> Found:
+    """The endpoint that an agent is told of."""
+    return Found(url=target.url, model=target.model, key="" if target.key == "none" else target.key)
 
 
 def _urls(config: Config) -> Iterator[str]:

@@ -12,7 +12,7 @@ from edgeinfer.agents import capture
 from edgeinfer.agents.endpoint import Found
 from edgeinfer.agents.running import find_program
 from edgeinfer.agents.table import AGENTS, WARMING, Agent
-from edgeinfer.commands.launch import find_target
+from edgeinfer.commands.launch import asked, find_target
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 
@@ -51,14 +51,13 @@ def warm_agent(options: argparse.Namespace, host: Host) -> WarmAgentResult:
     options.anyway = False
     find_program(agent)  # before a model is loaded for it
     target = find_target(agent, options, host)
-    key = "" if target.key == "none" else target.key
-    found = Found(url=target.url, model=target.model, key=key)
+    found = asked(target)
     slots: list[dict[str, Any]] = []
     for _ in range(2):
-        asked = capture.first_request(agent, target)
+        request = capture.first_request(agent, target)
         if not options.quiet and not slots:
             print(f"reading what {agent.title} begins with …", file=sys.stderr, flush=True)  # noqa: T201
-        slots.append(_read(found, agent, asked, target.model))
+        slots.append(_read(found, agent, request, target.model))
     return WarmAgentResult(
         agent=agent.name,
         model=target.model,

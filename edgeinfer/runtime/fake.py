@@ -189,6 +189,10 @@ class FakeEngine:
         wanted = set(query.lower().split())
         return [len(wanted & set(d.lower().split())) / max(1, len(wanted)) for d in documents]
 
+    def recall(self, agent: str, salt: str = "") -> int:
+        """Nothing is kept."""
+        return 0
+
     def metrics(self) -> EngineMetrics:
         with self._lock:
             now = EngineMetrics(running=len(self._players), kv_total_tokens=self._info.n_ctx)

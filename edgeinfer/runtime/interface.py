@@ -77,6 +77,12 @@ class Engine(Protocol):
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """Score each document. Raises InvalidRequestError when the model has no such head."""
 
+    def recall(self, agent: str, salt: str = "") -> int:
+        """Bring what sessions of `agent` begin with from the disk into memory, and wait for it.
+
+        Its tokens, under one `cache_salt`; 0 where nothing is there.
+        """
+
     def metrics(self) -> EngineMetrics: ...
 
     def close(self) -> None:

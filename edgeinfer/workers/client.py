@@ -126,6 +126,9 @@ class RemoteEngine:
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         return self._call("rerank", list[float], query, list(documents))
 
+    def recall(self, agent: str, salt: str = "") -> int:
+        return self._call("recall", int, agent, salt)
+
     def metrics(self) -> EngineMetrics:
         return self._call("metrics", EngineMetrics)
 

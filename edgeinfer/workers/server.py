@@ -31,7 +31,16 @@ from edgeinfer.workers.wire import (
 )
 
 #: What may be called by name, with plain arguments.
-CALLS = ("tokenize", "detokenize", "apply_template", "embed", "rerank", "metrics", "use_threads")
+CALLS = (
+    "tokenize",
+    "detokenize",
+    "apply_template",
+    "embed",
+    "rerank",
+    "recall",
+    "metrics",
+    "use_threads",
+)
 
 
 def serve(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 from pathlib import Path
@@ -54,9 +55,17 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_agent_is_told_where_its_model_is(serve, aider, configured, capfd):
-    here = serve(FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768)))
+    recalled: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    class Recalling(FakeEngine):
+        def recall(self, agent: str, salt: str = "") -> int:
+            recalled.put(agent)
+            return 829
+
+    here = serve(Recalling(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768)))
     configured(here.port)
     assert cli.main(["launch", "aider", "--message", "hi", "--json", "--help"]) == 7
+    assert recalled.get(timeout=60) == "aider"
     said = json.loads(aider.read_text())
     assert said["argv"] == ["--message", "hi", "--json", "--help"]
     assert (said["model"], said["ids"]) == ("openai/fake", ["fake"])

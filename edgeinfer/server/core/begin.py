@@ -72,11 +72,10 @@ def _shared(exchange: Exchange, request: GenerateRequest) -> GenerateRequest:
     """Let a request begin like others that say the same; keep what is computed to one key's requests,
     and among those to one `cache_salt`.
     """
-    salt = exchange.cache_salt
     return msgspec.structs.replace(
         request,
         messages=exchange.settle(request.messages),
-        cache_salt=f"{salt} {request.cache_salt}" if salt else request.cache_salt,
+        cache_salt=exchange.salted(request.cache_salt),
         preamble=_preamble(exchange, request),
     )
 

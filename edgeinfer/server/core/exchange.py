@@ -221,6 +221,10 @@ class Exchange:
             self.reply_headers["x-edgeinfer-settled"] = ", ".join(self.settled)
         return turns
 
+    def salted(self, cache_salt: str) -> str:
+        """The salt of a request that gives `cache_salt`: one key's find nothing of another's."""
+        return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
+
     def name_model(self, name: str | None) -> None:
         """Note the model that is meant; a header tells it where it was named otherwise.
 

@@ -21,6 +21,13 @@ NATIVE = Dialect(
             uses_model=False,
         ),
         Operation(
+            path="/v1/models/{id}/recall",
+            handler=routes.recall,
+            summary="Bring what an agent's sessions begin with from the disk into memory.",
+            body=wire.RecallRequest,
+            reply=wire.RecallReply,
+        ),
+        Operation(
             path="/v1/rerank",
             handler=routes.rerank,
             summary="Order documents by relevance.",

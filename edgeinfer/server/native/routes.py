@@ -159,6 +159,17 @@ async def unload(request: Request) -> Response:
     return json_reply(wire.UnloadReply(id=meant, state=await models.unload(meant)))
 
 
+async def recall(request: Request) -> Response:
+    body = await decode(request, wire.RecallRequest)
+    exchange = exchange_of(request)
+
+    def work(engine: Engine) -> wire.RecallReply:
+        n_tokens = engine.recall(body.agent, exchange.salted(""))
+        return wire.RecallReply(id=exchange.model, n_tokens=n_tokens)
+
+    return json_reply(await with_engine(exchange, request.path_params["id"], None, work))
+
+
 async def health(request: Request) -> Response:
     """Answer 200 when the default model is or was loaded, 503 while it loads or drains."""
     report = health_of(exchange_of(request).endpoint)

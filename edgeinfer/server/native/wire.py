@@ -158,6 +158,19 @@ class UnloadReply(Reply, frozen=True, kw_only=True):
     state: Literal["unloaded", "unloading", "not loaded"]
 
 
+class RecallRequest(Wire, frozen=True, kw_only=True):
+    """POST /v1/models/{id}/recall. `agent`: a name that `edgeinfer launch` knows."""
+
+    agent: Annotated[str, Meta(min_length=1, max_length=32)]
+
+
+class RecallReply(Reply, frozen=True, kw_only=True):
+    """`n_tokens` are in memory now, 0 where nothing of the agent was on the disk."""
+
+    id: str
+    n_tokens: int
+
+
 class Health(Reply, frozen=True, kw_only=True):
     """`status`: ok, loading (503), draining (503), error (503)."""
 

@@ -127,6 +127,10 @@ class CopiesEngine:
         self._count(len(documents))
         return found
 
+    def recall(self, agent: str, salt: str = "") -> int:
+        """See `Engine.recall`: in one copy."""
+        return self._ask(lambda engine: engine.recall(agent, salt))
+
     def metrics(self) -> EngineMetrics:
         """Sums over all copies, those that have ended included."""
         return _sum([self._gone, *(now for _, now in self._asked())])

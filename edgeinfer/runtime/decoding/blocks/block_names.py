@@ -36,6 +36,19 @@ class BlockNames:
         for at in range((len(chain) - 1) * size, len(tokens) - size + 1, size):
             chain.append(self._blocks.names.full(chain[-1], tokens[at : at + size]))
 
+    def begun_with(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
+        """The tokens that sessions of `agent` begin with, and what the last one had in the block behind
+        them, as far as they are there.
+        """
+        tokens: list[int] = []
+        parent = self.root(adapters, salt)
+        for name in self._blocks.begun_with(agent):
+            header = self._blocks.header(name)
+            if header is not None and header.parent == parent:
+                tokens += unpack_tokens(header.tokens)
+                parent = name
+        return tokens
+
     def last_point(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
         """The longest of the points behind `parent` that `tokens` begin with, and its own tokens; 0 for
         none.
