@@ -32,6 +32,8 @@ _EVENT = {
 #: A stream that is no server-sent events is lines of JSON.
 _LINES = {"type": "string"}
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
+#: Said without a word, by what stands before every dialect.
+_LATE = {"description": "The body did not come in time."}
 
 
 def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
@@ -177,6 +179,8 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status, words in sorted(said.items()):
         responses[status] = {"description": words, "content": _json(error)}
+    if operation.body is not None:
+        responses["408"] = _LATE
     for status, kind in operation.also.items():
         schema = {"anyOf": [_ref(kind), _ref(error)]}
         responses[status]["content"] = {"application/json": {"schema": schema}}

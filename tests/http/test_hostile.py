@@ -46,7 +46,16 @@ def _hostile(rng: random.Random) -> bytes:
         b"/api/chat",
         b"/api/generate",
         b"/api/embed",
+        b"/api/embeddings",
+        b"/api/show",
         b"/api/pull",
+        b"/api/create",
+        b"/api/copy",
+        b"/api/blobs/sha256:0",
+        b"/v2/models/fake/infer",
+        b"/v2/models/fake/generate",
+        b"/v2/models/fake/generate_stream",
+        b"/v1/models/fake/recall",
     ]
     path = rng.choice(paths)
     kind = rng.randrange(16)

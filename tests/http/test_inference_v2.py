@@ -42,7 +42,7 @@ def test_a_model_is_ready_when_it_is_loaded(serve):
     assert here.client.get("/v2/models/b/ready").json() == {"name": "b", "ready": True}
     here.client.post("/v1/models/b/unload").raise_for_status()
     cold = here.client.get("/v2/models/b/ready")
-    assert (cold.status_code, cold.json()) == (503, {"name": "b", "ready": False})
+    assert (cold.status_code, cold.json()) == (400, {"name": "b", "ready": False})
 
 
 def _loaded():

@@ -88,6 +88,18 @@ def test_other_web_pages_are_refused(here, headers, status, path):
     assert here.client.get(path, headers=headers).status_code == status
 
 
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
+def test_another_web_page_is_refused_on_every_route(here, operation):
+    answer = here.client.request(
+        operation.method,
+        operation.path.replace("{id}", "fake"),
+        headers={"origin": "https://evil.example"},
+        content=b"{}" if operation.method == "POST" else None,
+    )
+    assert answer.status_code == 403
+    assert "is not allowed" in answer.text
+
+
 def test_the_endpoints_own_origin_is_no_other_page(here):
     assert here.client.get("/health", headers={"origin": here.url}).status_code == 200
 

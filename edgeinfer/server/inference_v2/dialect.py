@@ -33,9 +33,9 @@ INFERENCE_V2 = Dialect(
             method="GET",
             path="/v2/health/ready",
             handler=routes.ready,
-            summary="Whether the default model has been loaded; 503 until then, and while draining.",
+            summary="Whether the default model has been loaded; 400 until then, and while draining.",
             reply=wire.Ready,
-            also={"503": wire.Ready},
+            also={"400": wire.Ready},
             uses_model=False,
         ),
         Operation(
@@ -52,7 +52,7 @@ INFERENCE_V2 = Dialect(
             handler=routes.model_ready,
             summary="Whether a model is loaded.",
             reply=wire.ModelReady,
-            also={"503": wire.ModelReady},
+            also={"400": wire.ModelReady},
             uses_model=False,
         ),
         Operation(

@@ -27,6 +27,8 @@ from edgeinfer.server.openai.translate import sampling_of
 #: As `/v1/completions` has it.
 _MAX_TOKENS = 16
 _VERSIONS = "/versions/"
+#: The protocol tells "no" by any status from 400 to 499.
+_NOT_READY = 400
 
 
 async def server_metadata(request: Request) -> Response:
@@ -39,7 +41,7 @@ async def live(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     is_ready = health_of(exchange_of(request).endpoint).status == "ok"
-    return json_reply(wire.Ready(ready=is_ready), 200 if is_ready else 503)
+    return json_reply(wire.Ready(ready=is_ready), 200 if is_ready else _NOT_READY)
 
 
 async def model_metadata(request: Request) -> Response:
@@ -51,7 +53,7 @@ async def model_ready(request: Request) -> Response:
     exchange = exchange_of(request)
     name = _meant(exchange, _name(request))
     is_ready = exchange.endpoint.models.state(name) == "loaded" and not exchange.endpoint.draining
-    return json_reply(wire.ModelReady(name=name, ready=is_ready), 200 if is_ready else 503)
+    return json_reply(wire.ModelReady(name=name, ready=is_ready), 200 if is_ready else _NOT_READY)
 
 
 async def generate(request: Request) -> Response:
