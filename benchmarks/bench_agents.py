@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/clients"))
-from bench_memory import model_of, work_folder
+from bench_memory import work_folder
 from common import ROOT, model_path, write_figure
+from memory_restart import model_of
 from memory_sides import Side, ours, wait_written
 from record import scrub
 from run import FIRST

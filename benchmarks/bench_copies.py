@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_memory import model_of
 from bench_serve import free_port, process, wait_healthy
 from common import memory_of, model_path, tree_of, write_figure
+from memory_restart import model_of
 from memory_sides import EDGEINFER, ask
 
 CLIENTS, TOKENS = 16, 48

@@ -24,9 +24,9 @@ from typing import Any
 
 import httpx2
 import ray
-from bench_memory import model_of
 from bench_serve import free_port
 from common import model_path, peer_program, tree_of, write_figure
+from memory_restart import model_of
 from memory_sides import ask
 from ray import serve
 

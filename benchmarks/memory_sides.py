@@ -23,6 +23,7 @@ from common import ROOT, memory_of, peer_program, tree_of
 EDGEINFER = [sys.executable, "-m", "edgeinfer"]
 WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()
 Messages = list[dict[str, str]]
+Rows = list[dict[str, Any]]
 
 
 @dataclass
@@ -208,3 +209,13 @@ def wait_written(home: Path, n_tokens: int) -> None:
         if len(files) >= n_tokens // 256 and not list((home / "cache").rglob("*.new")):
             return
         time.sleep(0.1)
+
+
+def ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1000:.0f} ms"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"

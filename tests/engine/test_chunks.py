@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgeinfer.runtime.decoding.scheduling.chunks import Chunks, Exactness
+from edgeinfer.runtime.decoding.scheduling.loans import lendable_s
 
 
 def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:
@@ -58,3 +59,19 @@ def test_few_tokens_say_nothing_about_many() -> None:
     made = chunks(ms_per_token=1.25)
     made.note(3, 10.0, n_decoding=0, is_long=True)
     assert made.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
+
+
+def test_a_deeper_cache_does_not_make_small_chunks_look_cheap() -> None:
+    made = chunks(ms_per_token=6.0)
+    made.note(32, 32 * 0.010, n_decoding=1, is_long=True)
+    assert made.budget(512, 1, [2000]) == 63
+    for _ in range(50):
+        made.note(63, 63 * 0.012, n_decoding=1, is_long=True)
+    assert made.budget(512, 1, [2000]) == 63
+
+
+def test_a_long_prompt_lends_a_tenth_of_its_time_and_a_second_ahead() -> None:
+    assert lendable_s(0.0, 4.0) == pytest.approx(0.4)
+    assert lendable_s(0.0, 600.0) == pytest.approx(1.0)
+    assert lendable_s(500.0, 100.0) == pytest.approx(51.0)
+    assert lendable_s(30.0, 0.0) == pytest.approx(3.0)

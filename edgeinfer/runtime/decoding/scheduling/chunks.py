@@ -91,8 +91,12 @@ class Chunks:
             return
         if n_tokens + n_decoding < _TILE:
             self._small_s = _towards(took_s, self._small_s)
-        else:
-            self._tiled_s = _towards(took_s, self._tiled_s)
+            return
+        before_s, self._tiled_s = self._tiled_s, _towards(took_s, self._tiled_s)
+        if (
+            before_s and self._small_s
+        ):  # a deeper cache makes smaller chunks slower too, at least as much
+            self._small_s *= self._tiled_s / before_s
 
 
 def _towards(found: float, known: float | None) -> float:

@@ -11,6 +11,8 @@ from edgeinfer.runtime.decoding.scheduling.chunks import SHORT_TOKENS
 #: Work thrown away is at most this share of the prefill that was done.
 _LOST_SHARE = 0.05
 _MOST_LOST_S = 1.0
+#: A step that will be over so soon (seconds) is waited for, if half of it is done.
+_SOON_S = 0.3
 
 
 class Interruptions:
@@ -29,7 +31,7 @@ class Interruptions:
     def begin(self, *, is_early: bool, expected_s: float) -> None:
         """A step of nothing but prefill begins; `is_early` when nobody waits for its prompts yet.
 
-        One of a length that is `expected_s` is not given up once half of it is done.
+        One of a length that is `expected_s` is not given up once half of it is done and it ends soon.
         """
         with self._lock:
             self._began, self._is_early = time.monotonic(), is_early
@@ -51,8 +53,9 @@ class Interruptions:
             if self._began is None:
                 return
             lost_s = time.monotonic() - self._began
-            allowed_s = min(self._allowed_s, self._expected_s / 2)
-            if self._is_early or (n_tokens <= SHORT_TOKENS and lost_s <= allowed_s):
+            is_late = lost_s > max(self._expected_s / 2, self._expected_s - _SOON_S)
+            is_worth_it = n_tokens <= SHORT_TOKENS and lost_s <= self._allowed_s and not is_late
+            if self._is_early or is_worth_it:
                 self._ask()
 
     def for_cancel(self, cancelled: Sequence[bool]) -> None:

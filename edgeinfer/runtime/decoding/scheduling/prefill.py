@@ -6,6 +6,7 @@ from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.cache import points
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache
 from edgeinfer.runtime.decoding.scheduling.chunks import SHORT_TOKENS, Chunks
+from edgeinfer.runtime.decoding.scheduling.loans import Loans
 from edgeinfer.runtime.decoding.scheduling.parts import Part
 from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
 from edgeinfer.runtime.decoding.scheduling.roster import Roster
@@ -31,12 +32,18 @@ class Prefill:
         self._roster, self._prefixes = roster, prefixes
         self._can_cut = can_cut
         self._is_longs_turn = False
+        self._loans = Loans(chunks)
 
     def add(self, prefilling: list[Sequence], parts: list[Part]) -> None:
         """Short prompts do not wait for a long one: where there are both, they take turns, short ones
-        first. Prompts that nobody waits for yet come when there are no others.
+        first. Prompts that nobody waits for yet come when there are no others. A long one lends running
+        streams a step now and then.
         """
+        self._loans.settle()
         awaited = [s for s in prefilling if not s.is_prefill_only]
+        is_only_long = bool(prefilling) and all(s.n_pending > SHORT_TOKENS for s in prefilling)
+        if parts and is_only_long and self._loans.lend((awaited or prefilling)[0]):
+            return
         chosen = self._whose_turn(awaited) if awaited else prefilling
         pending = [s.n_pending for s in chosen]
         budget = self._chunks.budget(self._batch.room, self._batch.n_tokens, pending)

@@ -53,7 +53,8 @@ class Sequence:
     """A request in the engine. `tokens` are the prompt and what was sampled; `n_past` of them are in
     the KV cache.
 
-    `keep_tokens` says how many tokens at the front survive a context shift.
+    `keep_tokens` says how many tokens at the front survive a context shift; `lent_s`, for how long its
+    prompt has let others go on without it.
     """
 
     request: GenerateRequest
@@ -78,6 +79,7 @@ class Sequence:
     divergence: Divergence = field(default_factory=Divergence)
     restore: Restore | None = None
     n_generated: int = 0
+    lent_s: float = 0.0
     constraint_s: float = 0.0
     cancelled: bool = False
     wake: Callable[[], None] = lambda: None

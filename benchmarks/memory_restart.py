@@ -1,0 +1,155 @@
+"""`bench_memory.py`'s restarts: the same conversation after `kill -9`, the page cache hot and cold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import drop
+from memory_sides import Messages, Rows, Side, conversation, markdown, ms, ours, theirs, wait_written
+
+#: Shapes of models with random weights: the words for `random_gguf.py`.
+SHAPES = {
+    "4b": "--layers 36 --width 2560 --feed-forward 9728 --key-value-heads 8 --head-size 128"
+    " --context 16384".split(),
+    "7b": "--context 16384".split(),
+}
+_N_CTX = 8192 + 1024
+
+
+def restart_section(options: argparse.Namespace, work: Path) -> Rows:
+    """The same conversation after `kill -9`, with a hot page cache and, where one may drop it, a cold
+    one.
+    """
+    rows = []
+    for shape in options.shapes:
+        model = model_of(shape, options.model, work)
+        home = work / f"restart-{shape}"
+        for side in (ours(home, model, _N_CTX), theirs(model, _N_CTX, slots=1)):
+            if side is None:
+                continue
+            rows.append({"model": shape} | _restarts(side, home, model, options))
+            print(json.dumps(rows[-1]), file=sys.stderr)
+            side.stop()
+    return rows
+
+
+def model_of(shape: str, small: Path, work: Path) -> Path:
+    """The small model, or one of that shape with random weights."""
+    if shape == "small":
+        return small
+    out = work / f"random-{shape}.gguf"
+    if not out.exists():
+        program = Path(__file__).with_name("random_gguf.py")
+        command = [sys.executable, str(program), str(small), str(out), *SHAPES[shape]]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
+def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    side.start()
+    asked = conversation(7, options.long_words)
+    answer = side.ask(asked)
+    turn = [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "Why?"}]
+    row = {
+        "side": side.name,
+        "prompt_tokens": answer.usage["prompt_tokens"],
+        "prefill_s": answer.first_s,
+    }
+    if side.name != "edgeinfer":
+        return row | _summary([_restart(side, asked + turn)])
+    wait_written(home, int(answer.usage["prompt_tokens"]))
+    again = [_restart(side, asked) for _ in range(options.runs)]
+    hot = [_restart(side, asked + turn) for _ in range(options.runs)]
+    cold = [
+        _restart(side, asked + turn, lambda: drop(_files(home, model))) for _ in range(options.runs)
+    ]
+    side.kill()
+    files = _files(home, model)
+    drop(files)
+    begun = time.perf_counter()
+    for path in files[1:]:
+        path.read_bytes()
+    return (
+        row
+        | _summary(hot)
+        | {
+            "same_exec_to_first_s": statistics.median(r[0] for r in again),
+            "same_computed_tokens": max(r[2] for r in again),
+            "cold_exec_to_first_s": statistics.median(r[0] for r in cold),
+            "disk_read_s": time.perf_counter() - begun,
+            "blocks_mb": sum(path.stat().st_size for path in files if path.suffix == ".block") / 1e6,
+        }
+    )
+
+
+def _summary(found: list[tuple[float, float, int]]) -> dict[str, Any]:
+    return {
+        "exec_to_first_s": statistics.median(r[0] for r in found),
+        "exec_to_first_max_s": max(r[0] for r in found),
+        "first_s": statistics.median(r[1] for r in found),
+        "computed_tokens": max(r[2] for r in found),
+    }
+
+
+def _files(home: Path, model: Path) -> list[Path]:
+    """The model, and what a stopped server left of it: snapshot and blocks."""
+    return [path for path in (model, *(home / "cache").rglob("*")) if path.is_file()]
+
+
+def _restart(
+    side: Side, chat: Messages, before: Callable[[], None] | None = None
+) -> tuple[float, float, int]:
+    """Seconds from exec to the first token and from the request to it, and tokens computed."""
+    side.kill()
+    if before:
+        before()
+    begun = time.perf_counter()
+    side.start()
+    healthy = time.perf_counter() - begun
+    again = side.ask(chat)
+    return healthy + again.first_s, again.first_s, again.computed
+
+
+def restart_table(rows: Rows) -> str:
+    head = [
+        "after `kill -9`",
+        "",
+        "prompt",
+        "read at first in",
+        "next turn, exec → first token",
+        "worst",
+        "request → first token",
+        "computed",
+        "the same prompt again",
+        "computed",
+        "next turn, cold page cache",
+        "reading those files",
+    ]
+    return markdown(
+        head,
+        [
+            [
+                r["model"],
+                r["side"],
+                f"{r['prompt_tokens']} tokens",
+                f"{r['prefill_s']:.1f} s",
+                *(ms(r[key]) for key in ("exec_to_first_s", "exec_to_first_max_s", "first_s")),
+                f"{r['computed_tokens']} tokens",
+                ms(r.get("same_exec_to_first_s")),
+                f"{r['same_computed_tokens']} tokens" if "same_computed_tokens" in r else "–",
+                ms(r.get("cold_exec_to_first_s")),
+                f"{ms(r['disk_read_s'])} ({r['blocks_mb']:.0f} MB of blocks)"
+                if "disk_read_s" in r
+                else "–",
+            ]
+            for r in rows
+        ],
+    )
