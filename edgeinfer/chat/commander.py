@@ -17,6 +17,8 @@ from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config import ChatConfig
 from edgeinfer.errors import UsageError
+from edgeinfer.load_options import LORA
+from edgeinfer.runtime.options import parse_adapters
 
 
 class Front(Protocol):
@@ -166,6 +168,21 @@ class Commander:
             self.front.use_model(argument)
         else:
             self.front.pick_model()
+
+    def _lora(self, argument: str) -> None:
+        engine = self.session.engine
+        if engine is None:
+            raise UsageError("the model is not loaded yet", hint="wait a moment")
+        if argument and self.session.busy:
+            raise UsageError("an answer is being written", hint="stop it, or wait for its end")
+        if argument:
+            try:
+                wanted = parse_adapters(str(LORA.parse(",".join(argument.split()))))
+            except ValueError as error:
+                raise UsageError(str(error), hint="/lora red:0.5, /lora red blue, /lora none") from None
+            engine.use_adapters(wanted)
+        found = [f"{adapter.name} at {adapter.scale:g}" for adapter in engine.info.lora]
+        self.front.show_text(f"Adapters: {', '.join(found) or 'none'}")
 
     # what rides along, what is copied
 

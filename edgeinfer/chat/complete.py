@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from edgeinfer import places
 from edgeinfer.chat import attachments, presets, slash
 
 _MENTION = re.compile(r'(?<!\S)@"?([^\s"]*)$')
@@ -87,8 +89,18 @@ def _settings() -> Sequence[tuple[str, str]]:
     return [(f"{option.label} ", option.help) for option in presets.OPTIONS.values()]
 
 
+def _adapters() -> Sequence[tuple[str, str]]:
+    """Those that were pulled."""
+    try:
+        files = sorted(os.listdir(places.adapters()))
+    except OSError:
+        files = []
+    names = [(file.removesuffix(".gguf"), "pulled") for file in files if file.endswith(".gguf")]
+    return [*names, ("none", "the model alone")]
+
+
 def _copies() -> Sequence[tuple[str, str]]:
     return [("code", "the last code block"), ("all", "the conversation as Markdown")]
 
 
-_OURS: Names = {"command": _commands, "setting": _settings, "copy": _copies}
+_OURS: Names = {"command": _commands, "setting": _settings, "copy": _copies, "adapter": _adapters}

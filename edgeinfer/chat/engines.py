@@ -8,7 +8,7 @@ import msgspec
 
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.options import Adapter, LoadOptions
 
 
 class Engines:
@@ -25,6 +25,7 @@ class Engines:
         self._first: tuple[str, int] | None = None
         self._loading = threading.Lock()
         self._home_key: tuple[str, int] | None = None
+        self._home_lora: tuple[Adapter, ...] = ()
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
         """Return the engine of `model`, loaded or resumed if need be; the one before is closed then.
@@ -45,7 +46,7 @@ class Engines:
             new = self._home
         elif self._home is None:
             new = self._home = self.host.engine(model, options, progress)
-            self._home_key = key
+            self._home_key, self._home_lora = key, new.info.lora
         else:
             new = self.host.worker(model, options, progress)
         before, self.engine = self.engine, new
@@ -66,8 +67,12 @@ class Engines:
 
     @property
     def is_first(self) -> bool:
-        """Whether the engine in use is the one that this launch was for."""
-        return self.engine is not None and self._home_key == self._first and self.engine is self._home
+        """Whether the engine in use is the one that this launch was for, as it was."""
+        is_home = self.engine is not None and self.engine is self._home
+        return is_home and self._home_key == self._first and not self._has_other_adapters()
+
+    def _has_other_adapters(self) -> bool:
+        return self._home is not None and self._home.info.lora != self._home_lora
 
     def close(self) -> None:
         """Close every engine. Idempotent."""

@@ -14,7 +14,18 @@ from edgeinfer.errors import UsageError
 
 #: What an argument is, so that it can be completed.
 Kind = Literal[
-    "none", "text", "number", "model", "path", "prompt", "preset", "theme", "setting", "copy", "command"
+    "none",
+    "text",
+    "number",
+    "model",
+    "path",
+    "prompt",
+    "preset",
+    "adapter",
+    "theme",
+    "setting",
+    "copy",
+    "command",
 ]
 
 
@@ -51,6 +62,13 @@ COMMANDS: tuple[Slash, ...] = (
     ),
     Slash("preset", "[NAME]", "several sampling options at once", "preset"),
     Slash("ctx", "[TOKENS]", "context length; the model is loaded again", "number"),
+    Slash(
+        "lora",
+        "[NAME[:SCALE] …]",
+        "have these LoRA adapters and no others; `none` for none",
+        "adapter",
+        ("adapters",),
+    ),
     Slash("file", "PATH", "attach a text file to the next question", "path", ("attach",)),
     Slash("new", "", "begin a new conversation", aliases=("clear",)),
     Slash(

@@ -38,8 +38,15 @@ from edgeinfer.runtime.language.dialogue import Conversations, load_conversation
 from edgeinfer.runtime.language.prepared import TemplateFacts
 from edgeinfer.runtime.loading.choices import exact_rows
 from edgeinfer.runtime.loading.load import Loaded, load_model
-from edgeinfer.runtime.loading.lora import LoraAdapters, load_adapters
-from edgeinfer.runtime.options import Chosen, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
+from edgeinfer.runtime.loading.lora import LoraAdapters
+from edgeinfer.runtime.options import (
+    Adapter,
+    Chosen,
+    EngineInfo,
+    EngineMetrics,
+    LoadOptions,
+    ModelFiles,
+)
 from edgeinfer.runtime.plan import MAX_DRAFT
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
@@ -65,8 +72,7 @@ class LlamaEngine:
     def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
         self._loaded = loaded
         self._active = ActiveContext(loaded.context, loaded.memory, loaded.cells)
-        self._active.adapters = load_adapters(loaded.model, options.adapters(files))
-        self._lora = LoraAdapters(self._active, options.adapters(files))
+        self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
         self._conversations = _conversations(files, loaded)
         self._constraints = Constraints()
         self._scheduler = _scheduler(loaded, self._active, self._lora)
@@ -77,7 +83,6 @@ class LlamaEngine:
             vocab=loaded.vocab,
             conversations=self._conversations,
             constraints=self._constraints,
-            lora=self._lora,
             n_ctx=loaded.n_ctx,
             max_draft=MAX_DRAFT,
             can_shift=_can_shift(loaded),
@@ -87,7 +92,14 @@ class LlamaEngine:
         self._info = _info(files, loaded, self._lora, self._conversations, self._embedder)
         self._blocks = EngineBlocks(files, options, self._active, self._scheduler)
         self._attachment = Attachment(
-            files, options, loaded, self._active, self._scheduler, self._loop.call, self._blocks
+            files,
+            options,
+            loaded,
+            self._active,
+            self._lora,
+            self._scheduler,
+            self._loop.call,
+            self._blocks,
         )
         self._options = options
         self._checked = ""
@@ -104,6 +116,8 @@ class LlamaEngine:
         if found is not self._info.choices["gpu_layers"]:
             choices = self._info.choices | {"gpu_layers": found}
             self._info = msgspec.structs.replace(self._info, choices=choices)
+        if self._lora.loaded != self._info.lora:
+            self._info = msgspec.structs.replace(self._info, lora=self._lora.loaded)
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
@@ -116,7 +130,9 @@ class LlamaEngine:
         seq = self._preparer.sequence(request)
         seq.progress()
         try:
-            self._loop.submit(seq)
+            with self._lora.lock:
+                seq.adapters = self._lora.key(request.lora)
+                self._loop.submit(seq)
         except BaseException:
             seq.sampler.close()
             raise
@@ -160,6 +176,25 @@ class LlamaEngine:
         """Decode with so many threads from the next step on."""
         self._check_open()
         self._loop.call(lambda: self._set_threads(n_threads))
+
+    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+        """See `Engine.use_adapters`."""
+        self._check_open()
+        if not self._loaded.can_generate:
+            raise InvalidRequestError(
+                f"{self._info.model} only embeds; it takes no adapters", param="lora"
+            )
+        self._loop.call(lambda: self._lora.change(wanted))
+        while not self._loop.call(self._leave_adapters):
+            continue  # once a step
+        return self._lora.loaded
+
+    def _leave_adapters(self) -> bool:
+        left = self._lora.left()
+        if left and not self._scheduler.forget_adapters(left):
+            return False
+        self._lora.release()
+        return True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -399,7 +434,7 @@ def _info(
         tool_format=conversations.tool_format,
         system_prompt=files.system_prompt,
         sampling=files.sampling,
-        lora=lora.names,
+        lora=lora.loaded,
         choices={
             **loaded.choices,
             **conversations.choices,

@@ -32,7 +32,7 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.options import EngineInfo, EngineMetrics
+from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 from edgeinfer.runtime.validate import check_request
 
@@ -192,6 +192,11 @@ class FakeEngine:
     def recall(self, agent: str, salt: str = "") -> int:
         """Nothing is kept."""
         return 0
+
+    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+        """Take them by their names; no file is read."""
+        self._info = msgspec.structs.replace(self._info, lora=tuple(wanted))
+        return self._info.lora
 
     def metrics(self) -> EngineMetrics:
         with self._lock:

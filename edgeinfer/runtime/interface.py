@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from edgeinfer.runtime.events import Event
-from edgeinfer.runtime.options import CopiesInfo, EngineInfo, EngineMetrics
+from edgeinfer.runtime.options import Adapter, CopiesInfo, EngineInfo, EngineMetrics
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 
@@ -81,6 +81,14 @@ class Engine(Protocol):
         """Bring what sessions of `agent` begin with from the disk into memory, and wait for it.
 
         Its tokens, under one `cache_salt`; 0 where nothing is there.
+        """
+
+    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+        """Have these LoRA adapters loaded, and no others; `info.lora` from now on.
+
+        A file that has changed is read again. Returns when the last request with one that goes has
+        ended, and its memory is given back. Raises InvalidRequestError, ModelLoadError; nothing has
+        changed then.
         """
 
     def metrics(self) -> EngineMetrics: ...

@@ -30,6 +30,14 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     lora: str = ""
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter: what requests call it, its file, and its scale for requests that name none."""
+
+    name: str
+    path: str
+    scale: float = 1.0
+
+
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to load; `edgeinfer.load_options` says what each field is and may be.
 
@@ -49,17 +57,22 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     draft: str = table.DRAFT.default
     max_queue: int = 4096
 
-    def adapters(self, files: ModelFiles) -> dict[str, tuple[str, float]]:
-        """The LoRA adapters that were asked for, else the model's own: name → path and scale."""
-        return table.adapters_of(self.lora or files.lora)
+    def adapters(self, files: ModelFiles) -> tuple[Adapter, ...]:
+        """The LoRA adapters that were asked for, else the model's own."""
+        return parse_adapters(self.lora or files.lora)
 
     def adapter_paths(self, files: ModelFiles) -> tuple[str, ...]:
         """The files of those adapters."""
-        return tuple(path for path, _ in self.adapters(files).values())
+        return tuple(adapter.path for adapter in self.adapters(files))
 
     def for_another_model(self) -> LoadOptions:
         """These options without what fits one model alone: its adapters and its draft model."""
         return msgspec.structs.replace(self, lora="", draft="")
+
+
+def parse_adapters(text: str) -> tuple[Adapter, ...]:
+    """The adapters that a parsed value of `--lora` names."""
+    return tuple(Adapter(name, *found) for name, found in table.adapters_of(text).items())
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -73,8 +86,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model.
 
     Texts of up to `n_ctx_embed` tokens are embedded. Sizes in bytes; `least_kv_bytes` of KV cache are
-    needed for another load to be of use. `choices` maps an option's name to what was chosen for it;
-    `warnings` are sentences.
+    needed for another load to be of use. `lora` are the adapters that are loaded now. `choices` maps an
+    option's name to what was chosen for it; `warnings` are sentences.
     """
 
     model: str
@@ -102,7 +115,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tool_format: str = ""
     system_prompt: str = ""
     sampling: Sampling = Sampling()
-    lora: tuple[str, ...] = ()
+    lora: tuple[Adapter, ...] = ()
     choices: dict[str, Chosen] = {}
     load_ms: float = 0.0
     warnings: tuple[str, ...] = ()

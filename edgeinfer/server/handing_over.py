@@ -41,14 +41,18 @@ class HandingOver:
         self._task = asyncio.get_running_loop().create_task(work)
 
     async def _say_when_idle(self) -> None:
-        while self._endpoint.keeps_answers or not await self._others_return_at_once():
+        while self._has_what_would_go() or not await self._others_return_at_once():
             await asyncio.sleep(_LOOK_AT_OTHERS_S)
         while self._is_busy():
             await asyncio.sleep(_LOOK_S)
-        if self._endpoint.keeps_answers:  # of a request that came meanwhile
+        if self._has_what_would_go():  # by a request that came meanwhile
             await self._say_when_idle()
         else:
             self._hand_over.idle()
+
+    def _has_what_would_go(self) -> bool:
+        """Whether answers end with this process, or adapters that were loaded while a model ran."""
+        return self._endpoint.keeps_answers or self._endpoint.models.has_changed_adapters
 
     def _is_busy(self) -> bool:
         return bool(self._endpoint.in_flight or self._endpoint.models.loading())

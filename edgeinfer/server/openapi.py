@@ -156,7 +156,9 @@ def _operation(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": _json(operation.body)}
+        schema = {"type": "array", "items": _ref(operation.body)} if operation.takes_list else None
+        content = {"application/json": {"schema": schema}} if schema else _json(operation.body)
+        described["requestBody"] = {"required": True, "content": content}
     return described
 
 
@@ -174,7 +176,8 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     said = dict(_REFUSALS)
     if operation.body is not None:
         said |= _BODY_REFUSALS
-    if operation.uses_model or operation.body is not None or "{id}" in operation.path:
+    names_model = operation.body is not None or operation.query is not None
+    if operation.uses_model or names_model or "{id}" in operation.path:
         said["404"] = "No such model."
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status, words in sorted(said.items()):

@@ -20,7 +20,7 @@ from edgeinfer.errors import EngineClosedError, EngineError, from_fields
 from edgeinfer.host import LoadProgress
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.options import EngineInfo, EngineMetrics
+from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 from edgeinfer.workers.wire import (
     Answer,
@@ -128,6 +128,11 @@ class RemoteEngine:
 
     def recall(self, agent: str, salt: str = "") -> int:
         return self._call("recall", int, agent, salt)
+
+    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+        loaded = self._call("use_adapters", tuple[Adapter, ...], list(wanted))
+        self._info = msgspec.structs.replace(self._info, lora=loaded)
+        return loaded
 
     def metrics(self) -> EngineMetrics:
         return self._call("metrics", EngineMetrics)

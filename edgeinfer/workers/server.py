@@ -15,6 +15,7 @@ import msgspec
 from edgeinfer.errors import EdgeInferError, EngineError, to_fields
 from edgeinfer.host import LoadProgress, Start
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.requests import Message, Tool
 from edgeinfer.workers.wire import (
     Accepted,
@@ -38,6 +39,7 @@ CALLS = (
     "embed",
     "rerank",
     "recall",
+    "use_adapters",
     "metrics",
     "use_threads",
 )
@@ -107,6 +109,8 @@ class _Server:
                 msgspec.convert(arguments[1], list[Tool]),
                 arguments[2],
             ]
+        elif frame.method == "use_adapters":
+            arguments = [msgspec.convert(arguments[0], list[Adapter])]
         value = getattr(self._engine, frame.method)(*arguments, **named)
         self._wire.send(Answer(frame.id, msgspec.Raw(msgspec.msgpack.encode(value))))
 

@@ -18,7 +18,7 @@ from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.catalog.remove import remove
 from edgeinfer.errors import ConfigError, ConversionError, UsageError
 from edgeinfer.load_options import LORA, adapters_of
-from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.options import Adapter, LoadOptions
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BASES = {
@@ -154,12 +154,12 @@ def test_models_toml_names_adapters_which_who_asks_can_leave_out(user_models, tm
     )
     files = store.model_files("base")
     blue = os.path.expanduser("~/blue.gguf")
-    assert LoadOptions().adapters(files) == {
-        "red": (str(adapters.place("red")), 0.5),
-        "blue": (blue, 1.0),
-    }
-    assert LoadOptions(lora="none").adapters(files) == {}
-    assert list(LoadOptions(lora="/a/green.gguf").adapters(files)) == ["green"]
+    assert LoadOptions().adapters(files) == (
+        Adapter("red", str(adapters.place("red")), 0.5),
+        Adapter("blue", blue),
+    )
+    assert LoadOptions(lora="none").adapters(files) == ()
+    assert [one.name for one in LoadOptions(lora="/a/green.gguf").adapters(files)] == ["green"]
 
 
 def test_an_adapter_in_models_toml_has_one_place(user_models) -> None:

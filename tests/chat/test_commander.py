@@ -231,3 +231,13 @@ def test_stats_tell_model_start_context_and_speed(commander):
 
 def test_help_lists_every_command():
     assert all(f"/{c.name}" in slash.help_text() for c in slash.COMMANDS)
+
+
+def test_adapters_come_and_go(commander, front):
+    commander.run("/lora red:0.5 /tmp/blue.gguf")
+    assert front.said == "Adapters: red at 0.5, blue at 1"
+    commander.run("/lora none")
+    commander.run("/lora")
+    assert front.said == "Adapters: none"
+    with pytest.raises(UsageError, match="not"):
+        commander.run("/lora red:much")

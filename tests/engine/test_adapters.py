@@ -105,7 +105,7 @@ def test_adapters_that_cannot_be_are_refused(
 
 
 def test_info_names_the_adapters(engine: LlamaEngine) -> None:
-    assert engine.info.lora == ("red", "blue")
+    assert [(one.name, one.scale) for one in engine.info.lora] == [("red", 1.0), ("blue", 1.0)]
 
 
 def test_a_file_that_is_no_adapter_is_refused_at_load(

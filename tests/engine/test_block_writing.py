@@ -42,7 +42,7 @@ class Side:
         self.kv: KvCache
         self.memory: CountingMemory
         self.kv, self.memory = make(n_cells=1 << 16)
-        self.names = BlockNames(self.blocks, SIZE, lambda adapters: "")
+        self.names = BlockNames(self.blocks, SIZE)
         self.writing = BlockWriting(
             blocks=self.blocks,
             states=_States(),  # type: ignore[arg-type]

@@ -81,21 +81,19 @@ def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
     return path
 
 
-def make_adapter(path: Path, seed: int, strength: float = 0.05) -> str:
+def make_adapter(path: Path, seed: int, strength: float = 0.05, rank: int = LORA_RANK) -> str:
     """A LoRA adapter for SmolLM2's attention's output projections that visibly changes what it says."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_string("general.type", "adapter")
     writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", float(LORA_RANK))
+    writer.add_float32("adapter.lora.alpha", float(rank))
     for layer in range(LORA_LAYERS):
         name = f"blk.{layer}.attn_output.weight"
         writer.add_tensor(
-            f"{name}.lora_a", rng.normal(0, strength, (LORA_RANK, LORA_EMBD)).astype(np.float32)
+            f"{name}.lora_a", rng.normal(0, strength, (rank, LORA_EMBD)).astype(np.float32)
         )
-        writer.add_tensor(
-            f"{name}.lora_b", rng.normal(0, 0.5, (LORA_EMBD, LORA_RANK)).astype(np.float32)
-        )
+        writer.add_tensor(f"{name}.lora_b", rng.normal(0, 0.5, (LORA_EMBD, rank)).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,6 +12,7 @@ from edgeinfer.errors import EngineClosedError, InvalidRequestError, ModelLoadEr
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta
 from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 from edgeinfer.workers.client import RemoteEngine
 from edgeinfer.workers.server import serve
@@ -153,3 +154,10 @@ def test_a_worker_that_dies_before_it_is_ready():
     with pytest.raises(EngineClosedError):
         RemoteEngine(here)
     assert here.fileno() == -1
+
+
+def test_adapters_are_the_workers_and_known_here():
+    with remote(FakeEngine()) as (engine, _):
+        red = Adapter("red", "/red.gguf", 0.5)
+        assert engine.use_adapters([red]) == engine.info.lora == (red,)
+        assert engine.use_adapters([]) == engine.info.lora == ()

@@ -16,7 +16,7 @@ from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, Progress, TextDelta, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.options import CopiesInfo
+from edgeinfer.runtime.options import Adapter, CopiesInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.workers.client import RemoteEngine
 from edgeinfer.workers.copies.copies_engine import Copy
@@ -310,3 +310,16 @@ def test_a_trial_is_remembered():
     with shop.open(least=1, most=2) as engine:
         assert engine.copies().words == "1 copy of 1 to 2: the least that may run"
     assert everything() == {}
+
+
+def test_adapters_are_every_copys_and_that_of_one_that_comes():
+    shop = Shop()
+    with shop.open() as engine:
+        _until(lambda: len(engine.usable) == 2, "two copies")
+        red = Adapter("red", "/red.gguf", 0.5)
+        assert engine.use_adapters([red]) == engine.info.lora == (red,)
+        shop.kill(0)
+        _until(lambda: len(shop.engines) == 3 and len(engine.usable) == 2, "another in its place")
+        assert [fake.info.lora for fake in shop.engines[1:]] == [(red,), (red,)]
+        assert engine.use_adapters([]) == engine.info.lora == ()
+        assert [fake.info.lora for fake in shop.engines[1:]] == [(), ()]

@@ -33,6 +33,7 @@ from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.scheduling.idle_cells import pieces
 from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
+from edgeinfer.runtime.loading.lora import LoraAdapters
 from edgeinfer.runtime.loading.mappings import DONTNEED, advise
 from edgeinfer.runtime.offload import Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -55,6 +56,7 @@ class Attachment:
         options: LoadOptions,
         cpu: Loaded,
         active: ActiveContext,
+        lora: LoraAdapters,
         scheduler: Scheduler,
         call: Callable[[Callable[[], Any]], Any],
         blocks: EngineBlocks,
@@ -62,7 +64,7 @@ class Attachment:
         self._files, self._options = files, options
         self._cpu = cpu
         self._active = active
-        self._adapters = active.adapters
+        self._lora = lora
         self._scheduler = scheduler
         self._call, self._blocks = call, blocks
         self._target: Target | None = None
@@ -116,7 +118,9 @@ class Attachment:
         known = remembered().get(key)
         if known is not None:
             self._refuse_if_lost(known)
-        target = load_target(self._files, self._options, self._cpu, devices, rooms, planned)
+        target = load_target(
+            self._files.paths, self._options, self._cpu, self._lora, devices, rooms, planned
+        )
         try:
             probe = Probe(target.active, self._batch(), lambda work: work())
             probe.warm_up()  # here, and not while somebody waits for the next token
@@ -178,6 +182,7 @@ class Attachment:
         """Between two steps: decode with `target` from now on."""
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
+        self._lora.enter(target.loaded.model, target.active.adapters)
         self._blocks.leave()
         knows = move_state(self._active, target.active)
         self._scheduler.go_over(target.active, knows=knows, on_device=True)
@@ -200,7 +205,7 @@ class Attachment:
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
         self._blocks.leave()
         active = ActiveContext(self._cpu.context, self._cpu.memory, self._cpu.cells)
-        active.adapters = self._adapters
+        active.adapters = self._lora.leave()
         self._scheduler.go_over(active, knows=False, on_device=False)
         self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         self._enter(self._cpu)

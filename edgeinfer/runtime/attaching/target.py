@@ -16,10 +16,10 @@ from edgeinfer.runtime.backends.devices import Device
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.loading.choices import choose_repack
 from edgeinfer.runtime.loading.load import Loaded, open_model, with_another_context
-from edgeinfer.runtime.loading.lora import load_adapters
+from edgeinfer.runtime.loading.lora import Held, LoraAdapters
 from edgeinfer.runtime.loading.placement import Placement
 from edgeinfer.runtime.offload import Offload, Room, fewer
-from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import Chosen, LoadOptions
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
@@ -43,9 +43,10 @@ class NoTarget(Exception):
 
 
 def load_target(
-    files: ModelFiles,
+    paths: tuple[str, ...],
     options: LoadOptions,
     cpu: Loaded,
+    lora: LoraAdapters,
     devices: Sequence[Device],
     rooms: tuple[Room, ...],
     planned: Offload,
@@ -57,7 +58,8 @@ def load_target(
     offload, failed = planned, ""
     while offload.parts:
         try:
-            found = _load(files, options, cpu, devices, offload)
+            found = _load(paths, options, cpu, devices, offload)
+            found.active.adapters = _adapters(lora, found)
         except (ModelLoadError, OutOfMemoryError) as error:
             failed = failed or error.message
             offload = fewer(cpu.shape, cpu.plan, rooms, offload)
@@ -67,8 +69,20 @@ def load_target(
     raise NoTarget(failed or offload.reason)
 
 
+def _adapters(lora: LoraAdapters, target: Target) -> Held:
+    try:
+        return lora.open(target.loaded.model)
+    except BaseException:
+        target.loaded.free()
+        raise
+
+
 def _load(
-    files: ModelFiles, options: LoadOptions, cpu: Loaded, devices: Sequence[Device], offload: Offload
+    paths: tuple[str, ...],
+    options: LoadOptions,
+    cpu: Loaded,
+    devices: Sequence[Device],
+    offload: Offload,
 ) -> Target:
     pointers = {device.name: device.pointer for device in devices}
     placement = Placement([pointers[part.device] for part in offload.parts], offload)
@@ -76,7 +90,7 @@ def _load(
     rest = max(0, cpu.shape.weights_bytes - on_devices)
     repack = choose_repack(options.repack, rest, read_machine())
     options = msgspec.structs.replace(options, repack=repack.value)
-    model = open_model(files.paths, options, placement=placement)
+    model = open_model(paths, options, placement=placement)
     whole_batches = Chosen(cpu.plan.n_batch, "devices like whole batches")
     plan = msgspec.structs.replace(cpu.plan, n_ubatch=whole_batches)
     try:
@@ -86,13 +100,9 @@ def _load(
         raise
     layers = Chosen(str(offload), offload.reason)
     loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers, "n_ubatch": whole_batches})
-    try:
-        active = ActiveContext(loaded.context, loaded.memory, loaded.cells)
-        active.adapters = load_adapters(model, options.adapters(files))
-    except BaseException:
-        loaded.free()
-        raise
-    return Target(loaded, active, offload, placement)
+    return Target(
+        loaded, ActiveContext(loaded.context, loaded.memory, loaded.cells), offload, placement
+    )
 
 
 def move_state(source: ActiveContext, target: ActiveContext) -> bool:

@@ -12,7 +12,7 @@ class ActiveContext:
     """llama.cpp's pointers of one context, for whoever would otherwise keep them. One thread.
 
     `cells` is where its KV cache lies, as far as its pages can be given back; `adapters` are the LoRA
-    adapters of its model by their names.
+    adapters of its model by the stamps of their files.
     """
 
     __slots__ = ("adapters", "cells", "context", "memory")

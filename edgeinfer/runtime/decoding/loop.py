@@ -167,7 +167,7 @@ class DecodeLoop:
             self._roster.add(self._inbox.get())
 
     def _run_jobs(self) -> None:
-        while not self._jobs.empty():
+        for _ in range(self._jobs.qsize()):  # who asks again for one comes after the inbox
             self._jobs.get()()
 
     def _guarded(self, work: Callable[[], None]) -> None:

@@ -20,7 +20,6 @@ from edgeinfer.runtime.language.constraints import Constraints, TokenMatcher
 from edgeinfer.runtime.language.dialogue import Conversations
 from edgeinfer.runtime.language.infill import infill_tokens
 from edgeinfer.runtime.language.prepared import Lark, Prepared
-from edgeinfer.runtime.loading.lora import LoraAdapters
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.randomness import random_bytes
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message
@@ -29,7 +28,7 @@ from edgeinfer.runtime.vocab import Vocab
 
 
 class Preparer:
-    """Turns requests into sequences for one loaded model. Any thread."""
+    """Turns requests into sequences for one loaded model, without their adapters. Any thread."""
 
     def __init__(
         self,
@@ -38,7 +37,6 @@ class Preparer:
         vocab: Vocab,
         conversations: Conversations,
         constraints: Constraints,
-        lora: LoraAdapters,
         n_ctx: int,
         max_draft: int,
         can_shift: bool,
@@ -47,7 +45,6 @@ class Preparer:
         self._vocab = vocab
         self._conversations = conversations
         self._constraints = constraints
-        self._lora = lora
         self._n_ctx = n_ctx
         self._max_draft = max_draft
         self._can_shift = can_shift
@@ -63,7 +60,6 @@ class Preparer:
                 'overflow: this model cannot go on beyond a full context; leave it at "refuse"',
                 param="overflow",
             )
-        adapters = self._lora.key(request.lora)
         prepared = self._conversations.prepare(request) if request.messages else None
         tokens = self._fit(request, self._tokens(request, prepared))
         matcher = self._matcher(request, prepared)
@@ -77,7 +73,6 @@ class Preparer:
             sampler=Sampler(self._vocab, s, seed=seed, n_ctx=self._n_ctx),
             output=output,
             drafting=Drafting(self._drafter(request), limit=self._max_draft),
-            adapters=adapters,
             max_tokens=self._max_tokens(request, len(tokens)),
             keep_tokens=lambda: self._keep_tokens(request, tokens),
             matcher=matcher,

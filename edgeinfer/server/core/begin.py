@@ -72,11 +72,15 @@ def _shared(exchange: Exchange, request: GenerateRequest) -> GenerateRequest:
     """Let a request begin like others that say the same; keep what is computed to one key's requests,
     and among those to one `cache_salt`.
     """
+    lora = request.lora
+    if lora is None and exchange.adapter:
+        lora = ((exchange.adapter, 1.0),)
     return msgspec.structs.replace(
         request,
         messages=exchange.settle(request.messages),
         cache_salt=exchange.salted(request.cache_salt),
         preamble=_preamble(exchange, request),
+        lora=lora,
     )
 
 

@@ -49,15 +49,31 @@ async def read_body(request: Request) -> bytes:
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
-async def decode(request: Request, kind: type[T]) -> T:
-    """The body as `kind`. Raises Problem 400 naming the field, 413, 415."""
+async def _checked(request: Request) -> bytes:
+    """Read a body that is JSON by its headers. Raises Problem 400, 413, 415."""
     if exchange_of(request).dialect.checks_body_type:
         _check_type(request)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Problem(415, "The body must not be compressed.", code="unsupported_media_type")
     raw = await read_body(request)
+    exchange_of(request).body = raw
+    return raw
+
+
+async def decode_list(request: Request, kind: type[T]) -> list[T]:
+    """The body as a list of `kind`. Raises Problem 400 naming the field, 413, 415."""
+    raw = await _checked(request)
+    try:
+        with _json_only():
+            return msgspec.json.decode(raw, type=list[kind])  # type: ignore[valid-type]
+    except msgspec.ValidationError as error:
+        raise from_validation(error) from None
+
+
+async def decode(request: Request, kind: type[T]) -> T:
+    """The body as `kind`. Raises Problem 400 naming the field, 413, 415."""
+    raw = await _checked(request)
     exchange = exchange_of(request)
-    exchange.body = raw
     exchange.ignore([name for name in _BETA_HEADERS if name in request.headers])
     value = _as_it_stands(raw, kind)
     if value is None and len(raw) > _INLINE_BYTES:

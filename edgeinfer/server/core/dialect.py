@@ -26,7 +26,8 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
     `may_store`: its answers may be kept, to be read again by id. `is_list`: the answer is a list of
-    `reply`. `also` are further JSON answers by status, for the OpenAPI document.
+    `reply`, `takes_list`: its
+    body is one of `body`. `also` are further JSON answers by status, for the OpenAPI document.
     """
 
     path: str
@@ -36,6 +37,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     reply: type[msgspec.Struct] | None = None
     is_list: bool = False
     body: type[msgspec.Struct] | None = None
+    takes_list: bool = False
     query: type[msgspec.Struct] | None = None
     streams: bool = False
     uses_model: bool = True

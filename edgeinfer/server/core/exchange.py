@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 
 from edgeinfer.config import SettledLine
-from edgeinfer.errors import EngineClosedError, QueueFullError
+from edgeinfer.errors import EngineClosedError, QueueFullError, UnknownModelError
 from edgeinfer.host import Start
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.events import Finished
@@ -170,6 +170,8 @@ class Exchange:
         self.started_ns = time.time_ns()
         self.status = 0
         self.model = ""
+        #: The adapter that was named in place of a model.
+        self.adapter = ""
         self.version = ""
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -226,11 +228,18 @@ class Exchange:
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
     def name_model(self, name: str | None) -> None:
-        """Note the model that is meant; a header tells it where it was named otherwise.
+        """Note the model that is meant, and its adapter where one is named in its place.
 
-        Raises UnknownModelError.
+        A header tells the model where it was named otherwise. Raises UnknownModelError.
         """
-        self.model = self.endpoint.models.resolve(name)
+        models = self.endpoint.models
+        try:
+            self.model = models.resolve(name)
+        except UnknownModelError:
+            owner = models.owner_of_adapter(name or "")
+            if owner is None:
+                raise
+            self.model, self.adapter = owner, name or ""
         if name is not None and name != self.model:
             self.reply_headers["x-edgeinfer-model"] = self.model
 

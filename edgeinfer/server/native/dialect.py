@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgeinfer.server.core.dialect import Dialect, Operation
-from edgeinfer.server.native import llama_routes, llama_wire, routes, wire
+from edgeinfer.server.native import adapters, llama_routes, llama_wire, routes, wire
 from edgeinfer.server.openai.errors import error_body, error_events
 from edgeinfer.server.openai.wire_replies import ErrorReply
 
@@ -68,11 +68,36 @@ NATIVE = Dialect(
         Operation(
             method="GET",
             path="/lora-adapters",
-            handler=llama_routes.adapters,
-            summary="The default model's adapters, in llama.cpp's shape.",
-            reply=llama_wire.Adapter,
+            handler=adapters.listed,
+            summary="A model's adapters, in llama.cpp's shape.",
+            query=llama_wire.AdaptersQuery,
+            reply=llama_wire.LoadedAdapter,
             is_list=True,
             uses_model=False,
+        ),
+        Operation(
+            path="/lora-adapters",
+            handler=adapters.scaled,
+            summary="Scales of adapters for requests that name none, in llama.cpp's shape.",
+            query=llama_wire.AdaptersQuery,
+            body=llama_wire.LoraById,
+            takes_list=True,
+            reply=llama_wire.LoadedAdapter,
+            is_list=True,
+        ),
+        Operation(
+            path="/v1/load_lora_adapter",
+            handler=adapters.loaded,
+            summary="Load an adapter while the model runs, in vLLM's shape.",
+            body=llama_wire.LoadAdapter,
+            reply_type="text/plain",
+        ),
+        Operation(
+            path="/v1/unload_lora_adapter",
+            handler=adapters.unloaded,
+            summary="Unload an adapter while the model runs, in vLLM's shape.",
+            body=llama_wire.UnloadAdapter,
+            reply_type="text/plain",
         ),
         Operation(
             method="GET",

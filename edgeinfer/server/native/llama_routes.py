@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -26,6 +25,7 @@ from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.request_parts import caching, refuse_infill, stop_strings
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.native import llama_wire as wire
+from edgeinfer.server.native.adapters import chosen_of_request
 from edgeinfer.server.native.llama_render import LlamaRenderer
 from edgeinfer.server.openai.routes import embed
 from edgeinfer.server.openai.translate import sampling_of
@@ -62,7 +62,7 @@ def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
         "overflow": body.overflow,
         "deadline_s": body.deadline_s,
         "speculative": body.speculative,
-        "lora": _adapters(body.lora, info),
+        "lora": chosen_of_request(body.lora, info),
         **caching(body),
     }
 
@@ -98,20 +98,6 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
     return GenerateRequest(infill=gap, **_shared(body, info))
 
 
-def _adapters(
-    given: Sequence[wire.LoraById] | None, info: EngineInfo
-) -> tuple[tuple[str, float], ...] | None:
-    """The adapters by name. Raises InvalidRequestError for one that was not loaded."""
-    if given is None:
-        return None
-    for place, choice in enumerate(given):
-        if choice.id >= len(info.lora):
-            raise InvalidRequestError(
-                f"{len(info.lora)} adapters are loaded", param=f"lora[{place}].id"
-            )
-    return tuple((info.lora[choice.id], choice.scale) for choice in given)
-
-
 async def embedding(request: Request) -> Response:
     body = await decode(request, wire.LlamaEmbedding)
     given = body.content if body.content is not None else body.input
@@ -126,13 +112,6 @@ async def embedding(request: Request) -> Response:
             if isinstance(vector.embedding, list)
         ]
     )
-
-
-async def adapters(request: Request) -> Response:
-    endpoint = exchange_of(request).endpoint
-    info = endpoint.models.info(endpoint.models.default)
-    names = info.lora if info else ()
-    return json_reply([wire.Adapter(id=i, path=name) for i, name in enumerate(names)])
 
 
 async def version(request: Request) -> Response:

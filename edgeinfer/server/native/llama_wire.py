@@ -156,12 +156,45 @@ class LlamaDefaults(Reply, frozen=True, kw_only=True):
     params: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Adapter(Reply, frozen=True, kw_only=True):
-    """An adapter of the default model; `path` is its name, and a request names it in `lora`."""
+class LoadedAdapter(Reply, frozen=True, kw_only=True):
+    """An adapter of a model; `path` is its name, and a request names it in `lora`.
+
+    `scale` is for requests that name none.
+    """
 
     id: int
     path: str
     scale: float = 1.0
+
+
+class AdaptersQuery(Wire, frozen=True, kw_only=True):
+    """Whose adapters are meant: the default model's unless it is said."""
+
+    model: ModelName | None = None
+
+
+class LoadAdapter(Wire, frozen=True, kw_only=True):
+    """POST /v1/load_lora_adapter, as vLLM's server takes it.
+
+    `lora_path` is the name of a pulled adapter, `lora_name` unless it is given. With `scale` requests
+    that name no adapters get it too.
+    """
+
+    hints: ClassVar = frozenset({"base_model_name", "is_3d_lora_weight", "load_inplace"})
+
+    lora_name: ModelName
+    lora_path: Annotated[str, Meta(max_length=4096)] = ""
+    scale: Annotated[float, Meta(ge=-10, le=10)] = 0.0
+    model: ModelName | None = None
+
+
+class UnloadAdapter(Wire, frozen=True, kw_only=True):
+    """POST /v1/unload_lora_adapter, as vLLM's server takes it."""
+
+    hints: ClassVar = frozenset({"lora_int_id"})
+
+    lora_name: ModelName
+    model: ModelName | None = None
 
 
 class Version(Reply, frozen=True, kw_only=True):

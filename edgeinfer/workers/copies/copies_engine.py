@@ -20,7 +20,7 @@ from edgeinfer import beginnings
 from edgeinfer.errors import EngineClosedError, EngineError
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import CopiesInfo, CopyInfo, EngineInfo, EngineMetrics
+from edgeinfer.runtime.options import Adapter, CopiesInfo, CopyInfo, EngineInfo, EngineMetrics
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 from edgeinfer.workers.copies.ticket import Ticket
 
@@ -64,6 +64,7 @@ class CopiesEngine:
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
         self._changed = threading.Condition()
+        self._changing_adapters = threading.Lock()
         self._copies: list[Copy] = []
         self._ticket_copies: dict[Ticket, Copy] = {}
         self._readers = beginnings.Readers()
@@ -130,6 +131,24 @@ class CopiesEngine:
     def recall(self, agent: str, salt: str = "") -> int:
         """See `Engine.recall`: in one copy."""
         return self._ask(lambda engine: engine.recall(agent, salt))
+
+    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+        """See `Engine.use_adapters`: in every copy, and in each that comes."""
+        with self._changing_adapters:
+            before = self._info.lora
+            try:
+                self._use_adapters(wanted)
+            except EngineError:
+                self._use_adapters(before)
+                raise
+            with self._changed:
+                self._info = msgspec.structs.replace(self._info, lora=tuple(wanted))
+            return self._info.lora
+
+    def _use_adapters(self, wanted: Sequence[Adapter]) -> None:
+        for copy in self.usable:
+            with contextlib.suppress(EngineClosedError):  # it has ended
+                copy.engine.use_adapters(wanted)
 
     def metrics(self) -> EngineMetrics:
         """Sums over all copies, those that have ended included."""
@@ -204,6 +223,13 @@ class CopiesEngine:
         """
         for call in tuple(self._standing):
             call(copy.engine)
+        with self._changing_adapters:
+            if copy.engine.info.lora != self._info.lora:
+                copy.engine.use_adapters(self._info.lora)
+            self._append(copy)
+        self._even_out(copy)
+
+    def _append(self, copy: Copy) -> None:
         with self._changed:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed")
@@ -212,7 +238,6 @@ class CopiesEngine:
             self._copies.append(copy)
             self._count_slots()
             self._changed.notify_all()
-        self._even_out(copy)
 
     def retire(self, copy: Copy) -> None:
         """Give it nothing more; it ends with what it has begun."""

@@ -10,8 +10,6 @@ window hides at its end, which shows only when a later request is cut inside it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
@@ -38,7 +36,7 @@ def block_tokens(window: int) -> int:
 
 
 class BlockCache:
-    """`name_adapters` tells sets of LoRA files apart. `check` is this model's, not yet begun."""
+    """`check` is this model's, not yet begun."""
 
     def __init__(
         self,
@@ -47,14 +45,13 @@ class BlockCache:
         states: SequenceStates,
         kv: KvCache,
         block_tokens: int,
-        name_adapters: Callable[[AdapterKey], str],
         check: BlockCheck,
     ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self._states = states
         self._kv = kv
-        self.names = BlockNames(blocks, block_tokens, name_adapters)
+        self.names = BlockNames(blocks, block_tokens)
         self.proof = Proof(blocks, check)
         self.writing = BlockWriting(
             blocks=blocks, states=states, kv=kv, names=self.names, proof=self.proof

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from edgeinfer.blocks.format import unpack_tokens
 from edgeinfer.blocks.names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
@@ -11,18 +11,16 @@ from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, common_prefix
 
 
 class BlockNames:
-    """Names of one model's blocks of `block_tokens`. `name_adapters` tells sets of LoRA files apart."""
+    """Names of one model's blocks of `block_tokens`."""
 
-    def __init__(
-        self, blocks: ModelBlocks, block_tokens: int, name_adapters: Callable[[AdapterKey], str]
-    ) -> None:
+    def __init__(self, blocks: ModelBlocks, block_tokens: int) -> None:
         self._blocks = blocks
-        self._name_adapters = name_adapters
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey, salt: str) -> bytes:
         """The name that a chain begins with."""
-        return self._blocks.names.root(salt, self._name_adapters(adapters))
+        words = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
+        return self._blocks.names.root(salt, words)
 
     def chain(self, tokens: list[int], adapters: AdapterKey, salt: str) -> list[bytes]:
         """The root, and the name of every whole block."""

@@ -4,18 +4,17 @@ parts that read and write them.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgspec
 
-from edgeinfer.blocks.names import model_key, stamps
+from edgeinfer.blocks.names import model_key
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache, block_tokens
 from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
-from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache
+from edgeinfer.runtime.decoding.cache.kvcache import KvCache
 from edgeinfer.runtime.decoding.cache.states import SequenceStates
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -48,7 +47,6 @@ def open_blocks(
         states=make_states(loaded, active),
         kv=kv,
         block_tokens=size,
-        name_adapters=lambda adapters: _name_adapters(adapters, options.adapters(files)),
         check=_check(options, loaded),
     )
 
@@ -115,12 +113,6 @@ def identity(loaded: Loaded, size: int) -> dict[str, str]:
         "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",
         "block": str(size),
     }
-
-
-def _name_adapters(adapters: AdapterKey, loaded: dict[str, tuple[str, float]]) -> str:
-    return "\0".join(
-        f"{scale} {stamps([os.path.realpath(loaded[name][0])])}" for name, scale in adapters
-    )
 
 
 def _small_context(loaded: Loaded, options: LoadOptions, n_cells: int, n_seq: int) -> Any:

@@ -17,7 +17,8 @@ from edgeinfer.runtime.decoding.cache.points import Point, Points
 if TYPE_CHECKING:
     from edgeinfer.runtime.decoding.active import ActiveContext
 
-#: Adapters and scales a sequence was computed with; another set's cells are of no use.
+#: Stamps of the adapters' files, and scales, that a sequence was computed with; another set's cells are
+#: of no use.
 AdapterKey = tuple[tuple[str, float], ...]
 
 _BLOCK = 64

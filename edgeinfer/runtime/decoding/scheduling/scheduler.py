@@ -8,7 +8,7 @@ never stalls the others. One thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.decoding.active import ActiveContext
@@ -144,6 +144,20 @@ class Scheduler:
         self._planner.exactness = Exactness(rows=1, cells=None) if on_device else self._exactness
         self._active.become(active)
         self.execution.use_abort()
+
+    def forget_adapters(self, stamps: Collection[str]) -> bool:
+        """Forget what was computed with these adapters. False, and nothing is done, while requests have
+        them.
+        """
+
+        def has(key: AdapterKey) -> bool:
+            return any(stamp in stamps for stamp, _ in key)
+
+        if any(has(seq.adapters) for seq in [*self.roster.running, *self.roster.waiting]):
+            return False
+        for resident in [r for r in self.kv.residents if has(r.adapters)]:
+            self.kv.drop(resident)
+        return True
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
         """Compute a prefix that many requests will begin with, and keep it; how many tokens. Only while

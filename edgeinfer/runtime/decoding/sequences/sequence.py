@@ -62,9 +62,9 @@ class Sequence:
     sampler: Sampler
     output: Output
     drafting: Drafting
-    adapters: AdapterKey
     max_tokens: int
     keep_tokens: Callable[[], int]
+    adapters: AdapterKey = ()
     matcher: TokenMatcher | None = None
     budget: ReasoningBudget | None = None
     banned: npt.NDArray[np.int64] | None = None

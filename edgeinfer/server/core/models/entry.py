@@ -42,6 +42,8 @@ class Entry:
                 load_ms=0.0,
             )
         info = self.loaded.engine.info
+        described = msgspec.to_builtins(info)
+        described["lora"] = [{"name": a.name, "scale": a.scale} for a in info.lora]
         expires = None if self.expiry is None else max(0.0, self.expiry.when() - now)
         return LoadedModel(
             id=self.name,
@@ -51,5 +53,5 @@ class Entry:
             expires_in_s=expires,
             size_bytes=self.need_bytes,
             load_ms=info.load_ms,
-            info=msgspec.to_builtins(info),
+            info=described,
         )

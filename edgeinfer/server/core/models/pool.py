@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -17,11 +17,11 @@ import msgspec
 
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.options import Adapter, EngineInfo
 from edgeinfer.server.core.models.aliases import DEFAULT, Aliases
 from edgeinfer.server.core.models.entry import Entry
 from edgeinfer.server.core.models.spellings import spellings
-from edgeinfer.server.core.models.values import LoadedModel, LoadingModel, Pulled, Sources
+from edgeinfer.server.core.models.values import Loaded, LoadedModel, LoadingModel, Pulled, Sources
 
 #: Left free for the page cache, the endpoint itself and everybody else.
 _RESERVE_BYTES = 512 << 20
@@ -87,6 +87,8 @@ class Models:
         self._changed = asyncio.Event()
         self._threads = ThreadPoolExecutor(8, "models")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._adapters: dict[str, tuple[Adapter, ...]] = {}
+        self._changing_adapters = asyncio.Lock()
         self.last_error = ""
 
     # --- asking
@@ -149,7 +151,7 @@ class Models:
         return None if entry is None or entry.loaded is None else entry.loaded.engine.info
 
     def pulled(self) -> list[Pulled]:
-        """Every model a request may name, the default first, and every alias of one."""
+        """Every model a request may name, the default first, with the aliases and adapters of each."""
         listed = list(self._sources.pulled())
         if all(pulled.name != self.default for pulled in listed):
             listed.append(Pulled(name=self.default))
@@ -158,11 +160,27 @@ class Models:
             model = own.get(self._named(target))
             if model is not None and alias not in own:
                 listed.append(msgspec.structs.replace(model, name=alias, alias_of=model.name))
+        listed += [
+            Pulled(name=adapter.name, alias_of=model)
+            for model, engine in self.engines()
+            for adapter in engine.info.lora
+            if adapter.name not in own
+        ]
         return sorted(listed, key=lambda pulled: (pulled.name != self.default, pulled.name))
 
     def report(self) -> list[LoadedModel]:
         now = asyncio.get_running_loop().time()
         return [entry.describe(now) for entry in self._entries.values()]
+
+    def owner_of_adapter(self, name: str) -> str | None:
+        """The loaded model of which a LoRA adapter has this name, the default one first."""
+        owners = [own for own, engine in self.engines() if name in {a.name for a in engine.info.lora}]
+        return min(owners, key=lambda own: own != self.default, default=None)
+
+    @property
+    def has_changed_adapters(self) -> bool:
+        """Whether a model has other adapters than those it is loaded with by itself."""
+        return bool(self._adapters)
 
     # --- holding
 
@@ -180,6 +198,20 @@ class Models:
             self.released(entry, self._keep_alive_s)
             raise
         return Lease(self, entry, self._keep_alive_s if keep_alive_s is None else keep_alive_s)
+
+    async def use_adapters(
+        self, lease: Lease, change: Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
+    ) -> tuple[Adapter, ...]:
+        """Change the adapters of a held model; it has them too when it is loaded again.
+
+        Changes take turns. Raises what `change` and `Engine.use_adapters` raise.
+        """
+        async with self._changing_adapters:
+            wanted = change(lease.engine.info.lora)
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self._threads, lease.engine.use_adapters, wanted)
+            self._adapters[lease.model] = found
+            return found
 
     async def unload(self, name: str) -> Literal["unloaded", "unloading", "not loaded"]:
         """Unload now if idle, else as soon as its requests end."""
@@ -240,9 +272,7 @@ class Models:
             entry.stage = "loading"
             begun = time.perf_counter()
             loop = asyncio.get_running_loop()
-            loaded = await loop.run_in_executor(
-                self._threads, self._sources.load, entry.name, entry.report
-            )
+            loaded = await loop.run_in_executor(self._threads, self._load_engine, entry)
         except EdgeInferError as error:
             self.last_error = error.message
             self.discard(entry)
@@ -268,6 +298,18 @@ class Models:
         if entry.users == 0:
             entry.users = 1
             self.released(entry, self._keep_alive_s)
+
+    def _load_engine(self, entry: Entry) -> Loaded:
+        loaded = self._sources.load(entry.name, entry.report)
+        wanted = self._adapters.get(entry.name)
+        if wanted is not None:
+            try:
+                loaded.engine.use_adapters(wanted)
+            except EdgeInferError:
+                del self._adapters[entry.name]  # the next load does without
+                loaded.engine.close()
+                raise
+        return loaded
 
     async def _until_closed(self, entry: Entry) -> None:
         """Wait for the model's last engine to write what it has read: the new one finds it then."""

@@ -1,0 +1,92 @@
+"""Adapters that come and go while the endpoint runs: llama.cpp's routes and vLLM's, on the real engine."""
+
+from __future__ import annotations
+
+import pytest
+from made_models import make_adapter, make_llama
+
+from edgeinfer import paths
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.server.core.models.values import Loaded
+
+ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture
+def here(serve, smollm2, tmp_path):
+    """The real small model, which is loaded again when it was unloaded, and an adapter that was pulled."""
+    paths.adapters_dir().mkdir(parents=True)
+    make_adapter(paths.adapters_dir() / "red.gguf", 1, strength=0.5)
+
+    def load(name, progress):
+        files = ModelFiles(name=name, paths=(str(smollm2),))
+        return Loaded(engine=load_engine(files, LoadOptions(n_ctx=512, n_parallel=2)))
+
+    return serve(None, load=load, names=("smol",))
+
+
+def said(here, **fields) -> str:
+    answer = here.client.post("/v1/completions", json=ASK | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def change(here, what: str, **fields):
+    return here.client.post(f"/v1/{what}_lora_adapter", json={"lora_name": "red"} | fields)
+
+
+@pytest.mark.model
+def test_an_adapter_comes_and_goes(here):
+    plain = said(here)
+    assert here.client.get("/lora-adapters").json() == []
+    assert change(here, "load").text == "Success: LoRA adapter 'red' added successfully."
+    assert here.client.get("/lora-adapters").json() == [{"id": 0, "path": "red", "scale": 0.0}]
+    assert said(here) == plain  # nobody else is concerned
+    red = said(here, lora=[{"name": "red"}])
+    assert red != plain
+    assert said(here, model="red") == red  # as vLLM's clients name it
+    assert "red" in [model["id"] for model in here.client.get("/v1/models").json()["data"]]
+
+    scaled = here.client.post("/lora-adapters", json=[{"id": 0, "scale": 1.0}])
+    assert scaled.json() == [{"id": 0, "path": "red", "scale": 1.0}]
+    assert said(here) == red
+    assert here.client.post("/v1/models/smol/unload").json()["state"] == "unloaded"
+    assert said(here) == red  # loaded again, with what it had
+
+    assert change(here, "unload").status_code == 200
+    assert said(here) == plain
+    assert here.client.get("/lora-adapters").json() == []
+    assert here.client.post("/v1/completions", json=ASK | {"model": "red"}).status_code == 404
+    gone = change(here, "unload")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "adapter_not_found")
+
+
+@pytest.fixture
+def fake(serve):
+    return serve(FakeEngine(), names=("fake",))
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x.gguf", "~/red.gguf", "red:0.5", "a,b"])
+def test_clients_name_adapters_and_no_files(fake, path):
+    refused = change(fake, "load", lora_path=path)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
+
+
+def test_a_file_where_clients_may_name_files(serve, tmp_path):
+    here = serve(FakeEngine(), names=("fake",), shelf=object())
+    path = make_llama(tmp_path / "any.gguf")
+    assert change(here, "load", lora_path=str(path), scale=0.5).status_code == 200
+    assert here.client.get("/lora-adapters").json() == [{"id": 0, "path": "red", "scale": 0.5}]
+    missing = change(here, "load", lora_path=str(tmp_path / "none.gguf"))
+    assert (missing.status_code, "no adapter" in missing.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [([{"id": 3}], "[0].id"), ([{"id": 0, "scale": 99}], "[0].scale"), ({}, None)]
+)
+def test_scales_that_cannot_be_are_refused(fake, body, param):
+    refused = fake.client.post("/lora-adapters", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
