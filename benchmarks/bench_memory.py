@@ -6,8 +6,10 @@ edits      edit in the middle, regenerate, another model in between, unloaded: t
 newcomer   short chats while a long prompt of somebody else is read
 cost       decode rate with writing on and off; a neighbour's longest gap while a long prefix is restored
 
-Sides take turns; medians. Each section runs in homes of its own below --work, which are removed, and
-writes bench-out/memory-SECTION.md and .json. Without llama-server that side is left out.
+Sides take turns; medians. Each section runs in homes of its own, which are removed, and writes
+bench-out/memory-SECTION.md and .json. With --keep FOLDER they stay there: what was read at first, a matter
+of minutes with a large model, is not read again by a later run of `restart`. Without llama-server that
+side is left out.
 """
 
 from __future__ import annotations
@@ -170,8 +172,12 @@ SECTIONS: dict[str, tuple[Section, Callable[[Rows], str]]] = {
 
 
 @contextlib.contextmanager
-def work_folder(named: str) -> Iterator[Path]:
-    """A folder for the homes, removed at the end."""
+def work_folder(named: str, kept: Path | None = None) -> Iterator[Path]:
+    """A folder for the homes, removed at the end; or `kept`, which stays."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
     folder = Path(tempfile.mkdtemp(prefix="edgeinfer-memory-", dir=named or None))
     try:
         yield folder
@@ -199,12 +205,13 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=None, help="default: the small test model")
     parser.add_argument("--work", default="", help="where the homes are made")
+    parser.add_argument("--keep", type=Path, help="a folder of homes that stay")
     parser.add_argument("--out", type=Path, default=ROOT / "bench-out")
     options = parser.parse_args()
     options.model = options.model or model_path("smollm2")
     options.shapes = options.shapes.split(",")
     options.conversations = [int(n) for n in options.conversations.split(",")]
-    with work_folder(options.work) as work:
+    with work_folder(options.work, options.keep) as work:
         for name in options.sections.split(","):
             section, table = SECTIONS[name]
             rows = section(options, work)
