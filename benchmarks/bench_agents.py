@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import http.client
 import json
 import lzma
@@ -55,7 +56,7 @@ class Session(NamedTuple):
 
     folder: str
     words: str
-    day: str = "2026-11-22"
+    day: str = datetime.date.today().isoformat()
 
 
 def first_request(agent: str) -> dict[str, Any]:
@@ -100,13 +101,14 @@ def ask(side: Side, one: dict[str, Any], session: Session, *, n: int) -> tuple[f
     return first_s, slot
 
 
-def recall(side: Side, agent: str) -> float:
+def recall(side: Side, agent: str, session: Session) -> float:
     """Have what the agent begins with in memory, as `launch` does; seconds that took."""
+    body = {"agent": agent, "folder": f"/home/ada/{session.folder}"}
     begun = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", side.port, timeout=3000)
     headers = {"content-type": "application/json"}
     path = f"/v1/models/{side.model}/recall"
-    connection.request("POST", path, json.dumps({"agent": agent}), headers)
+    connection.request("POST", path, json.dumps(body), headers)
     if not json.loads(connection.getresponse().read())["n_tokens"]:
         raise SystemExit(f"nothing of {agent} is at rest")
     connection.close()
@@ -148,11 +150,12 @@ def _measured(
         for case in CASES:
             side.stop()
             side.start()
-            at_once_s, _ = ask(side, one, _session(case, 2 * number), n=_ANSWER_TOKENS)
+            at_once_s, _ = ask(side, one, _session(case, 2 * number, is_new=True), n=_ANSWER_TOKENS)
             side.stop()
             side.start()
-            recalled_s = recall(side, agent)
-            first_s, slot = ask(side, one, _session(case, 2 * number + 1), n=_ANSWER_TOKENS)
+            session = _session(case, 2 * number + 1)
+            recalled_s = recall(side, agent, session)
+            first_s, slot = ask(side, one, session, n=_ANSWER_TOKENS)
             found.setdefault(case, []).append((first_s, at_once_s, recalled_s, slot["prompt_n"]))
             print(agent, shape, case, found[case][-1], json.dumps(slot), file=sys.stderr, flush=True)
     for case, taken in found.items():  # nothing was asked where a run only reads
@@ -174,12 +177,17 @@ def _measured(
     return rows
 
 
-def _session(case: str, number: int) -> Session:
-    """A session that nobody has held: its folder too in the first case, its day in the last."""
+def _session(case: str, number: int, *, is_new: bool = False) -> Session:
+    """A session of today that nobody has held, in a folder where nobody was in the first case.
+
+    `is_new`: in the last case on a day that was never seen either, so that today is another for the next.
+    """
     words = f"Why does test {number} of this project fail?"
     if case == "another folder":
         return Session(f"garden{number}", words)
-    return Session("shop", words, f"2026-12-{number + 10}" if case == "the next day" else Session.day)
+    if case == "the next day" and is_new:
+        return Session("shop", words, f"2037-12-{number + 10}")
+    return Session("shop", words)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -91,8 +91,14 @@ def launch(options: argparse.Namespace, host: Host) -> Result:
 
 def _recall(agent: Agent, target: Target) -> None:
     """Have what the agent begins with in memory by the time that it asks; it asks without that too."""
+    here = Path.cwd()
+    body = {
+        "agent": agent.name,
+        "folder": str(here),
+        "is_repository": any((folder / ".git").exists() for folder in (here, *here.parents)),
+    }
     with contextlib.suppress(ServeError):
-        asked(target).ask("POST", f"/v1/models/{target.model}/recall", {"agent": agent.name})
+        asked(target).ask("POST", f"/v1/models/{target.model}/recall", body)
 
 
 def _known(agent: Agent) -> KnownAgent:

@@ -241,17 +241,11 @@ class LlamaEngine:
         self._loop.stop()
         return self._cache.blocks.writer.flush(timeout_s)
 
-    def recall(self, agent: str, salt: str = "") -> int:
-        """See `Engine.recall`."""
-        self._check_open()
+    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+        """See `Engine.begun_with`."""
         if self._cache is None:
-            return 0
-        tokens = self._cache.names.begun_with(agent, self._lora.key(None), salt)
-        if not 0 < len(tokens) < self._loaded.n_ctx:
-            return 0
-        for _ in self.submit(GenerateRequest(prompt=tuple(tokens), max_tokens=0, cache_salt=salt)):
-            pass
-        return len(tokens)
+            return []
+        return self._cache.names.begun_with(agent, self._lora.key(None), salt)
 
     def leave_blocks(self) -> None:
         """Before the process ends: write what was computed, without checking anything first."""

@@ -189,9 +189,9 @@ class FakeEngine:
         wanted = set(query.lower().split())
         return [len(wanted & set(d.lower().split())) / max(1, len(wanted)) for d in documents]
 
-    def recall(self, agent: str, salt: str = "") -> int:
+    def begun_with(self, agent: str, salt: str = "") -> list[int]:
         """Nothing is kept."""
-        return 0
+        return []
 
     def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
         """Take them by their names; no file is read."""

@@ -77,10 +77,10 @@ class Engine(Protocol):
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """Score each document. Raises InvalidRequestError when the model has no such head."""
 
-    def recall(self, agent: str, salt: str = "") -> int:
-        """Bring what sessions of `agent` begin with from the disk into memory, and wait for it.
+    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+        """The tokens that sessions of `agent` begin with and the last one went on with.
 
-        Its tokens, under one `cache_salt`; 0 where nothing is there.
+        As far as they are on the disk under this `cache_salt`; [] where nothing is.
         """
 
     def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:

@@ -126,8 +126,8 @@ class RemoteEngine:
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         return self._call("rerank", list[float], query, list(documents))
 
-    def recall(self, agent: str, salt: str = "") -> int:
-        return self._call("recall", int, agent, salt)
+    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+        return self._call("begun_with", list[int], agent, salt)
 
     def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
         loaded = self._call("use_adapters", tuple[Adapter, ...], list(wanted))

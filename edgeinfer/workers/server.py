@@ -38,7 +38,7 @@ CALLS = (
     "apply_template",
     "embed",
     "rerank",
-    "recall",
+    "begun_with",
     "use_adapters",
     "metrics",
     "use_threads",

@@ -58,9 +58,9 @@ def test_an_agent_is_told_where_its_model_is(serve, aider, configured, capfd):
     recalled: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     class Recalling(FakeEngine):
-        def recall(self, agent: str, salt: str = "") -> int:
+        def begun_with(self, agent: str, salt: str = "") -> list[int]:
             recalled.put(agent)
-            return 829
+            return []
 
     here = serve(Recalling(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768)))
     configured(here.port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 
 import msgspec
@@ -13,8 +14,10 @@ from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.interface import Engine, HasCopies
 from edgeinfer.runtime.options import CopiesInfo, EngineInfo
+from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode, decode_query
+from edgeinfer.server.core.elsewhere import begin_elsewhere
 from edgeinfer.server.core.exchange import Endpoint, exchange_of, with_engine
 from edgeinfer.server.core.problems import no_such_model
 from edgeinfer.server.core.renderer import wire_timings
@@ -164,10 +167,26 @@ async def recall(request: Request) -> Response:
     exchange = exchange_of(request)
 
     def work(engine: Engine) -> wire.RecallReply:
-        n_tokens = engine.recall(body.agent, exchange.salted(""))
+        n_tokens = _recalled(engine, body, exchange.salted(""))
         return wire.RecallReply(id=exchange.model, n_tokens=n_tokens)
 
     return json_reply(await with_engine(exchange, request.path_params["id"], None, work))
+
+
+def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
+    """Tokens that are in memory now: what is on the disk, and what the folder and the day add to it."""
+    tokens = engine.begun_with(body.agent, salt)
+    if tokens and body.folder is not None:
+        text = engine.detokenize(tokens).decode("utf-8", "replace")
+        there = begin_elsewhere(
+            text, body.folder, datetime.date.today(), is_repository=body.is_repository
+        )
+        tokens = engine.tokenize(there, parse_special=True)
+    if not 0 < len(tokens) < engine.info.n_ctx:
+        return 0
+    for _ in engine.submit(GenerateRequest(prompt=tuple(tokens), max_tokens=0, cache_salt=salt)):
+        pass
+    return len(tokens)
 
 
 async def health(request: Request) -> Response:

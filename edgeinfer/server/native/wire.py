@@ -159,9 +159,13 @@ class UnloadReply(Reply, frozen=True, kw_only=True):
 
 
 class RecallRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/models/{id}/recall. `agent`: a name that `edgeinfer launch` knows."""
+    """POST /v1/models/{id}/recall. `agent`: a name that `edgeinfer launch` knows; `folder`: where its
+    session is going to be, and whether that `is_repository`.
+    """
 
     agent: Annotated[str, Meta(min_length=1, max_length=32)]
+    folder: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    is_repository: bool = False
 
 
 class RecallReply(Reply, frozen=True, kw_only=True):

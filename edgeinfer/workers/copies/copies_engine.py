@@ -128,9 +128,8 @@ class CopiesEngine:
         self._count(len(documents))
         return found
 
-    def recall(self, agent: str, salt: str = "") -> int:
-        """See `Engine.recall`: in one copy."""
-        return self._ask(lambda engine: engine.recall(agent, salt))
+    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+        return self._ask(lambda engine: engine.begun_with(agent, salt))
 
     def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
         """See `Engine.use_adapters`: in every copy, and in each that comes."""
