@@ -2,7 +2,7 @@
 
     make bench-copies ARGS='--configurations 1x2 2x1 2x2 --rounds 3 --out docs/figures'
 
-COPIESxTHREADS: so many copies with so many threads each. Sixteen clients ask in turn for 48 tokens each; the
+COPIESxTHREADS: so many copies with so many threads each. Sixteen clients ask in turn for --tokens each; the
 configurations take turns, and each begins with an endpoint of its own, resumed.
 """
 
@@ -26,7 +26,7 @@ from common import memory_of, model_path, tree_of, write_figure
 from memory_restart import model_of
 from memory_sides import EDGEINFER, ask
 
-CLIENTS, TOKENS = 16, 48
+CLIENTS = 16
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def endpoint(name: str, copies: int, threads: int) -> Iterator[tuple[int, int]]:
         yield port, started.pid
 
 
-def rate(port: int, name: str, seconds: float) -> float:
+def rate(port: int, name: str, seconds: float, n: int) -> float:
     """Tokens a second that all clients get; the first answer of each is not counted."""
     done: list[tuple[float, int]] = []
     warm = threading.Barrier(CLIENTS + 1)
@@ -51,7 +51,7 @@ def rate(port: int, name: str, seconds: float) -> float:
         ask(port, said, n=2, model=name, ignore_eos=True)
         warm.wait()
         while time.perf_counter() < end:
-            answer = ask(port, said, n=TOKENS, model=name, ignore_eos=True)
+            answer = ask(port, said, n=n, model=name, ignore_eos=True)
             done.append((time.perf_counter(), int(answer.usage["completion_tokens"])))
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
@@ -65,14 +65,16 @@ def rate(port: int, name: str, seconds: float) -> float:
     return sum(tokens for _, tokens in done) / (max(at for at, _ in done) - begun)
 
 
-def measure(name: str, configurations: list[tuple[int, int]], rounds: int, seconds: float) -> str:
+def measure(
+    name: str, configurations: list[tuple[int, int]], rounds: int, seconds: float, tokens: int
+) -> str:
     """The table."""
     rates: dict[tuple[int, int], list[float]] = {one: [] for one in configurations}
     sizes: dict[tuple[int, int], list[int]] = {one: [] for one in configurations}
     for _ in range(rounds):
         for one in configurations:
             with endpoint(name, *one) as (port, pid):
-                rates[one].append(rate(port, name, seconds))
+                rates[one].append(rate(port, name, seconds, tokens))
                 sizes[one].append(sum(memory_of(below, "Pss") for below in tree_of(pid)))
                 print(one, rates[one][-1], sizes[one][-1], file=sys.stderr)
     rows = [
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--shape", default="small")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=12)
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--models", type=Path, help="where random models are made and kept")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     options = parser.parse_args()
@@ -115,7 +118,9 @@ def main() -> None:
             ["warm", options.shape],
         ):
             subprocess.run([*EDGEINFER, *words, "--quiet"], check=True)
-        table = measure(options.shape, options.configurations, options.rounds, options.seconds)
+        table = measure(
+            options.shape, options.configurations, options.rounds, options.seconds, options.tokens
+        )
         print(write_figure(options.out, "copies", table))
 
 

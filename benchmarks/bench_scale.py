@@ -155,9 +155,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--copies", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--models", type=Path, help="where random models are made and kept")
-    parser.add_argument(
-        "--home", type=Path, help="where what is pulled and warmed is kept for later runs"
-    )
+    parser.add_argument("--home", type=Path, help="where --prepare has pulled and warmed, or shall")
     parser.add_argument("--prepare", action="store_true", help="only pull and warm")
     parser.add_argument("--name", default="scale", help="the name of the file")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
@@ -169,7 +167,7 @@ def main() -> None:
             shape: model_of(shape, model_path("smollm2"), options.models or Path(work))
             for shape in options.shapes.split(",")
         }
-        for name, model in models.items():
+        for name, model in models.items() if options.prepare or not options.home else ():
             for words in (["pull", str(model), "--name", name, "--in-place"], ["warm", name]):
                 subprocess.run([sys.executable, "-m", "edgeinfer", *words, "--quiet"], check=True)
         if options.prepare:

@@ -193,7 +193,7 @@ def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
             clients = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
             for client in clients:
                 client.start()
-            _until(lambda: len(here.copies["rates"]) == 2, "a trial of two")
+            _until((warm.data / "cache/copies-trials.json").exists, "a trial of two")
             stop.set()
             for client in clients:
                 client.join()

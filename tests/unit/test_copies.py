@@ -85,7 +85,7 @@ def test_one_more_when_requests_would_wait_and_it_is_known_what_those_here_make(
     assert growth.rates == {1: pytest.approx(100)}
     assert "5 s" in growth.reason
     growth.changed()
-    assert load.seconds(30, copies=2, waiting=3, rate=150) == ["stay"] * 30
+    assert load.seconds(30, copies=2, waiting=3, rate=150, inside=19) == ["stay"] * 30
     assert "a core" in growth.reason
     verdict = growth.judge("m", 2, at=1.0)
     assert verdict is not None
@@ -98,16 +98,32 @@ def test_a_copy_that_makes_no_more_goes_and_does_not_come_again():
     load = Load(growth)
     load.seconds(12, copies=1, waiting=3, rate=100)
     growth.changed()
-    load.seconds(12, copies=2, waiting=3, rate=104)
-    verdict = growth.judge("m", 2, at=1.0)
+    load.seconds(12, copies=2, waiting=0, rate=104, inside=11)
+    assert growth.judge("m", 2, at=1.0) is None  # it is measured again without the second one
+    assert load.seconds(1, copies=2, waiting=0, rate=104, inside=11) == ["shrink"]
+    growth.changed()
+    assert set(load.seconds(60, copies=1, waiting=9, rate=100)) == {"stay"}
+    verdict = growth.judge("m", 1, at=1.0)
     assert verdict is not None
     assert verdict.words == "2 make 104 tokens/s, 1 made 100: another does not help on this machine"
-    assert load.seconds(1, copies=2, waiting=3, rate=104) == ["shrink"]
-    growth.changed()
     assert set(load.seconds(60, copies=1, waiting=9, rate=100)) == {"stay"}
     assert growth.reason == verdict.words
     later = Growth(BOUNDS, cores=4, verdicts={2: verdict})
     assert set(Load(later).seconds(60, copies=1, waiting=9, rate=100)) == {"stay"}
+
+
+def test_a_machine_that_was_slower_meanwhile_refutes_nothing():
+    growth = Growth(BOUNDS, cores=2)
+    load = Load(growth)
+    load.seconds(12, copies=1, waiting=3, rate=150)
+    growth.changed()
+    load.seconds(12, copies=2, waiting=0, rate=150, inside=11)
+    assert growth.judge("m", 2, at=1.0) is None
+    assert load.seconds(1, copies=2, waiting=0, rate=150, inside=11) == ["shrink"]
+    growth.changed()
+    load.seconds(12, copies=1, waiting=3, rate=100)
+    assert growth.judge("m", 1, at=1.0) is None
+    assert load.seconds(1, copies=1, waiting=3, rate=100) == ["grow"]
 
 
 def test_one_less_when_fewer_were_enough_for_a_while():

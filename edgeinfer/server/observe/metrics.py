@@ -331,7 +331,7 @@ def _of_copies(engines: Sequence[tuple[str, Engine]]) -> Iterator[Metric]:
     )
     rate = GaugeMetricFamily(
         "edgeinfer_copies_tokens_per_second",
-        "Tokens a second of so many copies together, measured while requests waited.",
+        "Tokens a second of so many copies together, while enough was asked of them.",
         labels=(*_MODEL, "copies"),
     )
     families = [

@@ -164,6 +164,7 @@ class CopiesEngine:
                 completion_tokens_total=now.completion_tokens_total,
             )
             for copy, now in self._asked()
+            if not copy.is_leaving
         )
         return self.describe(running)
 

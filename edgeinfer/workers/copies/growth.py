@@ -1,9 +1,8 @@
-"""How many copies of a model run: one more when requests would wait too long, one less when it is
-idle.
+"""How many copies of a model run: one more when requests would wait, one less when fewer are enough.
 
-Whether another copy writes more on this machine is measured: tokens a second of all copies, while
-requests wait, before and after. One that did not raise that is taken away, and what was found is
-remembered. Pure arithmetic over facts and times (seconds) that are passed in.
+Whether another copy writes more on this machine is measured: tokens a second of all copies, under the
+load that asks for it, before and after. One that does not raise that is taken away, and what was found
+is remembered. Pure arithmetic over facts and times (seconds) that are passed in.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Seen:
 
 @dataclass
 class Measured:
-    """What so many copies did while requests waited."""
+    """What so many copies did while enough was asked of them."""
 
     seconds: float = 0.0
     work: float = 0.0
@@ -108,14 +107,23 @@ class Growth:
     reason: str = "the least that may run"
 
     def __post_init__(self) -> None:
-        self.measured: dict[int, Measured] = {}
+        #: By copies: while all their sequences were taken, and while more was asked than one less runs.
+        self._full: dict[int, Measured] = {}
+        self._tried: dict[int, Measured] = {}
+        #: Trials that were lost, and are judged again by what is made after them.
+        self._unsure: set[int] = set()
         self._last: Seen | None = None
         self._enough_since: float | None = None
 
     @property
     def rates(self) -> dict[int, float]:
         """Work a second by copies, as far as it is known."""
-        return {n: found.rate for n, found in self.measured.items() if self._is_known(n)}
+        rates = {}
+        for n in sorted(self._full.keys() | self._tried.keys()):
+            rate = self._rate(self._full, n) or self._rate(self._tried, n)
+            if rate is not None:
+                rates[n] = rate
+        return rates
 
     def changed(self) -> None:
         """Another number of copies runs: what is between two looks belongs to neither."""
@@ -125,8 +133,12 @@ class Growth:
     def look(self, seen: Seen) -> Step:
         """Learn from what is seen, and decide."""
         last, self._last = self._last, seen
-        if last is not None and last.copies == seen.copies and last.waiting and seen.waiting:
-            self.measured.setdefault(seen.copies, Measured()).add(last, seen)
+        if last is not None and last.copies == seen.copies:
+            inside = min(last.inside, seen.inside)
+            if inside >= seen.copies * seen.slots:
+                self._full.setdefault(seen.copies, Measured()).add(last, seen)
+            if inside > (seen.copies - 1) * seen.slots:
+                self._tried.setdefault(seen.copies, Measured()).add(last, seen)
         if seen.copies > self.bounds.least and self._is_refuted(seen.copies):
             return "shrink"
         if self._would_wait_s(seen) > self.bounds.wait_s:
@@ -134,17 +146,41 @@ class Growth:
         return self._when_idle(seen)
 
     def judge(self, model: str, copies: int, at: float) -> Verdict | None:
-        """What is known of so many copies beside one less, if it was not said yet."""
-        if copies in self.verdicts or not (self._is_known(copies) and self._is_known(copies - 1)):
+        """What is known for sure of so many copies, or of one more, if it was not said yet.
+
+        A trial that was lost is judged again when it is known what is made after it: the machine may
+        have been slower meanwhile.
+        """
+        if copies + 1 in self._unsure:
+            return self._judge_again(copies + 1, at)
+        before, after = self._rate(self._full, copies - 1), self._rate(self._tried, copies)
+        if copies in self.verdicts or before is None or after is None:
             return None
-        before, after = self.measured[copies - 1].rate, self.measured[copies].rate
         verdict = Verdict(model=model, copies=copies, before=before, after=after, at=at, unit=self.unit)
+        self.verdicts[copies] = verdict
+        if verdict.is_won:
+            return verdict
+        self._unsure.add(copies)
+        del self._full[copies - 1]
+        return None
+
+    def _judge_again(self, copies: int, at: float) -> Verdict | None:
+        again = self._rate(self._full, copies - 1)
+        if again is None:
+            return None
+        self._unsure.remove(copies)
+        lost = self.verdicts.pop(copies)
+        verdict = msgspec.structs.replace(lost, before=(lost.before + again) / 2, at=at)
+        if verdict.is_won:
+            del self._tried[copies]
+            return None
         self.verdicts[copies] = verdict
         return verdict
 
-    def _is_known(self, copies: int) -> bool:
-        found = self.measured.get(copies)
-        return found is not None and found.seconds >= self.bounds.measured_s
+    def _rate(self, measured: dict[int, Measured], copies: int) -> float | None:
+        """Work a second of so many copies; None while it is not known."""
+        found = measured.get(copies)
+        return found.rate if found is not None and found.seconds >= self.bounds.measured_s else None
 
     def _is_refuted(self, copies: int) -> bool:
         verdict = self.verdicts.get(copies)
@@ -154,7 +190,7 @@ class Growth:
         return True
 
     def _would_wait_s(self, seen: Seen) -> float:
-        found = self.measured.get(seen.copies)
+        found = self._full.get(seen.copies)
         if not seen.waiting or found is None or not found.ended:
             return seen.oldest_s
         return max(seen.oldest_s, seen.waiting * found.seconds / found.ended)
@@ -167,7 +203,7 @@ class Growth:
             self.reason = f"there is a core for each of {copies}, and none for another"
         elif verdict is not None and not verdict.is_won:
             self.reason = verdict.words
-        elif self._is_known(copies):
+        elif self._rate(self._full, copies) is not None:
             self.reason = f"requests would wait longer than {self.bounds.wait_s:g} s"
             return True
         return False
