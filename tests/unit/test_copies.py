@@ -310,18 +310,7 @@ def test_requests_wait_for_the_one_that_takes_the_place_of_the_last():
             engine.tokenize("x")
 
 
-def test_a_call_for_every_copy_reaches_later_ones_too():
-    shop = Shop()
-    with shop.open(least=2) as engine:
-        _until(lambda: len(engine.usable) == 2, "two copies")
-        assert engine.on_every_copy(lambda one: one.tokenize("a")) == [[97], [97]]
-        calls = threading.Semaphore(0)
-        engine.on_every_copy(lambda one: calls.release())
-        shop.kill(0)
-        assert all(calls.acquire(timeout=20) for _ in range(3))
-
-
-def test_a_trial_is_remembered():
+def test_it_says_how_many_there_are_and_why():
     shop = Shop()
     with shop.open(least=1, most=2) as engine:
         assert engine.copies().words == "1 copy of 1 to 2: the least that may run"

@@ -70,7 +70,6 @@ class CopiesEngine:
         self._readers = beginnings.Readers()
         self._numbers = 0
         self._gone = EngineMetrics()
-        self._standing: list[Callable[[CopyEngine], Any]] = []
         self._movers = ThreadPoolExecutor(4, "copies")
         self._is_closed = False
         self._work = 0
@@ -176,13 +175,6 @@ class CopiesEngine:
             with contextlib.suppress(EngineClosedError):  # it has ended
                 yield copy, copy.engine.metrics()
 
-    def on_every_copy(self, call: Callable[[CopyEngine], T]) -> list[T]:
-        """Call on every copy, and on each later one before it gets requests. Raises what it raises."""
-        with self._changed:
-            self._standing.append(call)
-            copies = [copy for copy in self._copies if copy.is_usable]
-        return [call(copy.engine) for copy in copies]
-
     def close(self) -> None:
         """End every copy, and wait until each has written what it has computed. Idempotent."""
         with self._changed:
@@ -219,10 +211,8 @@ class CopiesEngine:
     def add(self, copy: Copy) -> None:
         """Give requests to one more from now on, those that wait elsewhere first.
 
-        Raises EngineClosedError after `close`, and what a call of `on_every_copy` raises.
+        Raises EngineClosedError after `close`, and what `use_adapters` raises.
         """
-        for call in tuple(self._standing):
-            call(copy.engine)
         with self._changing_adapters:
             if copy.engine.info.lora != self._info.lora:
                 copy.engine.use_adapters(self._info.lora)
