@@ -283,6 +283,7 @@ def test_the_end_of_one_ends_its_requests_alone_and_another_takes_its_place():
         _until(lambda: len(engine.usable) == 2, "two copies")
         streams = [engine.submit(GenerateRequest(prompt=str(n))) for n in range(2)]
         _until(lambda: all(fake.requests for fake in shop.engines), "a request in each")
+        _until(lambda: not engine.waiting, "both to have begun")
         dead = 0 if shop.engines[0].requests[0].prompt == "0" else 1
         shop.kill(dead)
         with pytest.raises(EngineClosedError):
