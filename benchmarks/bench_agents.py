@@ -182,7 +182,7 @@ def _session(case: str, number: int, *, is_new: bool = False) -> Session:
 
     `is_new`: in the last case on a day that was never seen either, so that today is another for the next.
     """
-    words = f"Why does test {number} of this project fail?"
+    words = f"Why does test {number} fail, {case}?"
     if case == "another folder":
         return Session(f"garden{number}", words)
     if case == "the next day" and is_new:

@@ -48,13 +48,15 @@ def note_session(folder: Path, agent: str, names: Sequence[str]) -> None:
         _write(path, now)
 
 
-def note_parting(folder: Path, parent: str, name: str) -> None:
+def note_parting(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
     """Note that a block stands behind `parent`, if that is the last that an agent's sessions share.
 
-    Raises OSError.
+    A tail is noted behind the last of those too: who names a folder may begin at a block's end. Raises
+    OSError.
     """
     for path, one in _all(folder):
-        if one.sessions >= _SEVERAL and one.shared[-1:] == (parent,) and one.behind[:1] != (name,):
+        ends = one.shared[-1:] + (one.behind[:1] if is_tail else ())
+        if one.sessions >= _SEVERAL and parent in ends and one.behind[:1] != (name,):
             behind = (name, *(other for other in one.behind if other != name))
             _write(path, _Noted(one.sessions, one.shared, behind[:_BEHIND]))
 
@@ -66,8 +68,8 @@ def kept_names(root: Path) -> set[str]:
 
 
 def begun_with(folder: Path, agent: str) -> tuple[str, ...]:
-    """The blocks that sessions of `agent` begin with, in order; then those in which they part, the last
-    one first.
+    """The blocks that sessions of `agent` begin with, in order; then those behind them, the last one
+    first.
     """
     if not _AGENT.fullmatch(agent):
         return ()

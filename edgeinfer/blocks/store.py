@@ -200,7 +200,7 @@ class ModelBlocks:
         return [bytes.fromhex(name) for name in kept.straddling(self._folder, parent.hex())]
 
     def begun_with(self, agent: str) -> list[bytes]:
-        """The blocks that sessions of `agent` begin with, in order; then those in which they part."""
+        """The blocks that sessions of `agent` begin with, in order; then those behind them."""
         return [bytes.fromhex(name) for name in kept.begun_with(self._folder, agent)]
 
     # reading
@@ -281,7 +281,8 @@ class ModelBlocks:
             self.traffic.blocks_written += 1
             self.traffic.bytes_written += n_bytes
             if block.header.kind != "point":
-                kept.note_parting(self._folder, block.header.parent.hex(), block.header.name.hex())
+                parent, name = block.header.parent.hex(), block.header.name.hex()
+                kept.note_parting(self._folder, parent, name, is_tail=block.header.kind == "tail")
 
     def _try(self, work: Callable[[], None]) -> None:
         """Write something; again once the folder is made again, where it was deleted under this process

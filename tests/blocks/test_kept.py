@@ -52,6 +52,16 @@ def test_the_latest_blocks_in_which_sessions_part_are_known(folder):
     assert len(kept.straddling(folder, *_names("b"))) == 8
 
 
+def test_a_tail_behind_the_last_block_in_which_sessions_part_is_known_too(folder):
+    for names in (_names("a", "b"), _names("a", "b")):
+        kept.note_session(folder, "codex", names)
+    kept.note_parting(folder, *_names("b", "folder"))
+    kept.note_parting(folder, *_names("folder", "whole"))
+    kept.note_parting(folder, *_names("folder", "words"), is_tail=True)
+    assert kept.begun_with(folder, "codex") == tuple(_names("a", "b", "words", "folder"))
+    assert kept.begun_with(folder, "../codex") == ()
+
+
 def test_an_agent_that_was_changed_begins_anew(tmp_path, folder):
     for names in (_names("a", "b", "c"), _names("a", "b", "c"), _names("new", "b", "c")):
         kept.note_session(folder, "codex", names)

@@ -41,7 +41,7 @@ _KEPT_TEXT = re.compile(
     r"|^.*(?:[Ww]orking directory|Is a git repository|Is directory a git repo|Workspace root folder): .*$"
     r"|^(?: *Today's date|Current date:).*$"
     r"|^You have a persistent file-based memory at `[^`\n]+`\.|^- PROJECT memory .*$|^## /\S*MEMORY\.md$"
-    r"|^It is currently .*$|<cwd>.*?</cwd>|<root>.*?</root>"
+    r"|^It is currently .*$|<current_date>.*?</current_date>|<cwd>.*?</cwd>|<root>.*?</root>"
     r"|</?(?:env|info-msg|system-reminder|environment_context|filesystem|workspace_roots|permission_profile)\b[^>]*>)",
     re.MULTILINE,
 )

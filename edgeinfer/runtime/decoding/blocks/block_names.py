@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgeinfer.blocks.format import unpack_tokens
+from edgeinfer.blocks.format import Header, unpack_tokens
 from edgeinfer.blocks.names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, common_prefix
@@ -35,16 +35,20 @@ class BlockNames:
             chain.append(self._blocks.names.full(chain[-1], tokens[at : at + size]))
 
     def begun_with(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
-        """The tokens that sessions of `agent` begin with, and what the last one had in the block behind
-        them, as far as they are there.
+        """The tokens that sessions of `agent` begin with, and those of the last one behind them.
+
+        As far as they are there.
         """
-        tokens: list[int] = []
-        parent = self.root(adapters, salt)
+        behind: dict[bytes, Header] = {}
         for name in self._blocks.begun_with(agent):
             header = self._blocks.header(name)
-            if header is not None and header.parent == parent:
-                tokens += unpack_tokens(header.tokens)
-                parent = name
+            if header is not None:
+                behind.setdefault(header.parent, header)
+        tokens: list[int] = []
+        header = behind.get(self.root(adapters, salt))
+        while header is not None:
+            tokens += unpack_tokens(header.tokens)
+            header = behind.get(header.name)
         return tokens
 
     def last_point(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
@@ -100,5 +104,9 @@ class BlockNames:
         agrees furthest with `tokens`, and how far; 0 where none is known.
         """
         headers = ((name, self._blocks.header(name)) for name in self._blocks.straddling(parent))
-        found = [(name, common_prefix(unpack_tokens(h.tokens), tokens)) for name, h in headers if h]
+        found = [
+            (name, common_prefix(unpack_tokens(header.tokens), tokens))
+            for name, header in headers
+            if header is not None and header.parent == parent
+        ]
         return max(found, key=lambda one: one[1], default=(b"", 0))
