@@ -31,19 +31,18 @@ def newcomer_section(options: argparse.Namespace, work: Path) -> Rows:
         side.start()
         side.ask(conversation(1, 20), n=2)
         numbers = itertools.count(20)
-        alone_s = [_read(side, next(numbers), options)]
+        alone_s = _read(side, next(numbers), options)
         beside = {
             how: _beside(side, next(numbers), options, pause_s)
-            for how, pause_s in _pauses(alone_s[0]).items()
+            for how, pause_s in _pauses(alone_s).items()
         }
-        alone_s.append(_read(side, next(numbers), options))
         own = [_chat(side, 900 + i).total_s for i in range(_NEWCOMERS)]
         for how, (read_s, firsts) in beside.items():
             rows.append(
                 {
                     "side": side.name,
                     "how": how,
-                    "alone_s": statistics.mean(alone_s),
+                    "alone_s": alone_s,
                     "beside_s": read_s,
                     "newcomers": len(firsts),
                     "newcomers_alone_s": sum(own[: len(firsts)]),
