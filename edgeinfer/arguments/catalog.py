@@ -152,7 +152,10 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
     )
     _add_for(parser, "with TYPE auto: what the type should suit; auto", "auto")
     parser.add_argument(
-        "--text", default="", metavar="FILE", help="measure what it costs on this text instead of ours"
+        "--text",
+        default="",
+        metavar="FILE",
+        help="measure what it costs, and make the importance matrix, with this text instead of ours",
     )
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
     parser.add_argument("--pure", action="store_true", help="the same type for every tensor")
@@ -160,8 +163,9 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--imatrix",
         default="",
-        metavar="FILE",
-        help="importance matrix in GGUF form; some types need one",
+        metavar="FILE|make",
+        help="importance matrix in GGUF form; make: one of what the model computes on --text, or on a "
+        "text of ours; some types need one, small ones gain most",
     )
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="threads; 0 takes all we may use"

@@ -1,4 +1,4 @@
-"""Find and check importance matrices in llama.cpp's GGUF form.
+"""Make, find and check importance matrices in llama.cpp's GGUF form.
 
 For a tensor `NAME` it has `NAME.in_sum2` (sums of squared activations, one row an expert) and
 `NAME.counts`.
@@ -6,11 +6,13 @@ For a tensor `NAME` it has `NAME.in_sum2` (sums of squared activations, one row 
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
-from edgeinfer.catalog import gguf
+from edgeinfer.catalog import children, gguf
 from edgeinfer.catalog.gguf import TensorInfo
-from edgeinfer.errors import InvalidGgufError
+from edgeinfer.catalog.progress import Job
+from edgeinfer.errors import InvalidGgufError, QuantizeError
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
@@ -36,6 +38,29 @@ def spans(path: Path) -> list[Span]:
             hint="take the one in GGUF form (imatrix.gguf)",
         )
     return found
+
+
+def shipped_text() -> Path:
+    """What a model reads where no text is given: prose, talk, code and lists, none of it scored."""
+    return Path(__file__).parent.parent / "data" / "calibration.txt"
+
+
+def make(model: Path, text: Path, target: Path, job: Job, skipped_tokens: int = 0) -> int:
+    """Write the importance matrix of `model` for `text`; how many tokens of it were read.
+
+    The first `skipped_tokens` are left out where enough is left without. Raises QuantizeError,
+    InterruptedByUser.
+    """
+    job.begin("weighing", model.name)
+    arguments = (str(model), str(text), str(target), str(skipped_tokens))
+    said: dict[str, object] = {}
+    with closing(children.events("edgeinfer.runtime.helpers.importance", *arguments, job=job)) as work:
+        for said in work:
+            if said["event"] == "progress":
+                job.at(int(str(said["done"])), int(str(said["total"])))
+    if said["event"] == "error":
+        raise QuantizeError(f"no importance matrix of {model.name} can be made: {said['message']}")
+    return int(str(said["n_tokens"]))
 
 
 def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) -> Span:

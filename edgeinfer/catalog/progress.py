@@ -21,6 +21,7 @@ Stage = Literal[
     "verifying",
     "converting",
     "quantizing",
+    "weighing",
     "scoring",
     "reading",
     "probing",

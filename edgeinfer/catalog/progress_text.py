@@ -19,12 +19,13 @@ STAGES: dict[Stage, str] = {
     "verifying": "verifying",
     "converting": "converting",
     "quantizing": "quantizing",
+    "weighing": "weighing",
     "scoring": "measuring",
     "reading": "reading",
     "probing": "measuring",
     "done": "done",
 }
-_COUNTS: dict[Stage, str] = {"quantizing": "tensors", "scoring": "tokens"}
+_COUNTS: dict[Stage, str] = {"quantizing": "tensors", "weighing": "tokens", "scoring": "tokens"}
 
 
 def progress_text(now: PullProgress) -> str:

@@ -28,7 +28,11 @@ from edgeinfer.disk import free_bytes, sha256_of, sync
 from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError, UsageError
 from edgeinfer.machine import read_memory
 
-#: Types that llama.cpp refuses without an importance matrix, which is made elsewhere.
+#: In place of an importance matrix: make one.
+MAKE_IMATRIX = "make"
+#: Tokens of a user's text that are scored, and so not read for an importance matrix.
+_SCORED_TOKENS = 1024
+#: Types that llama.cpp refuses without an importance matrix.
 NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
 #: What counts as unquantized: quantizing from anything else loses quality twice.
 FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
@@ -37,8 +41,9 @@ FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`pure` gives every tensor one type; `keep_output` leaves the output tensor as it is.
 
-    `name` replaces `NAME:TYPE`; `imatrix` is a path. `score_tokens` bounds the scored text; 0 takes
-    all. `purpose` is what type "AUTO" is chosen for; `text` a file to score instead of ours.
+    `name` replaces `NAME:TYPE`; `imatrix` is a path, or MAKE_IMATRIX. `score_tokens` bounds the scored
+    text; 0 takes all. `purpose` is what type "AUTO" is chosen for; `text` a file to score, and to make
+    the importance matrix of, instead of ours.
     """
 
     name: str | None = None
@@ -98,6 +103,7 @@ def quantize(
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         before = gguf.check(source.paths[0])
         target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
+        options = _with_imatrix(Path(source.paths[0]), work, job, options)
         run_quantizer(Path(source.paths[0]), target, kind, job, options)
         job.begin("verifying", target.name, total=target.stat().st_size)
         record = publish(target, ref, origin, before, job, f"quantized from {source.name}")
@@ -111,6 +117,24 @@ def quantize(
         reason=reason,
     )
     return _with_cost(result, source.paths[0], job, options) if options.perplexity else result
+
+
+def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) -> QuantizeOptions:
+    """The options with a matrix that was made, where one is to be made."""
+    if options.imatrix != MAKE_IMATRIX:
+        return options
+    made = work / "imatrix.gguf"
+    if options.text:
+        imatrix.make(source, _checked_text(options.text), made, job, skipped_tokens=_SCORED_TOKENS)
+    else:
+        imatrix.make(source, imatrix.shipped_text(), made, job)
+    return msgspec.structs.replace(options, imatrix=str(made))
+
+
+def _checked_text(text: str) -> Path:
+    if not Path(text).is_file():
+        raise UsageError(f"there is no text {text}")
+    return Path(text)
 
 
 def _chosen(files: Sequence[str], purpose: Purpose, job: Job) -> tuple[str, str]:
@@ -203,7 +227,7 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
     if "imatrix" in message or "importance matrix" in message:
         return QuantizeError(
             f"{FILE_TYPES[kind]} needs an importance matrix that knows every tensor",
-            hint="give one with --imatrix FILE.gguf, or take a type that does without: "
+            hint="--imatrix make makes one, --imatrix FILE.gguf takes one; types that do without: "
             "Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q8_0",
         )
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
@@ -300,11 +324,18 @@ def perplexity(model: str, job: Job, score_tokens: int = 0) -> tuple[float, int]
     return score["perplexity"], int(score["n_tokens"])
 
 
+def compare(model: str, source: str, job: Job) -> dict[str, float]:
+    """Compare a file with the one it was made of, on the shipped text.
+
+    "perplexity" and "compared_perplexity" (the source's), "divergence" and "same_top" as in
+    `Quantized`, "n_tokens". Raises QuantizeError, InterruptedByUser.
+    """
+    return _scored(model, job, QuantizeOptions(), compared=source)
+
+
 def _scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
     """What the helper says of a model, beside another of the same vocabulary where one is given."""
-    text = Path(options.text) if options.text else perplexity_text()
-    if not text.is_file():
-        raise UsageError(f"there is no text {text}")
+    text = _checked_text(options.text) if options.text else perplexity_text()
     limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)
     said: dict[str, object] = {}

@@ -159,7 +159,7 @@ def progress_line(now: PullProgress) -> replies.OllamaStatus:
             )
         case "verifying":
             return replies.OllamaStatus(status="verifying sha256 digest")
-        case "converting" | "quantizing" | "scoring":
+        case "converting" | "quantizing" | "weighing" | "scoring":
             return replies.OllamaStatus(
                 status=now.stage, total=now.total_bytes or 0, completed=now.done_bytes
             )

@@ -1,0 +1,123 @@
+"""`make bench-adapters`: what LoRA adapters cost, alone and mixed in one batch.
+
+Each mixture of streams is answered greedily at once, `--rounds` times in turn; figures are medians of tokens a
+second of all streams together. The adapters are random, of `--rank` on every matrix of every layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+from common import ROOT, model_path, write_figure
+
+from edgeinfer.catalog.gguf import read_header
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+
+BASE: tuple[str, ...] = ()
+RED = ("red",)
+BLUE = ("blue",)
+BOTH = ("red", "blue")
+#: What the streams of a mixture have.
+MIXTURES = {
+    "1 stream, the model alone": [BASE],
+    "1 stream with A": [RED],
+    "1 stream with A and B": [BOTH],
+    "6 streams, the model alone": [BASE] * 6,
+    "6 with A": [RED] * 6,
+    "3 with A, 3 the model alone": [RED, BASE] * 3,
+    "2 with A, 2 with B, 2 the model alone": [RED, BLUE, BASE] * 2,
+}
+
+
+def make_adapter(model: Path, path: Path, rank: int, seed: int) -> None:
+    """An adapter of small random numbers for every matrix of every layer of `model`."""
+    rng = np.random.default_rng(seed)
+    header = read_header(model)
+    writer = gguf.GGUFWriter(path, header.text("general.architecture"))
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    for tensor in header.tensors:
+        if tensor.name.startswith("blk.") and len(tensor.shape) == 2:
+            n_in, n_out = tensor.shape
+            for end, shape in (("lora_a", (rank, n_in)), ("lora_b", (n_out, rank))):
+                writer.add_tensor(f"{tensor.name}.{end}", rng.normal(0, 0.01, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def rate(engine: LlamaEngine, streams: list[tuple[str, ...]], n: int) -> float:
+    """Tokens a second of all streams together, their short prompts included."""
+    requests = [
+        GenerateRequest(
+            prompt=f"Note {i}:",
+            sampling=Sampling(temperature=0),
+            max_tokens=n,
+            ignore_eos=True,
+            speculative="off",
+            cache_prompt=False,
+            lora=tuple((name, 1.0) for name in names),
+        )
+        for i, names in enumerate(streams)
+    ]
+    began = time.monotonic()
+    for generation in [engine.submit(request) for request in requests]:
+        for _ in generation:
+            pass
+    return len(streams) * n / (time.monotonic() - began)
+
+
+def main() -> None:
+    """Write docs/figures/adapters.md."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=16)
+    options = parser.parse_args()
+    model = model_path("smollm2")
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [str(Path(folder) / f"{name}.gguf") for name in BOTH]
+        for seed, path in enumerate(paths):
+            make_adapter(model, Path(path), options.rank, seed)
+        engine = load_engine(
+            ModelFiles(name="smollm2", paths=(str(model),)),
+            LoadOptions(n_ctx=2048, n_parallel=6, lora=",".join(paths)),
+        )
+        found: dict[str, list[float]] = {name: [] for name in MIXTURES}
+        try:
+            for streams in MIXTURES.values():
+                rate(engine, streams, 4)
+            for _ in range(options.rounds):
+                for name, streams in MIXTURES.items():
+                    found[name].append(rate(engine, streams, options.tokens))
+        finally:
+            engine.close()
+    print(write_figure(ROOT / "docs/figures", "adapters", _table(found, options.rank)))
+
+
+def _table(found: dict[str, list[float]], rank: int) -> str:
+    rows = [
+        f"| SmolLM2 135M Q4_1, adapters of rank {rank} | tokens/s | of the model alone |",
+        "| --- | --- | --- |",
+    ]
+    for name, rates in found.items():
+        middle = statistics.median(rates)
+        spread = (max(rates) - min(rates)) / 2 / middle
+        alone = "1 stream, the model alone" if name.startswith("1 ") else "6 streams, the model alone"
+        share = middle / statistics.median(found[alone])
+        rows.append(f"| {name} | {middle:.0f} ± {spread:.0%} | {share:.0%} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    main()
