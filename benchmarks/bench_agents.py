@@ -218,17 +218,21 @@ def main() -> None:
     parser.add_argument("--work", default="", help="a folder for homes and made models; 12 GB")
     parser.add_argument("--keep", type=Path, help="keep them there: the next run reads nothing again")
     parser.add_argument("--out", type=Path, default=ROOT / "bench-out")
+    parser.add_argument("--add", action="store_true", help="to the rows that are in OUT already")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    written = options.out / "agents.json"
+    rows = json.loads(written.read_text()) if options.add else []
     kept = contextlib.nullcontext(options.keep) if options.keep else work_folder(options.work)
     with kept as work:
         for shape in options.shapes.split(","):
             model = model_of(shape, model_path("smollm2"), work)
             for agent in options.agents.split(","):
+                rows = [row for row in rows if (row["agent"], row["model"]) != (agent, shape)]
                 rows += measure(agent, shape, model, work / f"{agent}-{shape}", options.runs)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "agents.json").write_text(json.dumps(rows, indent=1))
-    print(write_figure(options.out, "agents", table(rows)))
+                written.write_text(json.dumps(rows, indent=1))
+                write_figure(options.out, "agents", table(rows))
+    print(table(rows))
 
 
 if __name__ == "__main__":
