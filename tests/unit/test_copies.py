@@ -91,6 +91,8 @@ def test_one_more_when_requests_would_wait_and_it_is_known_what_those_here_make(
     assert verdict is not None
     assert verdict.is_won
     assert growth.judge("m", 2, at=2.0) is None
+    later = Load(Growth(BOUNDS, cores=2, verdicts={2: verdict}))
+    assert later.seconds(1, copies=1, waiting=3, rate=100) == ["grow"]  # it is known to help
 
 
 def test_a_copy_that_makes_no_more_goes_and_does_not_come_again():

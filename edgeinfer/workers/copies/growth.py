@@ -203,7 +203,7 @@ class Growth:
             self.reason = f"there is a core for each of {copies}, and none for another"
         elif verdict is not None and not verdict.is_won:
             self.reason = verdict.words
-        elif self._rate(self._full, copies) is not None:
+        elif verdict is not None or self._rate(self._full, copies) is not None:
             self.reason = f"requests would wait longer than {self.bounds.wait_s:g} s"
             return True
         return False

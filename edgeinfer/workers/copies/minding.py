@@ -97,7 +97,8 @@ class Minder:
             self._failed(died)
             self._growth.reason = "a copy's process has ended, and another takes its place"
             self._changed()
-        n = len(self.engine.usable)
+        usable = self.engine.usable
+        n = len(usable)
         if n < self._bounds.least:
             self._more()
             return
@@ -110,7 +111,7 @@ class Minder:
         elif step == "grow":
             self._more()
         elif step == "shrink":
-            self.engine.retire(self.engine.usable[-1])
+            self.engine.retire(usable[-1])
             self._changed()
 
     def _seen(self, n: int) -> Seen:
@@ -155,7 +156,8 @@ class Minder:
     def _refuse_without_memory(self, n: int) -> None:
         if n <= self._bounds.least:
             return
-        need = self._info.kv_bytes + self._info.compute_bytes + _RESERVE_BYTES
+        kv_bytes = self._info.least_kv_bytes or self._info.kv_bytes
+        need = kv_bytes + self._info.compute_bytes + _RESERVE_BYTES
         memory = read_memory()
         if memory.available_bytes < need:
             raise OutOfMemoryError(
