@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import msgspec
 import pytest
@@ -21,6 +22,8 @@ from edgeinfer.runtime.decoding.blocks import restore
 from edgeinfer.runtime.decoding.blocks.block_cache import BLOCK_TOKENS
 from edgeinfer.runtime.decoding.blocks.restore import Restore
 from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
+from edgeinfer.runtime.decoding.scheduling.prefixes import restoring
+from edgeinfer.runtime.decoding.sequences.sequence import Sequence
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, Usage
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -195,6 +198,29 @@ def test_what_the_last_session_of_an_agent_began_with_is_known(
     whole = -(-len(shared) // BLOCK_TOKENS) * BLOCK_TOKENS
     assert tuple(engine.begun_with("codex")) == sessions[1][:whole]
     assert [engine.begun_with("aider"), engine.begun_with("codex", "another key's")] == [[], []]
+
+
+class _Running(NamedTuple):
+    """What of a sequence decides whose blocks are put back."""
+
+    restore: object
+    is_prefill_only: bool = False
+    is_decoding: bool = False
+    resident: object = True
+
+
+def test_what_nobody_waits_for_stands_back_from_the_disk() -> None:
+    early = _Running(restore=True, is_prefill_only=True)
+    asked = _Running(restore=True)
+    for beside, wanted in (
+        ([], [early]),
+        ([asked], [asked]),
+        ([_Running(restore=None)], []),  # it is being computed
+        ([_Running(restore=None, is_decoding=True)], [early]),
+        ([_Running(restore=None, resident=None)], [early]),  # it waits for these cells
+    ):
+        running = cast(list[Sequence], [early, *beside])
+        assert restoring(running) == wanted
 
 
 def test_whose_blocks_are_is_noted_when_they_are_written(

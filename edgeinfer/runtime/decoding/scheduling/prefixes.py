@@ -24,6 +24,13 @@ _RESTORE_ALONE_S = 0.1
 _DISK_WAIT_S = 0.02
 
 
+def restoring(running: list[Sequence]) -> list[Sequence]:
+    """Whose blocks are put back now: prompts that nobody waits for stand back for one that is."""
+    beginning = [s for s in running if s.resident is not None and not s.is_decoding]
+    is_awaited = any(not s.is_prefill_only for s in beginning)
+    return [s for s in running if s.restore is not None and not (is_awaited and s.is_prefill_only)]
+
+
 class Prefixes:
     """Hands prefixes over.
 
@@ -97,7 +104,7 @@ class Prefixes:
         """Put back blocks that have been read, for a while, so that running streams do not stall."""
         streams = any(s.is_decoding for s in running)
         until = time.monotonic() + (_RESTORE_BESIDE_S if streams else _RESTORE_ALONE_S)
-        for seq in [s for s in running if s.restore is not None]:
+        for seq in restoring(running):
             while seq.restore is not None and seq.restore.is_ready and time.monotonic() < until:
                 self._restore_one(seq, seq.restore)
             block_s = self.blocks.block_tokens * self._chunks.s_per_token if self.blocks else 0.0
@@ -125,9 +132,9 @@ class Prefixes:
 
     def wait_for_disk(self, running: list[Sequence]) -> None:
         """Nothing can be computed now: wait for a block, if one is on its way."""
-        waiting = [s.restore for s in running if s.restore is not None]
-        if waiting:
-            waiting[0].wait(_DISK_WAIT_S)
+        for seq in restoring(running)[:1]:
+            if seq.restore is not None:
+                seq.restore.wait(_DISK_WAIT_S)
 
     def leave_store(self, running: list[Sequence]) -> BlockCache | None:
         """Use no store any more, whoever waits for it; the one that was used, to be closed.
