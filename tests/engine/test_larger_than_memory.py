@@ -1,0 +1,127 @@
+"""Weights that are larger than memory, in a process under a real limit of a control group."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import made_families
+import pytest
+from made_families import FAMILIES, Family, make_family
+
+from edgeinfer.catalog.ggml_types import file_type
+from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.quantize import QuantizeOptions, run_quantizer
+
+MIB = 1 << 20
+_V1 = Path("/sys/fs/cgroup/memory")
+_V2 = Path("/sys/fs/cgroup")
+#: Joins the group in argv[1], then answers a prompt and says how.
+PROGRAM = """
+import json, os, sys
+if sys.argv[1]:
+    open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+options = LoadOptions(n_ctx=int(sys.argv[3]), n_parallel=1, n_threads=2, repack=sys.argv[4])
+engine = load_engine(ModelFiles(name="x", paths=(sys.argv[2],)), options)
+def read():
+    lines = open("/proc/self/io").read().split()
+    return int(lines[lines.index("read_bytes:") + 1])
+before = read()
+request = GenerateRequest(prompt=sys.argv[5], sampling=Sampling(temperature=0), max_tokens=4, ignore_eos=True)
+text = "".join(getattr(event, "text", "") for event in engine.submit(request))
+info = engine.info
+print(json.dumps({"text": text, "warnings": info.warnings, "n_ctx": info.n_ctx, "read": read() - before,
+    "repack": info.choices["repack"].value}))
+engine.close()
+"""
+Answer = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[Callable[[int], str]]:
+    """`group(bytes)`: a control group with this limit, which ends with the test."""
+    base = _V1 if (_V1 / "memory.limit_in_bytes").exists() else _V2
+    place = base / f"edgeinfer-test-{os.getpid()}"
+    try:
+        place.mkdir()
+    except OSError:
+        pytest.skip("no control group can be made here: it needs root")
+    limit = place / ("memory.limit_in_bytes" if base == _V1 else "memory.max")
+    if not limit.exists():
+        place.rmdir()
+        pytest.skip("no control group of this machine limits memory")
+
+    def limited(n_bytes: int) -> str:
+        limit.write_text(str(n_bytes))
+        return str(place)
+
+    yield limited
+    place.rmdir()
+
+
+def answer(
+    group: str, model: Path, n_ctx: int = 512, repack: str = "auto", prompt: str = "The river"
+) -> dict[str, Any]:
+    """What a process says that begins with nothing of the model in the page cache."""
+    fd = os.open(model, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, group, str(model), str(n_ctx), repack, prompt],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_model_larger_than_memory_answers_with_a_warning(
+    group: Callable[[int], str], smollm2: Path, tmp_path: Path
+) -> None:
+    model, kind = tmp_path / "f32.gguf", file_type("F32")
+    assert kind is not None
+    run_quantizer(smollm2, model, kind, Job(), QuantizeOptions())
+    assert model.stat().st_size > 500 * MIB
+    short = answer(group(420 * MIB), model)
+    roomy = answer("", model, repack="off")
+    assert short["text"] == roomy["text"] != ""
+    assert (short["repack"], short["n_ctx"]) == ("off", 512)
+    (warning,) = short["warnings"]
+    assert "do not fit into the" in warning
+    assert "a token" in warning
+    assert not roomy["warnings"]
+    assert short["read"] > 2 * (model.stat().st_size - 420 * MIB)  # again for every token
+
+
+def test_of_a_mixture_only_the_experts_that_are_used_are_read(
+    group: Callable[[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, wide, e = 32, 8192, made_families.E
+    small = FAMILIES["Mixtral (a mixture of experts)"]
+    shapes = small.layers(0) | {
+        "ffn_gate_inp": (n, e),
+        "ffn_gate_exps": (n, wide, e),
+        "ffn_up_exps": (n, wide, e),
+        "ffn_down_exps": (n, e, wide),
+    }
+    large = Family("llama", small.whole, lambda _: shapes, {"expert_count": n, "expert_used_count": 2})
+    monkeypatch.setitem(FAMILIES, "large", large)
+    monkeypatch.setattr(made_families, "FF", wide)
+    model = make_family(tmp_path / "experts.gguf", "large")
+    size = model.stat().st_size
+    found = answer(group(320 * MIB), model, n_ctx=128, prompt="a")
+    (warning,) = found["warnings"]
+    assert "do not fit into the" in warning
+    assert found["n_ctx"] == 128
+    assert 0 < found["read"] < 2 * size  # in four steps, each of which reads a dense model anew
