@@ -107,7 +107,8 @@ def test_a_model_larger_than_memory_answers_with_a_warning(
 def test_of_a_mixture_only_the_experts_that_are_used_are_read(
     group: Callable[[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n, wide, e = 32, 8192, made_families.E
+    n, wide = 32, 8192
+    e = made_families.E
     small = FAMILIES["Mixtral (a mixture of experts)"]
     shapes = small.layers(0) | {
         "ffn_gate_inp": (n, e),
