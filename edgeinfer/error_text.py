@@ -55,6 +55,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.SnapshotStaleError: (7, "build it again: `edgeinfer warm MODEL`"),
     e.SnapshotUnsafeError: (7, "remove it: `edgeinfer snapshots rm NAME`"),
     e.SnapshotCorruptError: (7, "build it again: `edgeinfer warm MODEL`"),
+    e.SnapshotUntrustedError: (7, "trust its maker's key: `edgeinfer snapshots trust FINGERPRINT`"),
     e.DumpError: (7, "run `edgeinfer doctor`; launches stay cold until then"),
     e.RestoreError: (7, "build it again: `edgeinfer warm MODEL`"),
     e.ServeError: (1, "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"),

@@ -32,6 +32,7 @@
     │   ├── SnapshotStaleError        the manifest differs from this machine; names the key
     │   ├── SnapshotUnsafeError       wrong owner, mode, or a symlink: never restored
     │   ├── SnapshotCorruptError      a file of it is truncated or altered
+    │   ├── SnapshotUntrustedError    it is unsigned, or signed by a key that nobody here trusts
     │   ├── DumpError                 CRIU could not dump
     │   └── RestoreError              CRIU could not restore
     ├── BlockDamagedError             a file of the block store is truncated or altered: it is not used
@@ -234,6 +235,10 @@ class SnapshotUnsafeError(SnapshotError):
 
 class SnapshotCorruptError(SnapshotError):
     """A file of the snapshot is truncated or altered."""
+
+
+class SnapshotUntrustedError(SnapshotError):
+    """A snapshot from elsewhere is unsigned, or signed by a key that is not trusted."""
 
 
 class DumpError(SnapshotError):

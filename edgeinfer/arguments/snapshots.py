@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments.launch_args import add_attached_options, add_load_options
@@ -51,11 +52,13 @@ def _add_snapshots(verbs: Verbs[argparse.ArgumentParser]) -> None:
         verbs,
         "snapshots",
         "snapshots:snapshots",
-        "list, show, verify and remove snapshots",
+        "list, show, verify, remove, export and import snapshots",
         linux_only=True,
     )
     parser.set_defaults(action="list")
-    actions = parser.add_subparsers(dest="action", metavar="list|show|verify|rm|prune")
+    actions = parser.add_subparsers(
+        dest="action", metavar="list|show|verify|rm|prune|export|import|trust"
+    )
 
     def add_action(name: str, about: str) -> argparse.ArgumentParser:
         return actions.add_parser(name, help=about, parents=[json_option()])
@@ -67,6 +70,32 @@ def _add_snapshots(verbs: Verbs[argparse.ArgumentParser]) -> None:
     add_action("list", "all of them (what `edgeinfer snapshots` does)")
     prune = add_action("prune", "remove those this machine refuses, and the oldest beyond the limit")
     prune.add_argument("--all", action="store_true", help="remove every snapshot")
+    _add_transfer(add_action)
+
+
+def _add_transfer(add_action: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """The actions of snapshots that travel."""
+    export = add_action("export", "write one, signed, to a folder or a registry for another machine")
+    export.add_argument("name", help="a snapshot's name, or its model's")
+    export.add_argument(
+        "destination", metavar="DEST", help="a folder (an OCI image layout) or oci://REGISTRY/NAME:TAG"
+    )
+    bring = add_action("import", "take one of another machine, if you trust who signed it")
+    bring.add_argument("source", metavar="SRC", help="a folder, or oci://REGISTRY/NAME:TAG")
+    bring.add_argument("--name", default="", help="which one of a folder that holds several")
+    bring.add_argument(
+        "--trust", metavar="FINGERPRINT", default="", help="trust this key from now on, as `trust` does"
+    )
+    bring.add_argument(
+        "--rebuild",
+        action="store_true",
+        help="build the same here instead, of the same model and options",
+    )
+    for parser in (export, bring):
+        parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    trust = add_action("trust", "say your key and those you trust; or trust one more")
+    trust.add_argument("fingerprint", nargs="?", default="", metavar="FINGERPRINT", help="SHA256:…")
+    trust.add_argument("--remove", action="store_true", help="do not trust it any more")
 
 
 def _add_stop(verbs: Verbs[argparse.ArgumentParser]) -> None:

@@ -1,4 +1,4 @@
-"""`edgeinfer snapshots list|show|verify|rm|prune`."""
+"""`edgeinfer snapshots list|show|verify|rm|prune`; what travels is in `snapshot_transfer`."""
 
 from __future__ import annotations
 
@@ -116,8 +116,12 @@ class RemovedResult(Result, frozen=True, kw_only=True):
 
 
 def snapshots(options: argparse.Namespace, host: Host) -> Result:
-    """Raises SnapshotMissingError, SnapshotCorruptError, SnapshotStaleError, SnapshotUnsafeError."""
+    """Raises SnapshotMissingError, SnapshotCorruptError, SnapshotStaleError, SnapshotUnsafeError; what
+    `snapshot_transfer` raises.
+    """
     action = options.action or "list"
+    if action in ("export", "import", "trust"):
+        return _transfer(action, options, host)
     if action == "show":
         return _show(options.name)
     if action == "verify":
@@ -127,6 +131,17 @@ def snapshots(options: argparse.Namespace, host: Host) -> Result:
     if action == "prune":
         return _prune(options, host)
     return _list(host)
+
+
+def _transfer(action: str, options: argparse.Namespace, host: Host) -> Result:
+    from edgeinfer.commands import snapshot_transfer  # archives and signatures: 20 ms
+
+    verbs = {
+        "export": snapshot_transfer.export,
+        "import": snapshot_transfer.import_,
+        "trust": snapshot_transfer.trusted,
+    }
+    return verbs[action](options, host)
 
 
 def _list(host: Host) -> SnapshotsResult:

@@ -72,7 +72,7 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
         given_name=options.name or _own_name(options.system, wanted),
     )
     try:
-        details = snapshots_warm.build(order, config, _Talk(sys.stderr, quiet=options.quiet).say)
+        details = snapshots_warm.build(order, config, StageTalk(sys.stderr, quiet=options.quiet).say)
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
     return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
@@ -93,7 +93,7 @@ def _system(text: str, files: ModelFiles) -> str:
         raise UsageError(f"the system prompt cannot be read: {error}") from error
 
 
-class _Talk:
+class StageTalk:
     """Progress on stderr: one line a stage, rewritten in place on a terminal."""
 
     def __init__(self, out: TextIO, *, quiet: bool) -> None:

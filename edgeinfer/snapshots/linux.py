@@ -20,6 +20,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 #: checkpoint_restore, sys_ptrace, setpcap, sys_admin: what CRIU needs, at most in a user namespace.
 CRIU_CAPABILITIES = (40, 19, 8, 21)
 MADV_DONTNEED = 4
+_MADV_POPULATE_WRITE = 23
 _PROT_READ_WRITE, _MAP_PRIVATE_FIXED = 3, 0x12
 
 _loaded: list[ctypes.CDLL] = []
@@ -123,6 +124,15 @@ def map_private(start: int, length: int, fd: int, offset: int) -> None:
         ctypes.c_long(offset),
     )
     _checked(0 if got == start else -1, "mmap")
+
+
+def own_pages(start: int, length: int, permissions: str) -> None:
+    """madvise(MADV_POPULATE_WRITE) private pages with these permissions ("r--p"). Raises OSError."""
+    allowed = sum(bit for letter, bit in (("r", 1), ("w", 2), ("x", 4)) if letter in permissions)
+    libc, where = _libc(), (ctypes.c_void_p(start), ctypes.c_size_t(length))
+    _checked(libc.mprotect(*where, _PROT_READ_WRITE), "mprotect")
+    _checked(libc.madvise(*where, _MADV_POPULATE_WRITE), "madvise(MADV_POPULATE_WRITE)")
+    _checked(libc.mprotect(*where, allowed), "mprotect")
 
 
 def begin_writing(fd: int, offset: int, length: int) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def resolve(source: OciArtifact) -> list[Remote]:
     """
     try:
         with httpx2.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
-            registry = _Registry(source, client)
+            registry = Registry(source, client)
             manifest = registry.manifest(source.reference)
             if manifest.get("mediaType") in _INDEXES or "manifests" in manifest:
                 manifest = registry.manifest(manifest["manifests"][0]["digest"])
@@ -92,33 +93,38 @@ def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
     return [f"{made}-{i:05d}-of-{len(layers):05d}.gguf" for i in range(1, len(layers) + 1)]
 
 
-class _Registry:
-    """One repository of a registry, asked with the token it gives for reading."""
+class Registry:
+    """One repository of a registry, asked with the token it gives for what is asked."""
 
     def __init__(self, source: OciArtifact, client: httpx2.Client) -> None:
         host = _HUB if source.registry in ("docker.io", "index.docker.io") else source.registry
         scheme = "http" if _is_loopback(host) else "https"
-        self._base = f"{scheme}://{host}/v2/{source.repository}"
+        self.base = f"{scheme}://{host}/v2/{source.repository}"
         self._source = source
         self._client = client
         self._authorization = ""
 
     def manifest(self, reference: str) -> dict[str, Any]:
         """The manifest by tag or digest, whose own digest is checked."""
-        response = self._get(f"{self._base}/manifests/{reference}", {"Accept": ", ".join(_MANIFESTS)})
-        found = f"sha256:{hashlib.sha256(response.content).hexdigest()}"
-        if reference.startswith("sha256:") and found != reference:
-            raise ChecksumError(f"{self._source}: the registry serves {found} instead of {reference}")
-        manifest = json.loads(response.content)
+        manifest = json.loads(self.manifest_content(reference))
         if not isinstance(manifest, dict):
             raise ValueError("no object")
         return manifest
+
+    def manifest_content(self, reference: str) -> bytes:
+        """The manifest's bytes by tag or digest, whose own digest is checked."""
+        url = f"{self.base}/manifests/{reference}"
+        content = self.asked("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content
+        found = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        if reference.startswith("sha256:") and found != reference:
+            raise ChecksumError(f"{self._source}: the registry serves {found} instead of {reference}")
+        return content
 
     def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
         """A layer's address, size and digest."""
         digest = str(layer["digest"])
         return Remote(
-            url=f"{self._base}/blobs/{digest}",
+            url=f"{self.base}/blobs/{digest}",
             file_name=file_name,
             origin=f"oci://{self._source.registry}/{self._source.repository}@{digest}",
             size_bytes=int(layer["size"]),
@@ -126,12 +132,25 @@ class _Registry:
             headers={"Authorization": self._authorization} if self._authorization else {},
         )
 
-    def _get(self, url: str, headers: dict[str, str]) -> httpx2.Response:
-        response = self._ask(url, headers)
+    def asked(
+        self,
+        method: str,
+        url: str,
+        headers: dict[str, str],
+        content: bytes | Iterator[bytes] | None = None,
+        wanted: tuple[int, ...] = (200,),
+    ) -> httpx2.Response:
+        """Ask, again with a token where one is wanted; an answer with a status that is `wanted`.
+
+        Raises AuthenticationError, SourceNotFoundError, DownloadError.
+        """
+        response = self._ask(method, url, headers, content)
         if response.status_code == 401:
             challenge = response.headers.get("WWW-Authenticate", "")
             self._authorization = self._authorize(challenge)
-            response = self._ask(url, headers)
+            response = self._ask(method, url, headers, content)
+        if response.status_code in wanted:
+            return response
         if response.status_code in (401, 403):
             raise AuthenticationError(
                 f"{self._source}: the registry refuses ({response.status_code})",
@@ -139,13 +158,14 @@ class _Registry:
             )
         if response.status_code == 404:
             raise SourceNotFoundError(f"{self._source}: the registry has no such artefact")
-        if response.status_code != 200:
-            raise DownloadError(f"{self._source}: the registry answers {response.status_code}")
-        return response
+        raise DownloadError(f"{self._source}: the registry answers {response.status_code}")
 
-    def _ask(self, url: str, headers: dict[str, str]) -> httpx2.Response:
+    def _ask(
+        self, method: str, url: str, headers: dict[str, str], content: bytes | Iterator[bytes] | None
+    ) -> httpx2.Response:
         given = {"Authorization": self._authorization} if self._authorization else {}
-        response = self._client.get(url, headers={"User-Agent": "edgeinfer"} | headers | given)
+        all_of = {"User-Agent": "edgeinfer"} | headers | given
+        response = self._client.request(method, url, headers=all_of, content=content)
         answers.refuse_downgrade(url, str(self._source), response)
         return response
 
@@ -157,7 +177,7 @@ class _Registry:
             return f"Basic {login}" if login else ""
         words = dict(_CHALLENGE.findall(rest))
         realm = words.pop("realm", "")
-        if kind.lower() != "bearer" or not realm.startswith(("https:", self._base[:6])):
+        if kind.lower() != "bearer" or not realm.startswith(("https:", self.base[:6])):
             return ""
         asked = {key: words[key] for key in ("service", "scope") if key in words}
         headers = {"Authorization": f"Basic {login}"} if login else {}

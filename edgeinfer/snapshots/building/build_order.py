@@ -28,6 +28,7 @@ Progress = Callable[[str, float | None], None]
 _GIB = 1 << 30
 #: Besides the weights: Python's heap, KV cache and compute buffers that were touched.
 _EXTRA_BYTES = 400 << 20
+_BUILDER = "edgeinfer.snapshots.building.builder"
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,7 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
     root = paths.private_dir(paths.snapshots_dir())
     format.refuse_unsafe_ancestors(str(root))
     with locked(
-        _build_lock(root, order.name), lambda: progress("wait for another warm of this model", None)
+        build_lock(root, order.name), lambda: progress("wait for another warm of this model", None)
     ):
         sweep(root)
         prune.make_room(root, _need_bytes(order), config, keep=order.name)
@@ -130,10 +131,10 @@ def _need_bytes(order: Order) -> int:
 
 def is_building(name: str) -> bool:
     """Whether somebody builds this snapshot now."""
-    return is_locked(_build_lock(paths.snapshots_dir(), name))
+    return is_locked(build_lock(paths.snapshots_dir(), name))
 
 
-def _build_lock(root: Path, name: str) -> Path:
+def build_lock(root: Path, name: str) -> Path:
     """The file that this program locks while it builds a name."""
     return root / f".{name}-{fingerprint.program_tag()}.lock"
 
@@ -152,17 +153,21 @@ def _run_builder(folder: Path, request: dict[str, frames.Value], progress: Progr
     folder.mkdir(mode=0o700)
     try:
         with locked(folder / format.LOCK):
-            return _built(folder, request, progress)
+            return run_builder(folder, request, progress)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _built(folder: Path, request: dict[str, frames.Value], progress: Progress) -> Details:
+def run_builder(
+    folder: Path, request: dict[str, frames.Value], progress: Progress, module: str = _BUILDER
+) -> Details:
+    """Run a builder in a folder that is there and locked, and pass its stages on.
+
+    Raises what it raises, SnapshotError when it dies.
+    """
     mine, theirs = socket.socketpair()
-    command = process.child_command(
-        "edgeinfer.snapshots.building.builder", str(theirs.fileno()), str(folder)
-    )
+    command = process.child_command(module, str(theirs.fileno()), str(folder))
     log = folder / "builder.log"
     with mine, open(os.open(log, os.O_RDWR | os.O_CREAT, 0o600), "wb") as errors_to:
         builder = subprocess.Popen(

@@ -56,6 +56,7 @@ class Builder:
         self._images = folder / format.IMAGES
         self._stages: dict[str, float] = {}
         self._tier, self._criu = fields["tier"].decode(), os.fsdecode(fields["criu"])
+        self._wake_read, self._wake_write = os.pipe()
 
     def build(self) -> Details:
         """Raises what loading raises, DumpError, RestoreError, DiskFullError."""
@@ -90,7 +91,6 @@ class Builder:
     def _park_and_dump(self) -> tuple[dict[str, bytes], Parked]:
         mine, theirs = socket.socketpair()
         order, orders = socket.socketpair()
-        wake_read, _wake_write = os.pipe()
         user, group = os.getuid(), os.getgid()
         flags = criu.NAMESPACES[self._tier]
         linux.refuse_threads()
@@ -98,7 +98,7 @@ class Builder:
         if init == 0:
             mine.close()
             order.close()
-            self._init(flags, user, group, theirs, wake_read, orders)
+            self._init(flags, user, group, theirs, orders)
         theirs.close()
         orders.close()
         parked_fields, parked = self._converse(mine)
@@ -113,11 +113,7 @@ class Builder:
 
     def _converse(self, link: socket.socket) -> tuple[dict[str, bytes], Parked]:
         """Send the process its request; pass on its stages until it lets go of us."""
-        frames.send(
-            link,
-            {name: self._fields[name] for name in ("model", "files", "options", "system")}
-            | {"folder": str(self._folder)},
-        )
+        self._request(link)
         answer: dict[str, bytes] = {}
         while (received := frames.receive(link)) is not None:
             fields = received[0]
@@ -134,8 +130,12 @@ class Builder:
             )
         return answer, msgspec.json.decode(answer["parked"], type=Parked)
 
+    def _request(self, link: socket.socket) -> None:
+        fields = {name: self._fields[name] for name in ("model", "files", "options", "system")}
+        frames.send(link, fields | {"folder": os.fsencode(self._folder)})
+
     def _init(
-        self, flags: int, user: int, group: int, link: socket.socket, wake: int, orders: socket.socket
+        self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
     ) -> NoReturn:
         """Init of the namespaces: starts the process that parks, then CRIU when told to."""
         try:
@@ -144,20 +144,25 @@ class Builder:
                 linux.map_this_user(user, group)
             if flags:
                 linux.own_proc()
-                Path("/proc/sys/kernel/ns_last_pid").write_text(str(format.PARKED_PID - 1))
             else:
                 linux.adopt_orphans()
-            if os.fork() == 0:
-                self._exec_parked(link.fileno(), wake)
+            self._start(flags, link.fileno())
             link.close()
-            os.close(wake)
+            os.close(self._wake_read)
             pid = int(orders.recv(64) or b"0")
             status = self._run_criu(pid) if pid else 1
             orders.sendall(b"dumped" if status == 0 else b"failed")
         finally:
             os._exit(0)
 
-    def _exec_parked(self, link: int, wake: int) -> NoReturn:
+    def _start(self, flags: int, link: int) -> None:
+        """Start the process that is to be dumped, in the namespaces' init."""
+        if flags:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(format.PARKED_PID - 1))
+        if os.fork() == 0:
+            self._exec_parked(link)
+
+    def _exec_parked(self, link: int) -> NoReturn:
         try:
             linux.drop_privileges()
             os.setsid()
@@ -165,7 +170,9 @@ class Builder:
             os.umask(0o077)
             null = os.open("/dev/null", os.O_RDONLY)
             log = os.open(self._folder / format.PARK_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (null, log, log, link, wake)]
+            high = [
+                fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (null, log, log, link, self._wake_read)
+            ]
             for fd, target in zip(high, (0, 1, 2, format.LINK_FD, format.WAKE_FD), strict=True):
                 os.dup2(fd, target)
             process.close_all_but(format.LINK_FD, format.WAKE_FD)
@@ -247,6 +254,7 @@ class Builder:
             requested=manifest.requested,
             actual=manifest.actual,
             reasons={name: chosen.reason for name, chosen in parked.info.choices.items()},
+            system=self._fields["system"].decode(),
             system_tokens=parked.system_tokens,
             memory_bytes=baked.memory_bytes + parked.spilled.size,
             images_bytes=images_bytes,
@@ -310,7 +318,7 @@ def _disk_full(folder: Path) -> DiskFullError | None:
     )
 
 
-def main() -> None:
+def main(kind: type[Builder] = Builder) -> None:
     """Build into the folder of the command line; whatever fails, the folder is gone."""
     process.die_with_parent()
     warm, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
@@ -318,7 +326,7 @@ def main() -> None:
     if request is None:
         return
     try:
-        details = Builder(warm, folder, request[0]).build()
+        details = kind(warm, folder, request[0]).build()
     except (EdgeInferError, OSError) as error:
         problem = (
             error if isinstance(error, EdgeInferError) else _disk_full(folder) or DumpError(f"{error}")

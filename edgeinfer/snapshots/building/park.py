@@ -17,6 +17,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.runtime.loading.mappings import areas
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots import frames
+from edgeinfer.snapshots.building import relocating
 from edgeinfer.snapshots.building.spill import Spilled, spill
 from edgeinfer.snapshots.resumed import app_process, freshness, residency
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable, actual
@@ -193,22 +195,58 @@ def main() -> None:
     request = frames.receive(link)
     if request is None:
         os._exit(1)
-    try:
+    with _telling(link):
         loaded, parked = prepare(link, request[0])
+    loaded.droppable = freshness.read_droppable_ranges()  # a restore forgets which they are
+    while True:
+        resumed_ns = _sleep(link, parked, loaded)
+        link = socket.socket(fileno=LINK_FD)
+        launch = frames.receive(link)
+        if launch is None or launch[0]["role"] != relocating.ROLE:
+            app_process.run_app(link, launch, loaded, resumed_ns)
+        with _telling(link):
+            parked = _relocate(loaded, *launch)
+
+
+@contextlib.contextmanager
+def _telling(link: socket.socket) -> Iterator[None]:
+    """Tell the builder what went wrong, and end."""
+    try:
+        yield
     except (EdgeInferError, OSError) as error:
         problem = error if isinstance(error, EdgeInferError) else DumpError(f"while it parked: {error}")
         frames.send(link, {"op": "failed", **to_fields(problem)})
         os._exit(1)
+
+
+def _sleep(link: socket.socket, parked: bytes, loaded: LoadedModel) -> int:
+    """Let go of the builder and wait until resumed; when that was, on the monotonic clock in ns."""
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)
-    ranges = freshness.read_droppable_ranges()
-    loaded.droppable = ranges
     _let_go(link, parked)
-    freshness.forget_random_state(ranges)
+    freshness.forget_random_state(loaded.droppable)
     sleeper.poll()  # the checkpoint is taken here
     resumed_ns = time.monotonic_ns()
     os.close(WAKE_FD)
-    app_process.run_app(socket.socket(fileno=LINK_FD), loaded, resumed_ns)
+    return resumed_ns
+
+
+def _relocate(loaded: LoadedModel, fields: dict[str, bytes], fds: list[int]) -> bytes:
+    """Become a process of this home, with a new pipe to wake it; what there is to say of it."""
+    os.dup2(fds[0], WAKE_FD)
+    os.close(fds[0])
+    relocating.relocate(msgspec.json.decode(fields["moved"], type=dict[str, str]))
+    relocating.own_pages(os.fsdecode(fields["memory"]))
+    parked = Parked(
+        info=loaded.engine.info,
+        actual=actual(loaded.engine),
+        canary=b"",
+        files=mapped_files(),
+        system_tokens=0,
+        spilled=Spilled(0, 0, ""),
+        stages_ms={},
+    )
+    return msgspec.json.encode(parked)
 
 
 if __name__ == "__main__":

@@ -225,9 +225,13 @@ class AppHost(Host):
             frames.send(self._link, message, fds)
 
 
-def run_app(link: socket.socket, loaded: LoadedModel | None, resumed_ns: int) -> NoReturn:
-    """Read the launch request and run it. Never returns."""
-    request = frames.receive(link)
+def run_app(
+    link: socket.socket,
+    request: tuple[dict[str, bytes], list[int]] | None,
+    loaded: LoadedModel | None,
+    resumed_ns: int,
+) -> NoReturn:
+    """Run a launch request, None where the launcher is gone. Never returns."""
     if request is None:
         os._exit(125)
     fields, fds = request
@@ -365,7 +369,8 @@ def main() -> NoReturn:
     """A cold app: the link's descriptor is the only argument."""
     resumed_ns = time.monotonic_ns()
     process.die_with_parent()
-    run_app(socket.socket(fileno=int(sys.argv[1])), None, resumed_ns)
+    link = socket.socket(fileno=int(sys.argv[1]))
+    run_app(link, frames.receive(link), None, resumed_ns)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from edgeinfer.snapshots.shelf import fingerprint, format
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """A built snapshot. `memory_bytes` counts holes, `disk_bytes` does not."""
+    """A built snapshot. `memory_bytes` counts holes, `disk_bytes` does not.
+
+    `system` is the system prompt computed in it.
+    """
 
     name: str
     model: str
@@ -25,6 +28,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     requested: dict[str, str]
     actual: dict[str, str]
     reasons: dict[str, str]
+    system: str = ""
     system_tokens: int
     memory_bytes: int
     images_bytes: int

@@ -1,0 +1,216 @@
+"""What travels, described: the config of an OCI image, which is what the exporter signs.
+
+The config is an ordinary image config, so that tools for images read it; ours is the key `edgeinfer`.
+It names every layer by the digest of its archive, so the one signature binds all, and an image stays
+signed when a tool that copies it compresses its layers otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+
+from edgeinfer.errors import SnapshotCorruptError
+
+FORMAT = 1
+CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
+TAR = "application/vnd.oci.image.layer.v1.tar"
+TAR_GZIP = "application/vnd.oci.image.layer.v1.tar+gzip"
+SIGNATURE = "io.edgeinfer.snapshot.signature"
+SIGNER = "io.edgeinfer.snapshot.signer"
+#: The small stretches of llama.cpp's buffers, one after the other.
+LOOSE = "snapshot/buffers.img"
+Size = Annotated[int, msgspec.Meta(ge=0)]
+#: A snapshot's name is a folder's: no separators, and nothing hidden.
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,-]*\Z", max_length=200)]
+#: A manifest or a config larger than this is none.
+MAX_BYTES = 8 << 20
+
+
+def sha256(content: bytes) -> str:
+    """The digest of some bytes as OCI writes it."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer: the digest of its archive, the archive's bytes, and the files in it with theirs.
+
+    `role` is "model" (a file of the model, under its SHA-256 in `models/`), "weights" (a stretch of
+    llama.cpp's buffers) or "snapshot" (everything else).
+    """
+
+    role: str
+    diff_id: str
+    unpacked: Size
+    files: dict[str, Size]
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of llama.cpp's buffers: where in `buffers.img`, and in which file of which layer."""
+
+    offset: Size
+    length: Size
+    file: str
+
+
+class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the model: its path at the exporter's, its size and SHA-256 in hexadecimal.
+
+    `mapped` is the path without symlinks.
+    """
+
+    path: str
+    mapped: str
+    size: Size
+    sha256: str
+
+
+class Sleeper(msgspec.Struct, frozen=True, kw_only=True):
+    """The parked process's numbers: its pid, the inodes of its link and of the pipe that wakes it."""
+
+    pid: int
+    link: int
+    wake: int
+
+
+class Folders(msgspec.Struct, frozen=True, kw_only=True):
+    """Folders that paths are told from; "" for none: the shipped file has no environment."""
+
+    program: str
+    environment: str
+    snapshot: str = ""
+
+
+class Requirements(msgspec.Struct, frozen=True, kw_only=True):
+    """What the importer's machine must be or have. `libraries` maps paths to SHA-256s.
+
+    `cpu` are the features the processor must have, `program` a digest of our sources.
+    """
+
+    architecture: str
+    cpu: tuple[str, ...]
+    kernel: str
+    glibc: str
+    python: str
+    criu: str
+    edgeinfer: str
+    program: str
+    packages: dict[str, str]
+    libraries: dict[str, str]
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot as its exporter describes it.
+
+    `real_places` are the exporter's `places` without symlinks.
+    """
+
+    format: int
+    name: Name
+    model: str
+    requested: dict[str, str]
+    actual: dict[str, str]
+    system: str
+    system_tokens: int
+    canary: bytes
+    sleeper: Sleeper
+    places: Folders
+    real_places: Folders
+    model_files: tuple[ModelFile, ...]
+    buffers_bytes: Size
+    pieces: tuple[Piece, ...]
+    requirements: Requirements
+    layers: tuple[Layer, ...]
+
+
+def config_bytes(description: Description) -> bytes:
+    """The image config, the same bytes for the same snapshot."""
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}
+    architecture = description.requirements.architecture
+    config = {
+        "architecture": machine.get(architecture, architecture),
+        "os": "linux",
+        "config": {},
+        "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in description.layers]},
+        "edgeinfer": msgspec.to_builtins(description),
+    }
+    return msgspec.json.encode(config)
+
+
+def read_config(config: bytes) -> Description:
+    """Raises SnapshotCorruptError for a config that describes no snapshot, or one of another format."""
+
+    class Config(msgspec.Struct):
+        edgeinfer: Description
+
+    try:
+        found = msgspec.json.decode(config, type=Config).edgeinfer
+    except msgspec.MsgspecError as error:
+        raise SnapshotCorruptError(
+            f"this image is no snapshot of edgeinfer: {error}", hint=""
+        ) from error
+    if found.format != FORMAT:
+        raise SnapshotCorruptError(
+            f"the snapshot was exported in format {found.format}, this edgeinfer reads {FORMAT}",
+            hint="use the edgeinfer that exported it",
+        )
+    return found
+
+
+class Descriptor(msgspec.Struct, rename="camel"):
+    """A blob in a manifest."""
+
+    media_type: str
+    digest: str
+    size: int
+    annotations: dict[str, str] = {}
+
+
+def manifest_bytes(config: bytes, layers: list[Descriptor], annotations: dict[str, str]) -> bytes:
+    """The image manifest."""
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": {"mediaType": CONFIG_TYPE, "digest": sha256(config), "size": len(config)},
+        "layers": [
+            {"mediaType": blob.media_type, "digest": blob.digest, "size": blob.size} for blob in layers
+        ],
+        "annotations": annotations,
+    }
+    return msgspec.json.encode(manifest)
+
+
+class Manifest(msgspec.Struct, rename="camel"):
+    """An image manifest, as far as it matters here."""
+
+    config: Descriptor
+    layers: list[Descriptor]
+    annotations: dict[str, str] = {}
+
+
+def read_manifest(content: bytes) -> Manifest:
+    """Raises SnapshotCorruptError for what is no image manifest."""
+    try:
+        return msgspec.json.decode(content, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise SnapshotCorruptError(f"this is no manifest of an image: {error}", hint="") from error
+
+
+def paired(manifest: Manifest, description: Description) -> list[tuple[Layer, Descriptor]]:
+    """Every layer with the blob that holds it. Raises SnapshotCorruptError when they cannot be so."""
+    if len(manifest.layers) != len(description.layers):
+        raise SnapshotCorruptError(
+            f"the manifest lists {len(manifest.layers)} layers, {len(description.layers)} were signed",
+            hint="",
+        )
+    for blob in manifest.layers:
+        if blob.media_type not in (TAR, TAR_GZIP):
+            raise SnapshotCorruptError(
+                f"{blob.digest} is {blob.media_type}: no archive, or one of another compression",
+                hint="copy the image as it is: `skopeo copy --preserve-digests`",
+            )
+    return list(zip(description.layers, manifest.layers, strict=True))

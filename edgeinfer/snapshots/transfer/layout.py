@@ -1,0 +1,135 @@
+"""An OCI image layout: a folder of blobs by digest, and an index of what is in it.
+
+    oci-layout          {"imageLayoutVersion": "1.0.0"}
+    index.json          the manifests, each with a name
+    blobs/sha256/…      manifests, configs and layers
+
+https://github.com/opencontainers/image-spec/blob/main/image-layout.md
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.disk import CHUNK_BYTES, whole_file, write_whole
+from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
+from edgeinfer.snapshots.transfer.description import (
+    INDEX_TYPE,
+    MANIFEST_TYPE,
+    MAX_BYTES,
+    Descriptor,
+    sha256,
+)
+
+VERSION = "1.0.0"
+_NAME = "org.opencontainers.image.ref.name"
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+class _Index(msgspec.Struct):
+    manifests: list[Descriptor]
+
+
+class Layout:
+    """One folder. Nothing is read or made before it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    # --- reading
+
+    def manifest(self, name: str = "") -> bytes:
+        """The manifest of that name, or the only one.
+
+        Raises SnapshotMissingError for none or several, SnapshotCorruptError.
+        """
+        index = self._index()
+        found = [one for one in index if name in ("", one.annotations.get(_NAME, ""))]
+        names = ", ".join(sorted(one.annotations.get(_NAME, "?") for one in index)) or "nothing"
+        if len(found) != 1:
+            raise SnapshotMissingError(
+                f"{self} holds {names}" + (f", not {name}" if name else ""),
+                hint="name one: `edgeinfer snapshots import FOLDER --name NAME`",
+            )
+        return self.read(found[0].digest, found[0].size)
+
+    def _index(self) -> list[Descriptor]:
+        path = self.folder / "index.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=_Index).manifests
+        except FileNotFoundError as error:
+            raise SnapshotMissingError(
+                f"{self} is no image layout: it has no index.json", hint="name the folder of an export"
+            ) from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise SnapshotCorruptError(f"{path} cannot be understood: {error}", hint="") from error
+
+    def read(self, digest: str, size: int) -> bytes:
+        """A small blob, whole and checked. Raises SnapshotCorruptError."""
+        if not 0 <= size <= MAX_BYTES:
+            raise SnapshotCorruptError(f"{digest} is said to have {size} bytes", hint="")
+        return b"".join(self.chunks(digest, size))
+
+    def chunks(self, digest: str, size: int) -> Iterator[bytes]:
+        """A blob in pieces; its size and digest are checked at its end. Raises SnapshotCorruptError."""
+        hashed, left = hashlib.sha256(), size
+        with open(self._opened(digest), "rb", buffering=0) as file:
+            while chunk := file.read(min(CHUNK_BYTES, left + 1)):
+                left -= len(chunk)
+                if left < 0:
+                    break
+                hashed.update(chunk)
+                yield chunk
+        if left:
+            more = "more" if left < 0 else "fewer"
+            raise SnapshotCorruptError(
+                f"{digest} has {more} bytes than the {size} it is said to have", hint=""
+            )
+        if f"sha256:{hashed.hexdigest()}" != digest:
+            raise SnapshotCorruptError(f"{digest} holds other bytes than its name says", hint="")
+
+    def _opened(self, digest: str) -> int:
+        if not _DIGEST.fullmatch(digest):
+            raise SnapshotCorruptError(f"{digest!r} is no digest", hint="")
+        try:
+            return os.open(self.blob(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SnapshotCorruptError(f"{self} has no {digest}: {error.strerror}", hint="") from error
+
+    def blob(self, digest: str) -> Path:
+        """Where a blob lies."""
+        return self.folder / "blobs" / "sha256" / digest.removeprefix("sha256:")
+
+    # --- writing
+
+    def has(self, digest: str, size: int) -> bool:
+        """Whether a blob of that size is there already."""
+        path = self.blob(digest)
+        return path.is_file() and path.stat().st_size == size
+
+    def put(self, digest: str, size: int, chunks: Iterator[bytes]) -> None:
+        """Write a blob. Raises DiskFullError."""
+        self.blob(digest).parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(self.blob(digest)) as file:
+            for chunk in chunks:
+                file.write(chunk)
+
+    def put_manifest(self, name: str, content: bytes) -> None:
+        """Write a manifest and list it under a name; one of that name before is not listed any more."""
+        digest = sha256(content)
+        self.put(digest, len(content), iter([content]))
+        write_whole(self.folder / "oci-layout", msgspec.json.encode({"imageLayoutVersion": VERSION}))
+        before = self._index() if (self.folder / "index.json").exists() else []
+        kept = [one for one in before if one.annotations.get(_NAME) != name]
+        new = Descriptor(MANIFEST_TYPE, digest, len(content), {_NAME: name})
+        index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*kept, new]}
+        write_whole(self.folder / "index.json", msgspec.json.encode(index))

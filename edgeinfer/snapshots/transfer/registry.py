@@ -1,0 +1,101 @@
+"""Snapshots in a registry of containers: pushed blob by blob, fetched to a folder that lasts an import.
+
+The protocol is that of https://github.com/opencontainers/distribution-spec; whoever logged in with
+docker or podman is logged in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urljoin
+
+import httpx2  # 75–120 ms: imported for a registry only
+
+from edgeinfer.catalog.fetching import answers, download
+from edgeinfer.catalog.fetching.oci import Registry
+from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.sources import OciArtifact
+from edgeinfer.errors import (
+    DownloadError,
+    SnapshotCorruptError,
+    SnapshotMissingError,
+    SourceNotFoundError,
+)
+from edgeinfer.snapshots.transfer.description import MANIFEST_TYPE, MAX_BYTES
+from edgeinfer.snapshots.transfer.layout import Layout
+
+_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def opened(artifact: OciArtifact) -> Iterator[RegistryStore]:
+    """A registry to put a snapshot in. Raises DownloadError."""
+    try:
+        with httpx2.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
+            yield RegistryStore(artifact, client)
+    except httpx2.TransportError as error:
+        raise DownloadError(f"{artifact}: {answers.describe_trouble(error)}") from error
+
+
+class RegistryStore(Registry):
+    """A repository that blobs are put in. Raises what `asked` raises."""
+
+    def has(self, digest: str, size: int) -> bool:
+        """Whether the blob is there already."""
+        answer = self.asked("HEAD", f"{self.base}/blobs/{digest}", {}, wanted=(200, 404))
+        return answer.status_code == 200 and answer.headers.get("Content-Length") == str(size)
+
+    def put(self, digest: str, size: int, chunks: Iterator[bytes]) -> None:
+        """Send a blob."""
+        begun = self.asked(
+            "POST", f"{self.base}/blobs/uploads/", {"Content-Length": "0"}, wanted=(202,)
+        )
+        url = urljoin(str(begun.request.url), begun.headers.get("Location", ""))
+        url += f"{'&' if '?' in url else '?'}digest={digest}"
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        self.asked("PUT", url, headers, chunks, wanted=(201,))
+
+    def put_manifest(self, name: str, content: bytes) -> None:
+        """Publish a manifest under a tag."""
+        headers = {"Content-Type": MANIFEST_TYPE}
+        self.asked("PUT", f"{self.base}/manifests/{name}", headers, content, wanted=(200, 201))
+
+
+class FetchedSnapshot:
+    """A snapshot of a registry, its blobs fetched into `folder` when they are wanted."""
+
+    def __init__(self, registry: Registry, reference: str, folder: Path, job: Job) -> None:
+        self._registry = registry
+        self._reference = reference
+        self._layout = Layout(folder)
+        self._job = job
+
+    def manifest(self, _name: str = "") -> bytes:
+        """The manifest of the tag that was asked for. Raises SnapshotMissingError for none."""
+        try:
+            return self._registry.manifest_content(self._reference)
+        except SourceNotFoundError as error:
+            raise SnapshotMissingError(error.message, hint="check the name and the tag") from error
+
+    def read(self, digest: str, size: int) -> bytes:
+        """A small blob, fetched and checked. Raises SnapshotCorruptError."""
+        if not 0 <= size <= MAX_BYTES:
+            raise SnapshotCorruptError(f"{digest} is said to have {size} bytes", hint="")
+        self._fetch(digest, size)
+        return self._layout.read(digest, size)
+
+    def chunks(self, digest: str, size: int) -> Iterator[bytes]:
+        """A blob in pieces, fetched first where it was not. Raises DownloadError and its kin."""
+        self._fetch(digest, size)
+        return self._layout.chunks(digest, size)
+
+    def _fetch(self, digest: str, size: int) -> None:
+        if self._layout.has(digest, size):
+            return
+        place = self._layout.blob(digest)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        remote = self._registry.blob({"digest": digest, "size": size}, place.name)
+        self._job.begin("downloading", digest, total=size)
+        download.fetch(remote, place.parent, self._job).replace(place)

@@ -1,0 +1,96 @@
+"""Turn an imported snapshot into one of this home: resume it once, relocate it, dump it again.
+
+`python -m edgeinfer.snapshots.transfer.relocator FD FOLDER`, started by
+`edgeinfer.snapshots.transfer.importing` and ended by it, as the builder of a snapshot is. FOLDER holds
+what arrived, checked and with CRIU's images rewritten.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import process
+from edgeinfer.snapshots import criu, frames
+from edgeinfer.snapshots.building import builder, relocating
+from edgeinfer.snapshots.building.digests import digest
+from edgeinfer.snapshots.building.park import Parked
+from edgeinfer.snapshots.building.spill import Spilled
+from edgeinfer.snapshots.shelf import format
+from edgeinfer.snapshots.transfer import rewriting
+from edgeinfer.snapshots.transfer.description import Sleeper
+
+#: Under the folder that is built: the exporter's images and memory, until they are dumped again.
+ARRIVED = "arrived"
+
+
+class Relocator(builder.Builder):
+    """One relocation. `fields` is the request of `importing`."""
+
+    def __init__(self, warm: socket.socket, folder: Path, fields: dict[str, bytes]) -> None:
+        super().__init__(warm, folder, fields)
+        self._arrived = folder / ARRIVED
+        self._rouse_read, self._rouse_write = os.pipe()
+        os.write(self._rouse_write, b"!")  # the restored process finds it there and goes on
+
+    def _start(self, flags: int, link: int) -> None:
+        """Restore the process that is to be dumped; CRIU gives it the pid it had."""
+        if os.fork() == 0:
+            try:
+                log = os.open(self._folder / format.PARK_LOG, os.O_WRONLY | os.O_CREAT, 0o600)
+                process.silence()
+                os.dup2(log, 2)
+                process.close_all_but(link, self._rouse_read)
+                images = str(self._arrived / format.IMAGES)
+                criu.exec_restore(self._sleeper(), images, link, self._rouse_read)
+            finally:
+                os._exit(127)
+
+    def _sleeper(self) -> format.Manifest:
+        sleeper = msgspec.json.decode(self._fields["sleeper"], type=Sleeper)
+        return format.Manifest(
+            name="",
+            model="",
+            criu=self._criu,
+            tier=self._tier,
+            pid=sleeper.pid,
+            link_inode=sleeper.link,
+            wake_inode=sleeper.wake,
+        )
+
+    def _request(self, link: socket.socket) -> None:
+        fields: dict[str, frames.Value] = {
+            "op": "launch",
+            "role": relocating.ROLE,
+            "moved": self._fields["moved"],
+            "memory": os.fsencode(self._arrived / format.MEMORY),
+        }
+        frames.send(link, fields, [self._wake_read])
+
+    def _park_and_dump(self) -> tuple[dict[str, bytes], Parked]:
+        """Relocate instead of loading; what arrived is not needed after that."""
+        self._say("relocate", None)
+        fields, parked = super()._park_and_dump()
+        rewriting.make_anonymous(self._images, str(self._arrived / format.MEMORY))
+        shutil.rmtree(self._arrived)
+        return fields, msgspec.structs.replace(
+            parked,
+            canary=self._fields["canary"],
+            system_tokens=int(self._fields["system_tokens"]),
+            spilled=self._spilled(),
+        )
+
+    def _spilled(self) -> Spilled:
+        buffers = self._folder / format.BUFFERS
+        if not buffers.exists():
+            return Spilled(0, 0, "")
+        info = buffers.stat()
+        return Spilled(info.st_size, info.st_blocks * 512, digest(buffers))
+
+
+if __name__ == "__main__":
+    builder.main(Relocator)

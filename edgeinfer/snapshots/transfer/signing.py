@@ -1,0 +1,187 @@
+"""Ed25519 (RFC 8032) by the OpenSSL that Python itself is linked with: one key of a user's own.
+
+    DATA/snapshot-key.pem   the private key, PKCS #8, 0600; made at the first export
+
+No package is needed for it: `libcrypto` is loaded wherever `hashlib` is. Keys are files that `openssl
+pkey` reads, signatures what `openssl pkeyutl -verify -rawin` checks.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ctypes
+import hashlib
+import os
+from pathlib import Path
+
+from edgeinfer import paths
+from edgeinfer.disk import write_whole
+from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrustedError
+from edgeinfer.snapshots.shelf.format import refuse_unsafe
+
+PRIVATE_KEY = "snapshot-key.pem"
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+#: What stands before a key's bytes in DER: PKCS #8 and SubjectPublicKeyInfo (RFC 8410).
+_PKCS8 = bytes.fromhex("302e020100300506032b657004220420")
+_SPKI = bytes.fromhex("302a300506032b6570032100")
+_BEGIN, _END = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
+_EVP_PKEY_ED25519 = 1087
+_NAMES = ("libcrypto.so.3", "libcrypto.so.1.1")
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def _libcrypto() -> ctypes.CDLL:
+    """Open the library that `hashlib` has loaded. Raises SnapshotError where it is not to be had."""
+    for name in () if _loaded else _NAMES:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        for maker in ("EVP_PKEY_new_raw_private_key", "EVP_PKEY_new_raw_public_key", "EVP_MD_CTX_new"):
+            getattr(library, maker).restype = ctypes.c_void_p
+        _loaded.append(library)
+        break
+    if not _loaded:
+        raise SnapshotError(
+            "this Python has an OpenSSL of its own inside, which cannot sign for others",
+            hint="use the shipped file, or your distribution's Python",
+        )
+    return _loaded[0]
+
+
+def fingerprint(public: bytes) -> str:
+    """A public key's name: `SHA256:` and the digest of its DER form in base64."""
+    digest = hashlib.sha256(_SPKI + public).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+class Key:
+    """A private key of 32 bytes."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = seed
+        self.public = self._public()
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.public)
+
+    def sign(self, message: bytes) -> bytes:
+        """The signature of a message, 64 bytes."""
+        crypto, key = _libcrypto(), self._key()
+        context = ctypes.c_void_p(crypto.EVP_MD_CTX_new())
+        signature = ctypes.create_string_buffer(SIGNATURE_BYTES)
+        size = ctypes.c_size_t(SIGNATURE_BYTES)
+        try:
+            done = crypto.EVP_DigestSignInit(context, None, None, None, key) == 1 and (
+                crypto.EVP_DigestSign(
+                    context, signature, ctypes.byref(size), message, ctypes.c_size_t(len(message))
+                )
+                == 1
+            )
+        finally:
+            crypto.EVP_MD_CTX_free(context)
+            crypto.EVP_PKEY_free(key)
+        if not done or size.value != SIGNATURE_BYTES:
+            raise SnapshotError("OpenSSL could not sign")
+        return signature.raw
+
+    def _key(self) -> ctypes.c_void_p:
+        made = _libcrypto().EVP_PKEY_new_raw_private_key(
+            _EVP_PKEY_ED25519, None, self._seed, ctypes.c_size_t(KEY_BYTES)
+        )
+        if not made:
+            raise SnapshotError("OpenSSL knows no Ed25519 here")
+        return ctypes.c_void_p(made)
+
+    def _public(self) -> bytes:
+        crypto, key = _libcrypto(), self._key()
+        public, size = ctypes.create_string_buffer(KEY_BYTES), ctypes.c_size_t(KEY_BYTES)
+        crypto.EVP_PKEY_get_raw_public_key(key, public, ctypes.byref(size))
+        crypto.EVP_PKEY_free(key)
+        return public.raw
+
+
+def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
+    """Whether the signature of this message was made with this key."""
+    if len(public) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+        return False
+    crypto = _libcrypto()
+    made = crypto.EVP_PKEY_new_raw_public_key(
+        _EVP_PKEY_ED25519, None, public, ctypes.c_size_t(KEY_BYTES)
+    )
+    if not made:
+        return False
+    key, context = ctypes.c_void_p(made), ctypes.c_void_p(crypto.EVP_MD_CTX_new())
+    length = ctypes.c_size_t(len(message))
+    try:
+        return bool(
+            crypto.EVP_DigestVerifyInit(context, None, None, None, key) == 1
+            and crypto.EVP_DigestVerify(
+                context, signature, ctypes.c_size_t(SIGNATURE_BYTES), message, length
+            )
+            == 1
+        )
+    finally:
+        crypto.EVP_MD_CTX_free(context)
+        crypto.EVP_PKEY_free(key)
+
+
+def own_key(*, make: bool) -> Key | None:
+    """This user's key, made now where there is none and `make`.
+
+    Raises SnapshotUnsafeError when others can read it, SnapshotUntrustedError when it is no key.
+    """
+    path = paths.data_dir() / PRIVATE_KEY
+    text = read_private(path)
+    if text is None and not make:
+        return None
+    if text is None:
+        text = _pem(os.urandom(KEY_BYTES))
+        write_private(path, text)
+    return Key(_seed(text, path))
+
+
+def read_private(path: Path) -> str | None:
+    """A file of this user's alone, None where there is none. Raises SnapshotUnsafeError."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        refuse_unsafe(str(path), directory=False)
+    except SnapshotUnsafeError as error:
+        raise SnapshotUnsafeError(error.message, hint=error.hint or f"move {path} aside") from error
+    return path.read_text("utf-8", errors="replace")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that nobody else may read. Raises SnapshotError where this user may not."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode(), 0o600)
+    except PermissionError as error:
+        raise SnapshotError(
+            f"{path} cannot be written: {error.strerror}", hint="run `edgeinfer doctor`"
+        ) from error
+
+
+def _pem(seed: bytes) -> str:
+    body = base64.b64encode(_PKCS8 + seed).decode()
+    return f"{_BEGIN}\n{body}\n{_END}\n"
+
+
+def _seed(text: str, path: Path) -> bytes:
+    body = (
+        "".join(text.split()).removeprefix("".join(_BEGIN.split())).removesuffix("".join(_END.split()))
+    )
+    try:
+        der = base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError):
+        der = b""
+    if not der.startswith(_PKCS8) or len(der) != len(_PKCS8) + KEY_BYTES:
+        raise SnapshotUntrustedError(
+            f"{path} is no Ed25519 key", hint="move it aside; the next export makes another"
+        )
+    return der.removeprefix(_PKCS8)

@@ -1,0 +1,37 @@
+"""A snapshot goes to another machine: another root, home and user."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+from .conftest import MODEL, Machine
+from .test_bare_machine import ASK
+
+HOME, UID = "/home/other", 1001
+
+
+def test_it_computes_the_same_on_another_machine(warm, modern, binary, tmp_path):
+    signer = warm.json("snapshots", "export", MODEL, "/tmp/exported", "--quiet")["signer"]
+    there = Machine(tmp_path / "root", binary)
+    home = there.root / HOME[1:]
+    shutil.copytree(there.home, home)
+    for machine in (there, modern):
+        shutil.copytree(warm.root / "tmp/exported", machine.root / "tmp/exported")
+    if os.geteuid() == 0:
+        for path in (home, *home.rglob("*")):
+            os.chown(path, UID, UID)
+
+    def run(*args: str) -> dict:
+        done = there.run(*args, "--json", options=("--uid", str(UID)), HOME=HOME)
+        return json.loads(done.stdout.splitlines()[-1])["result"]
+
+    words = ("snapshots", "import", "/tmp/exported", "--trust", signer, "--quiet")
+    assert run(*words)["snapshot"]["model"] == MODEL
+    here = run(*ASK)
+    assert here["start"]["how"] == "resumed"
+    assert here["text"] == warm.json(*ASK)["text"]
+
+    refused = modern.run(*words, check=False)
+    assert "glibc: it was made with glibc 2.31, here is glibc" in refused.stderr

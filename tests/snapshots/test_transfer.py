@@ -1,0 +1,361 @@
+"""Snapshots that travel: to another home and another place of the program, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import shutil
+import stat
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from stores_here import docker_registry, registry_program
+
+from edgeinfer import paths
+from edgeinfer.config import SnapshotsConfig
+from edgeinfer.errors import EdgeInferError, SnapshotUntrustedError, UsageError
+from edgeinfer.snapshots.building.relocating import Places
+from edgeinfer.snapshots.transfer import description as described
+from edgeinfer.snapshots.transfer import importing, packing, signing, trust
+from edgeinfer.snapshots.transfer.layout import Layout
+
+from ..conftest import BUILD_CACHE
+from .conftest import _user
+
+MODEL = "small"
+
+
+@pytest.fixture(scope="module")
+def exported(warm) -> Path:
+    """The small model's snapshot, exported to a folder."""
+    folder = warm.home / "exported"
+    warm.run("snapshots", "export", MODEL, str(folder), "--quiet").check()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def signer(warm, exported) -> str:
+    return warm.run("snapshots", "trust", "--json").result["own"]
+
+
+@pytest.fixture
+def abroad(place, smollm2, tmp_path_factory):
+    """Another home of an ordinary user, without a model, and the program in another place."""
+    person = _user(place, smollm2, f"abroad-{tmp_path_factory.mktemp('a').name}")
+    elsewhere = person.home / "program"
+    shutil.copytree(place.sources, elsewhere)
+    person.environment["PYTHONPATH"] = str(elsewhere)
+    person.run("rm", MODEL).check()
+    person.settings("[snapshots]\nauto-warm = false\n")
+    return person
+
+
+@pytest.mark.criu
+def test_it_computes_the_same_in_another_home(warm, exported, signer, abroad):
+    refused = abroad.run("snapshots", "import", str(exported), "--json")
+    assert refused.error["code"] == "snapshot-untrusted"
+    assert signer in refused.error["message"]
+
+    abroad.run("snapshots", "import", str(exported), "--trust", signer, "--quiet").check()
+    abroad.run("snapshots", "verify", MODEL).check()
+    here, there = abroad.ask(), warm.ask()
+    assert here.start["how"] == "resumed"
+    assert here.result["text"] == there.result["text"]
+
+
+@pytest.mark.criu
+def test_through_a_registry_a_model_is_sent_once(warm, signer, abroad, tmp_path):
+    program = registry_program(BUILD_CACHE)
+    if program is None:
+        pytest.skip("docker-registry is missing: tools/setup.sh test")
+    with docker_registry(program, tmp_path) as address:
+        name = f"oci://{address}/people/small"
+        first, second = (
+            warm.run("snapshots", "export", MODEL, f"{name}:{tag}", "--json").result for tag in "ab"
+        )
+        assert first["written_bytes"] == first["layers_bytes"] > warm.model.stat().st_size
+        assert second["layers_bytes"] - second["written_bytes"] > warm.model.stat().st_size
+        missing = abroad.run("snapshots", "import", f"{name}:c", "--json").error
+        assert missing["code"] == "snapshot-missing"
+        abroad.run("snapshots", "import", f"{name}:b", "--trust", signer, "--quiet").check()
+    assert abroad.ask().start["how"] == "resumed"
+
+
+@pytest.mark.criu
+def test_where_it_does_not_fit_the_same_is_built(exported, abroad, tmp_path):
+    folder = tmp_path / "of-another-kernel"
+    key = signing.Key(os.urandom(32))
+    resigned(exported, folder, key, lambda d: requiring(d, kernel="1.2.3"))
+    subprocess.run(["chmod", "-R", "a+rX", tmp_path.parent.parent], check=True)
+    words = ("snapshots", "import", str(folder), "--trust", key.fingerprint)
+    refused = abroad.run(*words, "--json").error
+    assert refused["code"] == "snapshot-stale"
+    assert "kernel: it was made with 1.2.3, here is" in refused["message"]
+    assert "--rebuild" in refused["hint"]
+
+    assert abroad.run(*words, "--rebuild", "--json").result["rebuilt"]
+    assert abroad.ask().start["how"] == "resumed"
+
+
+# --- what was altered on the way
+
+
+def resigned(
+    exported: Path,
+    folder: Path,
+    key: signing.Key,
+    change: Callable[[described.Description], described.Description],
+    blobs: dict[int, bytes] | None = None,
+) -> None:
+    """A copy of an export whose description is changed and signed by `key`, with other layers."""
+    source = Layout(exported)
+    manifest = described.read_manifest(source.manifest())
+    config = source.read(manifest.config.digest, manifest.config.size)
+    changed = described.config_bytes(change(described.read_config(config)))
+    shutil.copytree(exported, folder, copy_function=os.link)
+    (folder / "index.json").unlink()
+    layout, layers = Layout(folder), list(manifest.layers)
+    for at, content in (blobs or {}).items():
+        layers[at] = described.Descriptor(described.TAR, described.sha256(content), len(content))
+        layout.put(layers[at].digest, layers[at].size, iter([content]))
+    layout.put(described.sha256(changed), len(changed), iter([changed]))
+    annotations = {
+        described.SIGNER: base64.b64encode(key.public).decode(),
+        described.SIGNATURE: base64.b64encode(key.sign(changed)).decode(),
+    }
+    layout.put_manifest("small", described.manifest_bytes(changed, layers, annotations))
+
+
+def requiring(description: described.Description, **changes) -> described.Description:
+    requirements = msgspec.structs.replace(description.requirements, **changes)
+    return msgspec.structs.replace(description, requirements=requirements)
+
+
+def copied(exported: Path, folder: Path) -> described.Manifest:
+    shutil.copytree(exported, folder, copy_function=os.link)
+    return described.read_manifest(Layout(folder).manifest())
+
+
+def rewritten(folder: Path, manifest: described.Manifest) -> None:
+    """Another manifest in a copy of an export, with its own digest right."""
+    (folder / "index.json").unlink()
+    content = Layout(folder).read(manifest.config.digest, manifest.config.size)
+    annotations = manifest.annotations
+    changed = described.manifest_bytes(content, manifest.layers, annotations)
+    Layout(folder).put_manifest("small", changed)
+
+
+def replaced(folder: Path, digest: str, change: Callable[[bytes], bytes]) -> None:
+    """Other bytes under a blob's name."""
+    path = Layout(folder).blob(digest)
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(change(content))
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def flip_model(exported, folder, _key):
+    replaced(folder, copied(exported, folder).layers[0].digest, flipped)
+
+
+def flip_snapshot(exported, folder, _key):
+    replaced(folder, copied(exported, folder).layers[-1].digest, flipped)
+
+
+def flip_config(exported, folder, _key):
+    replaced(folder, copied(exported, folder).config.digest, flipped)
+
+
+def change_config(exported, folder, _key):
+    manifest = copied(exported, folder)
+    content = Layout(folder).read(manifest.config.digest, manifest.config.size)
+    content = content.replace(b'"n_ctx":"8192"', b'"n_ctx":"8191"')
+    manifest.config = described.Descriptor("", described.sha256(content), len(content))
+    Layout(folder).put(manifest.config.digest, manifest.config.size, iter([content]))
+    rewritten(folder, manifest)
+
+
+def swap(exported, folder, _key):
+    manifest = copied(exported, folder)
+    manifest.layers.reverse()
+    rewritten(folder, manifest)
+
+
+def drop(exported, folder, _key):
+    manifest = copied(exported, folder)
+    del manifest.layers[0]
+    rewritten(folder, manifest)
+
+
+def cut(exported, folder, _key):
+    replaced(folder, copied(exported, folder).layers[-1].digest, lambda content: content[:-4096])
+
+
+def link(exported, folder, _key):
+    path = Layout(folder).blob(copied(exported, folder).layers[-1].digest)
+    path.rename(folder / "aside")
+    path.symlink_to(folder / "aside")
+
+
+def unsign(exported, folder, _key):
+    manifest = copied(exported, folder)
+    manifest.annotations = {}
+    rewritten(folder, manifest)
+
+
+def other_signer(exported, folder, _key):
+    resigned(exported, folder, signing.Key(os.urandom(32)), lambda d: d)
+
+
+def other_processor(exported, folder, key):
+    resigned(exported, folder, key, lambda d: requiring(d, cpu=(*d.requirements.cpu, "flying")))
+
+
+def other_library(exported, folder, key):
+    def change(d):
+        path = next(path for path in d.requirements.libraries if "libllama" in path)
+        return requiring(d, libraries=d.requirements.libraries | {path: "0" * 64})
+
+    resigned(exported, folder, key, change)
+
+
+def other_glibc(exported, folder, key):
+    resigned(exported, folder, key, lambda d: requiring(d, glibc="glibc 2.99"))
+
+
+def with_member(name: str, kind: bytes):
+    """A layer of the snapshot, signed by somebody who is trusted, with a member that leads out of it."""
+
+    def change_layer(exported, folder, key):
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as out:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "/etc/passwd"
+            out.addfile(member)
+        content = archive.getvalue()
+
+        def change(d):
+            layer = msgspec.structs.replace(
+                d.layers[-1], diff_id=described.sha256(content), unpacked=len(content), files={name: 0}
+            )
+            return msgspec.structs.replace(d, layers=(*d.layers[:-1], layer))
+
+        at = len(described.read_manifest(Layout(exported).manifest()).layers) - 1
+        resigned(exported, folder, key, change, {at: content})
+
+    return change_layer
+
+
+TAMPERINGS = {
+    "a bit of the model": (flip_model, "snapshot-corrupt", "holds other bytes than its name says"),
+    "a bit of the memory": (flip_snapshot, "snapshot-corrupt", ""),
+    "a bit of the config": (flip_config, "snapshot-corrupt", "holds other bytes than its name says"),
+    "another config": (change_config, "snapshot-untrusted", "altered after it was signed"),
+    "swapped layers": (swap, "snapshot-corrupt", "signed"),
+    "a layer left out": (drop, "snapshot-corrupt", "2 were signed"),
+    "a layer cut short": (cut, "snapshot-corrupt", "has fewer bytes"),
+    "a symlink for a layer": (link, "snapshot-corrupt", "has no sha256:"),
+    "no signature": (unsign, "snapshot-untrusted", "is not signed"),
+    "another signer": (other_signer, "snapshot-untrusted", "whom you have not trusted"),
+    "another processor": (other_processor, "snapshot-stale", "cpu: it was made with a processor with fly"),
+    "another libllama": (other_library, "snapshot-stale", "library libllama.so"),
+    "another glibc": (other_glibc, "snapshot-stale", "glibc 2.99, here is glibc"),
+    "a symlink in a layer": (with_member("snapshot/memory.img", tarfile.SYMTYPE), "snapshot-corrupt", "plain"),
+    "a way out of a layer": (with_member("snapshot/../x", tarfile.REGTYPE), "snapshot-corrupt", "no file of"),
+    "an absolute name": (with_member("/etc/x", tarfile.REGTYPE), "snapshot-corrupt", "no file of"),
+}  # fmt: skip
+
+
+@pytest.mark.criu
+def test_what_was_altered_is_refused_by_name_and_nothing_is_published(exported, signer, tmp_path):
+    key = signing.Key(os.urandom(32))
+    trust.trust(signer)
+    trust.trust(key.fingerprint)
+    for number, (what, (tamper, code, words)) in enumerate(TAMPERINGS.items()):
+        folder = tmp_path / str(number)
+        tamper(exported, folder, key)
+        source = Layout(folder)
+        with pytest.raises(EdgeInferError) as refused:
+            importing.Importing(
+                source, importing.offered(source), SnapshotsConfig(), lambda _stage, _fraction: None
+            ).run()
+        assert (refused.value.code, words in refused.value.message) == (code, True), (
+            what,
+            refused.value,
+        )
+        assert not list(paths.snapshots_dir().glob("*@*")), what
+
+
+# --- parts
+
+
+def test_a_key_is_made_once_and_for_its_user_alone(monkeypatch, tmp_path):
+    assert signing.own_key(make=False) is None
+    key = signing.own_key(make=True)
+    path = paths.data_dir() / signing.PRIVATE_KEY
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert signing.own_key(make=False).fingerprint == key.fingerprint
+    signature = key.sign(b"message")
+    assert signing.is_signed_by(key.public, signature, b"message")
+    assert not signing.is_signed_by(key.public, signature, b"massage")
+    path.chmod(0o644)
+    with pytest.raises(EdgeInferError, match="yours alone"):
+        signing.own_key(make=False)
+    path.write_text("nothing")
+    path.chmod(0o600)
+    with pytest.raises(SnapshotUntrustedError, match="no Ed25519 key"):
+        signing.own_key(make=False)
+
+
+def test_openssl_reads_the_key_and_checks_the_signature(tmp_path):
+    key = signing.own_key(make=True)
+    (tmp_path / "message").write_bytes(b"message")
+    (tmp_path / "signature").write_bytes(key.sign(b"message"))
+    pem = paths.data_dir() / signing.PRIVATE_KEY
+    command = ["openssl", "pkeyutl", "-verify", "-inkey", pem, "-rawin"]
+    files = ["-in", tmp_path / "message", "-sigfile", tmp_path / "signature"]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+
+
+def test_trust_is_given_and_taken():
+    who = signing.fingerprint(bytes(32))
+    trust.trust(who)
+    assert list(trust.trusted()) == [who]
+    trust.distrust(who)
+    assert trust.trusted() == {}
+    for wrong in ("", "SHA256:short", f"{who}\n{who}"):
+        with pytest.raises(UsageError):
+            trust.trust(wrong)
+
+
+def test_the_same_files_make_the_same_layer(tmp_path):
+    (tmp_path / "file").write_bytes(b"content" * 1000)
+    members = [packing.whole(tmp_path / "file", "models/x.gguf")]
+    first, second = (packing.stored("model", members) for _ in range(2))
+    assert first.layer == second.layer
+    zipped = packing.compressed("model", members, tmp_path / "zipped")
+    assert zipped.layer == first.layer
+    with tarfile.open(fileobj=io.BytesIO(b"".join(zipped.chunks()))) as archive:
+        assert archive.extractfile("models/x.gguf").read() == b"content" * 1000
+
+
+def test_paths_are_told_at_the_ends_of_names():
+    places = Places({"/home/a": "/home/bob", "/home/a/venv": "/opt/v"})
+    assert places.of("/home/a") == "/home/bob"
+    assert places.of("/home/a/venv/lib") == "/opt/v/lib"
+    assert places.of("/home/ab") == "/home/ab"
+    assert places.value((1, ("/home/a/x", Path("/home/a/y")))) == (
+        1,
+        ("/home/bob/x", Path("/home/bob/y")),
+    )
+    unchanged = ("/usr", b"/usr", 1)
+    assert places.value(unchanged) is unchanged
