@@ -159,6 +159,29 @@ def test_an_object_whose_store_fails(server, store_settings, monkeypatch, body, 
     assert is_right(body, "s3://models/tiny.gguf")
 
 
+def test_an_object_that_changes_while_its_parts_come_slowly(
+    server, store_settings, monkeypatch, make_gguf, options, fault
+) -> None:
+    """The parts of two objects are never one file; a slow part is helped by the quick ones."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    before, after = (make_gguf(tensors=[("token_embd.weight", 2 << 20)], seed=n) for n in (0, 1))
+    server.files["/models/tiny.gguf"] = before
+    server.always = fault(pace=1 << 12)
+    changing = threading.Event()
+
+    def change(now: PullProgress) -> None:
+        if now.stage == "downloading" and now.done_bytes > 1 << 20 and not changing.is_set():
+            changing.set()
+            server.files["/models/tiny.gguf"] = after
+            server.always = fault()
+            server.faults.extend(fault(pace=1024) for _ in range(3))
+            server.drop_all()
+
+    pull("s3://models/tiny.gguf", change, options=options)
+    assert changing.is_set()
+    assert is_right(after, "s3://models/tiny.gguf")
+
+
 def test_an_object_is_continued_after_kill_9(
     server, store_settings, monkeypatch, make_gguf, start_cli, fault
 ) -> None:
