@@ -149,21 +149,6 @@ def test_nothing_of_a_user_is_in_an_image(warm):
     warm.run("snapshots", "rm", f"{MODEL},ctx1024").check()
 
 
-def test_one_snapshot_without_a_gpu_library_serves_every_number_of_layers(warm):
-    """The files that the dumped process had mapped or open, and what a launch then wants of devices."""
-    (files,) = warm.snapshot().rglob("files.img")
-    opened = files.read_bytes()
-    assert b"libllama" in opened
-    for name in (b"libggml-vulkan", b"libvulkan", b"libcuda", b"libdrm", b"/dev/dri", b"/dev/nvidia"):
-        assert name not in opened
-    texts = set()
-    for layers in ("auto", "none", "all", "2"):
-        outcome = warm.ask("--gpu-layers", layers, "--resume=always")
-        assert outcome.start["how"] == "resumed"
-        texts.add(outcome.result["text"])
-    assert len(texts) == 1
-
-
 def test_files_and_folders_are_this_users_alone(warm):
     for path in (warm.snapshots, *warm.snapshots.rglob("*")):
         info = path.lstat()

@@ -112,7 +112,8 @@ def find(name: str, build: Build | None = None) -> BackendFile | None:
     """
     library = file_name(name)
     places = ((added_dir() / library, True), (shipped_dir() / library, False))
-    files = [read(name, path, added=added) for path, added in places if path.is_file()]
+    # not Path.is_file, which raises for a folder that is closed to this user
+    files = [read(name, path, added=added) for path, added in places if os.path.isfile(path)]
     usable = [file for file in files if not (misfit(file, build) if build else file.problem)]
     return next(iter(usable or files), None)
 

@@ -7,6 +7,7 @@ closes it, so that CRIU refuses the process: whoever parks or bakes must not hav
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 
@@ -79,7 +80,7 @@ def load(name: str) -> Loaded | NotLoaded:
 
 
 def _load(file: BackendFile) -> Loaded | NotLoaded:
-    probe = vulkan.probe() if file.name == "vulkan" else vulkan.Probe()
+    probe = vulkan.probe(os.path.dirname(file.path)) if file.name == "vulkan" else vulkan.Probe()
     if probe.problem:
         return NotLoaded(name=file.name, reason=probe.problem, fix=probe.fix, absent=True)
     warning = cublas.prepare(file.path) if file.name == "cuda" else ""

@@ -91,10 +91,14 @@ class _Properties(ctypes.Structure):
     )
 
 
-def probe() -> Probe:
-    """Ask the loader for every device. The drivers open theirs: nobody dumps the process after it."""
+def probe(folder: str) -> Probe:
+    """Ask the loader for every device. The drivers open theirs: nobody dumps the process after it.
+
+    A loader in `folder`, where the backend library lies, is taken before the system's.
+    """
+    beside = os.path.join(folder, LOADER)
     try:
-        library = ctypes.CDLL(LOADER)
+        library = ctypes.CDLL(beside if os.path.isfile(beside) else LOADER)
         return _ask(library)
     except (OSError, AttributeError):  # AttributeError: a loader without Vulkan 1.1
         fix = "install the Vulkan loader: apt-get install libvulkan1, or dnf install vulkan-loader"

@@ -1,0 +1,116 @@
+"""One snapshot that knows no device, resumed with one and without: Mesa's software device behind a real restore."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.runtime.backends import files
+
+from ..conftest import BUILD_CACHE
+from .conftest import MODEL, Person, _everybody_can_enter
+from .test_by_itself import Endpoint
+
+pytestmark = pytest.mark.criu
+
+LAVAPIPE = BUILD_CACHE / "lavapipe"
+PATIENCE_S = 240
+
+
+@pytest.fixture
+def device(warm: Person) -> dict[str, str]:
+    """The environment in which this person's Vulkan backend finds the software device.
+
+    The loader lies beside the backend: LD_LIBRARY_PATH would reach a resumed process too late.
+    """
+    file = files.find("vulkan")
+    if file is None:
+        pytest.skip("no Vulkan backend was built: the set-up needs apt for its shader compiler")
+    if not LAVAPIPE.is_dir():
+        pytest.skip("Mesa's software device is not here: tools/setup.sh test fetches it where apt is")
+    driver = LAVAPIPE
+    if not _everybody_can_enter(driver):
+        driver = warm.place.folder / "lavapipe"
+        shutil.copytree(LAVAPIPE, driver, dirs_exist_ok=True)
+    shaders = warm.home / "shaders"
+    shaders.mkdir(exist_ok=True)
+    compiled = BUILD_CACHE / "lavapipe-shaders"  # tests of the engine may have left them
+    if compiled.is_dir():
+        shutil.copytree(compiled, shaders, dirs_exist_ok=True)
+    folder = warm.data / "data/backends"
+    folder.mkdir(exist_ok=True)
+    library = Path(file.path)
+    for path in (library, files.facts_path(library), driver / "loader/libvulkan.so.1"):
+        shutil.copy(path, folder)
+    for path in (folder, *folder.iterdir(), shaders, *shaders.rglob("*")):
+        shutil.chown(path, warm.uid, warm.gid)
+    return {
+        "VK_DRIVER_FILES": str(driver / "lvp_icd.json"),
+        "VK_ICD_FILENAMES": str(driver / "lvp_icd.json"),
+        "GGML_VK_VISIBLE_DEVICES": "0",
+        "MESA_SHADER_CACHE_DIR": str(shaders),
+    }
+
+
+def place(endpoint: Endpoint) -> str:
+    """Where the layers lie, by the endpoint's own word."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/props", timeout=60) as answer:
+        (model,) = json.load(answer)["models"]
+    if model["state"] != "loaded":
+        return "none"
+    return str(model["info"]["choices"]["gpu_layers"]["value"])
+
+
+def on_device(endpoint: Endpoint) -> str:
+    """Wait until layers are on a device; where they lie."""
+    waiting = threading.Event()
+    for _ in range(10 * PATIENCE_S):
+        if (found := place(endpoint)) != "none":
+            return found
+        assert endpoint.process.poll() is None, endpoint.log.read_text()
+        waiting.wait(0.1)
+    raise AssertionError(f"no device was attached: {endpoint.log.read_text()}")
+
+
+def mapped(endpoint: Endpoint) -> str:
+    """The files that the resumed process has mapped."""
+    (pid,) = endpoint.apps()
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_one_snapshot_without_a_gpu_library_serves_every_number_of_layers(warm):
+    """The files that the dumped process had mapped or open, and what a launch then wants of devices."""
+    (files,) = warm.snapshot().rglob("files.img")
+    opened = files.read_bytes()
+    assert b"libllama" in opened
+    for name in (b"libggml-vulkan", b"libvulkan", b"libcuda", b"libdrm", b"/dev/dri", b"/dev/nvidia"):
+        assert name not in opened
+    texts = set()
+    for layers in ("auto", "none", "all", "2"):
+        outcome = warm.ask("--gpu-layers", layers, "--resume=always")
+        assert outcome.start["how"] == "resumed"
+        texts.add(outcome.result["text"])
+    assert len(texts) == 1
+
+
+def test_one_snapshot_is_resumed_with_a_device_and_without(
+    warm: Person, device: dict[str, str]
+) -> None:
+    snapshot = warm.snapshot()
+    texts = set()
+    for layers in ("2", "none"):
+        words = (MODEL, "--gpu-layers", layers, "--resume=always")
+        with Endpoint(warm, *words, env=device) as endpoint:
+            if layers == "2":
+                assert on_device(endpoint) == "2 of 31 (2 on Vulkan0)"
+            body = {"model": MODEL, "prompt": "1, 2, 3, 4, 5,", "max_tokens": 6, "temperature": 0}
+            texts.add(endpoint.post(body)["choices"][0]["text"])
+            assert (place(endpoint) == "none") == (layers == "none")
+            assert ("libvulkan_lvp" in mapped(endpoint)) == (layers == "2")
+    assert len(texts) == 1
+    assert warm.snapshot() == snapshot
