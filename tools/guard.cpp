@@ -1,4 +1,4 @@
-// libedgeinfer-guard.so.1: llama_decode for callers that can't catch C++ exceptions.
+// libedgeinfer-guard.so.1: llama_decode, and a sequence's state out and in, for callers that can't catch C++ exceptions.
 //
 // A backend whose device is lost, or has no memory left, throws (Vulkan's) or aborts (CUDA's). edgeinfer
 // calls llama.cpp through ctypes, where either ends the process. Here both end in a code. The functions
@@ -43,4 +43,18 @@ extern "C" int32_t edgeinfer_decode(int32_t (*decode)(void *, Batch), void (*syn
     }
     is_guarded = false;
     return code;
+}
+
+// llama_state_seq_get_data_ext or llama_state_seq_set_data_ext; 0 where it has failed
+extern "C" size_t edgeinfer_state(size_t (*move)(void *, uint8_t *, size_t, int32_t, uint32_t),
+                                  void *context, uint8_t *data, size_t size, int32_t seq_id, uint32_t flags) {
+    is_guarded = true;
+    size_t moved = 0;
+    try {
+        moved = move(context, data, size, seq_id, flags);
+    } catch (...) {
+        moved = 0;
+    }
+    is_guarded = false;
+    return moved;
 }

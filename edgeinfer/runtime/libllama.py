@@ -149,11 +149,11 @@ def load_backend(path: str) -> tuple[int, list[str]]:
 
 
 def guard_decode(path: Path) -> None:
-    """Have errors of devices come back from `decode` as a code, by the guard at `path`, once.
+    """Have errors of devices come back from `decode` and `move_state`, by the guard at `path`, once.
 
     Its source is tools/guard.cpp. They are C++ exceptions and aborts, which without it end the process.
     """
-    if "decode" in _state or not path.is_file():
+    if "decode" in _state or not os.path.isfile(path):
         return
     guard = ctypes.CDLL(str(path))
     guard.edgeinfer_guard.argtypes = [ctypes.c_void_p]
@@ -163,6 +163,10 @@ def guard_decode(path: Path) -> None:
     guarded.restype = ctypes.c_int32
     functions = (ctypes.cast(f, ctypes.c_void_p) for f in (L.llama_decode, L.llama_synchronize))
     _state["decode"] = partial(guarded, *functions)
+    move = guard.edgeinfer_state
+    move.argtypes = [ctypes.c_void_p, *L.llama_state_seq_get_data_ext.argtypes]
+    move.restype = ctypes.c_size_t
+    _state["move"] = move
 
 
 def decode(context: Any, batch: Any) -> int:
@@ -170,6 +174,12 @@ def decode(context: Any, batch: Any) -> int:
     fatal.
     """
     return int(_state.get("decode", L.llama_decode)(context, batch))
+
+
+def move_state(function: Any, *args: Any) -> int:
+    """Call llama_state_seq_get_data_ext or …set_data_ext: the bytes moved, 0 for none."""
+    move = _state.get("move")
+    return int(move(ctypes.cast(function, ctypes.c_void_p), *args) if move else function(*args))
 
 
 def base_library() -> ctypes.CDLL:

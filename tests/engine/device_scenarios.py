@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
+from edgeinfer.runtime.attaching.remembered import Rates, remember, remembered
 from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
@@ -23,6 +26,10 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 PROMPT = "The three primary colours are"
+#: More than 256 tokens each, the second behind the first, the third behind a short one.
+LONG = PROMPT * 12
+LONGER = LONG + " red, yellow and blue," * 18
+OTHER = "Roses are red, violets are" * 16
 _PATIENCE_S = 240.0
 said: list[str] = []
 
@@ -39,10 +46,10 @@ def fail(how: str) -> None:
 
 
 @contextmanager
-def engine() -> Iterator[LlamaEngine]:
+def engine(n_ctx: int = 512) -> Iterator[LlamaEngine]:
     path = sys.argv[1]
     opened = load_engine(
-        ModelFiles(name="m", paths=(path,)), LoadOptions(n_ctx=512, n_parallel=2, n_batch=64)
+        ModelFiles(name="m", paths=(path,)), LoadOptions(n_ctx=n_ctx, n_parallel=2, n_batch=64)
     )
     try:
         yield opened
@@ -110,6 +117,22 @@ def lost(layers: int) -> dict[str, object]:
         }
 
 
+def long_prompts(layers: int | str, how: str = "") -> dict[str, object]:
+    """Prompts that devices read, and the CPU answers, where a trial has found so; here it is told so."""
+    for key, trial in remembered().items():
+        remember(key, msgspec.structs.replace(trial, both=Rates(prefill=1e9, decode=1e9)))
+    with engine(2048) as opened:
+        opened.use_devices(Wishes(layers=layers, devices=("Vulkan0",)))
+        assert opened.settle_devices(_PATIENCE_S)
+        before = place(opened)
+        texts = [text(ask(opened, prompt="Roses are"))]
+        fail(how)
+        long = [opened.tokenize(prompt) for prompt in (LONG, LONGER, OTHER)]
+        assert min(len(long[0]), len(long[1]) - len(long[0]), len(long[2])) > 260
+        texts += [text(ask(opened, prompt=prompt)) for prompt in (LONG, LONGER, OTHER)]
+        return {"texts": texts, "before": before, "place": place(opened)}
+
+
 def failing(how: str, layers: int | str) -> dict[str, object]:
     """A device that fails while it is attached."""
     fail(how)
@@ -125,11 +148,16 @@ SCENARIOS = {
     "small": lambda: with_layers("auto", devices=("Vulkan0",), memory_bytes=1 << 20),
     "tried": lambda: with_layers("auto", devices=("Vulkan0",)),
     "tried before": lambda: with_layers("auto", devices=("Vulkan0",)),
+    "prompts": lambda: long_prompts("none"),
+    "prompts there": lambda: long_prompts("auto"),
+    "prompts lost": lambda: long_prompts("auto", "submit 3"),
     "named": lambda: with_layers(1, devices=("Vulkan9",)),
     "while": lambda: while_answering(1),
     "no device": lambda: failing("create 0", 1),
     "no memory": lambda: failing("memory 0", 2),
     "less memory": lambda: failing("memory -2", 3),
+    "experts": lambda: failing("memory -2", "all"),
+    "two": lambda: with_layers("all"),
     "lost": lambda: lost(1),
 }
 

@@ -16,6 +16,7 @@ from edgeinfer.runtime.attaching.remembered import remembered
 from edgeinfer.runtime.backends import files
 
 from ..conftest import BUILD_CACHE, ROOT
+from ..made.made_families import make_family
 from ..made.made_models import make_llama
 
 SCRIPT = Path(__file__).with_name("device_scenarios.py")
@@ -71,7 +72,7 @@ def answers(process: Any) -> dict[str, Any]:
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the CPU says."""
     place = tmp_path_factory.mktemp("alone")
-    found = answers(start(model, {"PYTHONPATH": str(ROOT)}, place, "cpu", "long"))
+    found = answers(start(model, {"PYTHONPATH": str(ROOT)}, place, "cpu", "long", "prompts"))
     assert found["cpu"]["place"] == found["long"]["place"] == "none"
     return found
 
@@ -112,7 +113,23 @@ def test_a_trial_decides_and_is_remembered(
     assert found["tried before"]["reason"] == reason
     (trial,) = remembered().values()
     assert str(trial) == reason
-    assert (found["tried"]["place"] == "none") == (not trial.is_won)
+    assert (found["tried"]["place"] == "none") == (trial.best == "cpu")
+    command = [sys.executable, "-m", "edgeinfer", "doctor"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert f"m: {trial}" in done.stdout
+
+
+def test_prompts_are_read_on_a_device_and_answered_by_the_cpu(
+    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    found = answers(start(model, environment, tmp_path, "tried", "prompts there", "prompts lost"))
+    there, lost = found["prompts there"], found["prompts lost"]
+    assert there["texts"] == lost["texts"] == alone["prompts"]["texts"]
+    assert there["before"] == there["place"] == lost["before"] == "for prompts: 3 of 3 (3 on Vulkan0)"
+    assert there["said"] == []
+    assert lost["place"] == "none"
+    (line,) = lost["said"]
+    assert "Vulkan0 failed, and the CPU reads prompts" in line
 
 
 def test_a_device_that_fails_costs_one_line_and_no_answer(
@@ -136,6 +153,19 @@ def test_a_device_that_fails_costs_one_line_and_no_answer(
     ):
         (line,) = found[name]["said"]
         assert words in line
+
+
+def test_experts_stay_with_the_cpu_first_and_two_devices_share_the_layers(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    mixture = make_family(tmp_path / "mixture.gguf", "Mixtral (a mixture of experts)")
+    alone = answers(start(mixture, {"PYTHONPATH": str(ROOT)}, tmp_path, "cpu"))["cpu"]
+    few = answers(start(mixture, environment, tmp_path, "experts"))["experts"]
+    assert few["place"] == "3 of 3 (3 on Vulkan0, experts of 1 on the CPU)"
+    twice = environment | {"GGML_VK_VISIBLE_DEVICES": "0,0"}
+    two = answers(start(mixture, twice, tmp_path, "two"))["two"]
+    assert two["place"] == "3 of 3 (1 on Vulkan0, 2 on Vulkan1)"
+    assert few["texts"] == two["texts"] == alone["texts"]
 
 
 def test_two_processes_share_a_device(

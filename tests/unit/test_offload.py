@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from edgeinfer.machine import Machine, Memory
+from edgeinfer.runtime.attaching.remembered import Rates, Trial
 from edgeinfer.runtime.loading.choices import choose_repack
 from edgeinfer.runtime.offload import Offload, Room, fewer, make_offload
 from edgeinfer.runtime.options import LoadOptions
@@ -131,3 +132,30 @@ def test_a_person_reads_it() -> None:
     assert str(spread(DENSE, 24.0)) == "33 of 33 (33 on Vulkan0)"
     assert "experts of" in str(spread(EXPERTS, 12.0))
     assert str(spread(DENSE, 0.5)).startswith("none: ")
+
+
+@pytest.mark.parametrize(
+    ("devices", "both", "best", "words"),
+    [
+        ((2000.0, 90.0), (1500.0, 20.0), "devices", "is faster:"),
+        ((2000.0, 5.0), (1500.0, 20.0), "both", "is faster for prompts (1500 and 20.0 tokens/s with"),
+        ((90.0, 15.0), (80.0, 20.0), "cpu", "is no faster:"),
+        ((2000.0, 5.0), None, "cpu", "is no faster:"),
+    ],
+)
+def test_a_trial_chooses_what_takes_least_time_for_a_turn(
+    devices: tuple[float, float], both: tuple[float, float] | None, best: str, words: str
+) -> None:
+    def rates(found: tuple[float, float]) -> Rates:
+        return Rates(prefill=found[0], decode=found[1])
+
+    trial = Trial(
+        model="m",
+        place="all",
+        cpu=rates((100.0, 20.0)),
+        devices=rates(devices),
+        both=rates(both) if both else None,
+        at=0.0,
+    )
+    assert trial.best == best
+    assert str(trial).startswith(f"all {words}")

@@ -1,5 +1,7 @@
 """Puts a model on devices while the CPU goes on with it, and back on the CPU when they fail.
 
+Where a trial has found so, devices read long prompts alone, and the CPU writes the answers.
+
 The model stays loaded for the CPU: its weights are mapped from files, and take no memory that others
 need. A thread loads it once more with layers on devices. Between two steps the engine goes over: what
 was computed moves along, and the pages of the CPU's KV cache are given back. After a failed step the
@@ -13,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,7 +23,8 @@ import msgspec
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.attaching.blocks import EngineBlocks
-from edgeinfer.runtime.attaching.remembered import Rates, Trial, remember, remembered, trial_key
+from edgeinfer.runtime.attaching.reader import DeviceReader
+from edgeinfer.runtime.attaching.remembered import Trial, remember, remembered, trial_key
 from edgeinfer.runtime.attaching.target import NoTarget, Target, load_target, move_state
 from edgeinfer.runtime.attaching.trial import Probe
 from edgeinfer.runtime.attaching.wishes import Wishes
@@ -30,6 +34,7 @@ from edgeinfer.runtime.backends.devices import Device
 from edgeinfer.runtime.backends.devices import Loaded as LoadedBackend
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
+from edgeinfer.runtime.decoding.blocks.block_opening import can_cut, make_states, sliding_window
 from edgeinfer.runtime.decoding.scheduling.idle_cells import pieces
 from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
@@ -69,6 +74,7 @@ class Attachment:
         self._call, self._blocks = call, blocks
         self._target: Target | None = None
         self._thread: threading.Thread | None = None
+        self._reader: DeviceReader | None = None
         self._is_closing = False
         self.loaded = cpu
 
@@ -96,6 +102,8 @@ class Attachment:
         """End attaching, and free what is attached. When nothing decodes any more."""
         self._is_closing = True
         self.settle()
+        if self._reader is not None:
+            self._reader.close()
         if self._target is not None:
             self._target.loaded.free()
             self._target = None
@@ -117,18 +125,20 @@ class Attachment:
         key = self._trial_key(planned, devices) if wishes.layers == "auto" else ""
         known = remembered().get(key)
         if known is not None:
-            self._refuse_if_lost(known)
+            self._refuse_if_no_faster(known)
         target = load_target(
             self._files.paths, self._options, self._cpu, self._lora, devices, rooms, planned
         )
         try:
             probe = Probe(target.active, self._batch(), lambda work: work())
             probe.warm_up()  # here, and not while somebody waits for the next token
+            begin = self._go_over
             if key:
                 known = known or self._try(target, probe, key)
-                self._refuse_if_lost(known)
+                self._refuse_if_no_faster(known)
                 target.loaded.choices["gpu_layers"] = Chosen(str(target.offload), str(known))
-            self._call(lambda: self._go_over(target))
+                begin = self._read_there if known.best == "both" else self._go_over
+            self._call(lambda: begin(target))
         except BaseException:
             if self._target is None:
                 target.loaded.free()
@@ -136,8 +146,8 @@ class Attachment:
         if target.failed:
             _log.warning("the devices had room for %s: %s", target.offload, target.failed)
 
-    def _refuse_if_lost(self, trial: Trial) -> None:
-        if not trial.is_won:
+    def _refuse_if_no_faster(self, trial: Trial) -> None:
+        if trial.best == "cpu":
             self._cpu.choices["gpu_layers"] = Chosen("none", str(trial))
             raise NoTarget(str(trial))
 
@@ -146,18 +156,9 @@ class Attachment:
         return trial_key(model, devices, str(loading.this_build()), planned)
 
     def _try(self, target: Target, probe: Probe, key: str) -> Trial:
-        found = Trial(
-            model=self._files.name,
-            place=str(target.offload),
-            cpu=self._cpus_rates(),
-            devices=probe.measure(),
-            at=time.time(),
-        )
-        remember(key, found)
-        return found
-
-    def _cpus_rates(self) -> Rates:
-        """Measured between the steps of whoever asks meanwhile, in a small context of its own."""
+        """Measure both sides, the CPU's between the steps of whoever asks, in a small context of its
+        own.
+        """
         options = msgspec.structs.replace(self._options, kv_type=self._cpu.plan.kv_type.value)
         n_cells, n_batch = 2 * CELL_STEP, min(CELL_STEP, self._cpu.n_batch)
         params = context_params(options, n_cells, n_batch, 1, self._cpu.n_threads)
@@ -165,9 +166,23 @@ class Attachment:
         context, _ = make_context(self._cpu.model, params)
         try:
             active = ActiveContext(context, libllama.L.llama_get_memory(context))
-            return Probe(active, self._batch(), self._call).measure()
+            own = Probe(active, self._batch(), self._call)
+            cpu, devices = own.measure(), probe.measure()
+            both = probe.with_answers_of(own, devices, cpu) if self._can_read_there() else None
         finally:
             libllama.L.llama_free(context)
+        place = str(target.offload)
+        found = Trial(
+            model=self._files.name, place=place, cpu=cpu, devices=devices, both=both, at=time.time()
+        )
+        remember(key, found)
+        return found
+
+    def _can_read_there(self) -> bool:
+        """Whether what a device has computed can be moved here piece by piece: cells behind a sliding
+        window are given away, and a state that cannot be cut has no pieces.
+        """
+        return can_cut(self._cpu) and not sliding_window(self._cpu)
 
     def _batch(self) -> Batch:
         return Batch(
@@ -186,13 +201,59 @@ class Attachment:
         self._blocks.leave()
         knows = move_state(self._active, target.active)
         self._scheduler.go_over(target.active, knows=knows, on_device=True)
-        for resident in self._scheduler.kv.residents:
-            resident.is_shifted = True  # not computed where it is: no block of this context's
+        self._mark_cells()
         self._scheduler.on_failed_step = self._failed
         self._target = target
         libllama.L.llama_memory_clear(self._cpu.memory, False)
         advise(pieces(self._cpu.cells), DONTNEED)
         self._enter(target.loaded)
+
+    def _read_there(self, target: Target) -> None:
+        """Between two steps: have `target` read long prompts from now on, and decode here as before."""
+        if self._is_closing:
+            raise EngineClosedError("the engine is closed")
+        self._blocks.leave()
+        self._mark_cells()
+        batch = Batch(
+            capacity=target.loaded.n_batch,
+            max_outputs=1,
+            n_vocab=self._cpu.vocab.n_vocab,
+            n_seq_max=1,
+            n_cells=self._cpu.n_cells,
+        )
+        here, there = make_states(self._cpu, self._active), make_states(target.loaded, target.active)
+        self._reader = DeviceReader(target, batch, here, there)
+        readings = self._scheduler.prefixes.readings
+        readings.reader, readings.on_lost = self._reader, self._reader_failed
+        self._target = target
+        found = target.loaded.choices["gpu_layers"]
+        choices = self._cpu.choices | {
+            "gpu_layers": Chosen(f"for prompts: {found.value}", found.reason)
+        }
+        self._enter(replace(self._cpu, choices=choices))
+
+    def _reader_failed(self, failure: str) -> None:
+        """Devices that read prompts failed: the CPU reads them. What is on them is left there."""
+        target, self._target = self._target, None
+        self._reader = None
+        if target is None:
+            return
+        names = self._note_failure(target, failure)
+        _log.warning("%s failed, and the CPU reads prompts: %s", names, failure)
+        self._blocks.leave()
+        self._mark_cells()
+        self._enter(self._cpu)
+
+    def _mark_cells(self) -> None:
+        """What is in the cells was computed elsewhere, or otherwise: no block of what comes now."""
+        for resident in self._scheduler.kv.residents:
+            resident.is_shifted = True
+
+    def _note_failure(self, target: Target, failure: str) -> str:
+        """The names of the devices that failed."""
+        names = " and ".join(part.device for part in target.offload.parts)
+        self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {failure}")
+        return names
 
     def _failed(self, error: DecodeError) -> bool:
         """A step failed on a device: the CPU goes on. What is on the device is left there, because a
@@ -201,13 +262,12 @@ class Attachment:
         target, self._target = self._target, None
         if target is None:
             return False
-        names = " and ".join(part.device for part in target.offload.parts)
+        names = self._note_failure(target, error.message)
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
         self._blocks.leave()
         active = ActiveContext(self._cpu.context, self._cpu.memory, self._cpu.cells)
         active.adapters = self._lora.leave()
         self._scheduler.go_over(active, knows=False, on_device=False)
-        self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         self._enter(self._cpu)
         return True
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -35,21 +36,36 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured. `place` is where the layers were, `at` seconds since 1970."""
+    """What was measured. `place` is where the layers were, `at` seconds since 1970.
+
+    `both` is with prompts read on devices and answers written on the CPU, what was read moved over;
+    None for a model whose state is no cells that can be moved piece by piece.
+    """
 
     model: str
     place: str
     cpu: Rates
     devices: Rates
+    both: Rates | None
     at: float
 
     @property
-    def is_won(self) -> bool:
-        """Whether devices take less time for a turn."""
-        return self.devices.turn_s < self.cpu.turn_s
+    def best(self) -> Literal["cpu", "devices", "both"]:
+        """What takes least time for a turn; the CPU where nothing takes less."""
+        found: list[tuple[float, Literal["cpu", "devices", "both"]]] = [
+            (self.cpu.turn_s, "cpu"),
+            (self.devices.turn_s, "devices"),
+        ]
+        if self.both is not None:
+            found.append((self.both.turn_s, "both"))
+        return min(found, key=lambda one: one[0])[1]
 
     def __str__(self) -> str:
-        verb = "is faster" if self.is_won else "is no faster"
+        verb = {
+            "cpu": "is no faster",
+            "devices": "is faster",
+            "both": f"is faster for prompts ({self.both} with the CPU's answers)",
+        }[self.best]
         return f"{self.place} {verb}: {self.devices} read and written, the CPU {self.cpu}"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.attaching.remembered import Rates
+from edgeinfer.runtime.attaching.target import move_state
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.libllama import L
@@ -47,6 +48,24 @@ class Probe:
         self._forget()
         n_read = len(self._prompt)
         return Rates(prefill=n_read / max(1e-9, read_s), decode=written / max(1e-9, written_s))
+
+    def with_answers_of(self, other: Probe, own: Rates, others: Rates) -> Rates:
+        """The rates of reading here and writing there, where each alone has its own.
+
+        Raises DecodeError.
+        """
+        self._read()
+        moved_s = other._call(lambda: self._moved(other))
+        self._forget()
+        other._forget()
+        n_read = len(self._prompt)
+        return Rates(prefill=n_read / (n_read / own.prefill + moved_s), decode=others.decode)
+
+    def _moved(self, other: Probe) -> float:
+        began = time.perf_counter()
+        if not move_state(self._active, other._active):
+            raise DecodeError("what a device has computed could not be moved to the CPU")
+        return time.perf_counter() - began
 
     def _read(self) -> float:
         return self._call(lambda: self._step(self._prompt, 0))

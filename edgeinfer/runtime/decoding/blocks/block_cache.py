@@ -10,6 +10,7 @@ window hides at its end, which shows only when a later request is cut inside it 
 
 from __future__ import annotations
 
+from edgeinfer.blocks.format import Block
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
@@ -61,7 +62,7 @@ class BlockCache:
 
     def match(
         self, tokens: list[int], adapters: AdapterKey, salt: str, cached: int, *, is_alone: bool
-    ) -> Restore | None:
+    ) -> Restore[Block] | None:
         """Begin to read what the store has of `tokens` beyond the `cached` that memory has.
 
         The blocks begin at or before `cached`. None when that is not worth it. A model that has not
@@ -119,7 +120,7 @@ class BlockCache:
 
     # read
 
-    def read(self, restore: Restore, resident: Resident, tokens: list[int]) -> bool:
+    def read(self, restore: Restore[Block], resident: Resident, tokens: list[int]) -> bool:
         """Put the next block, which is ready, behind what `resident` has. False when it cannot be used,
         or no cells are free: the rest is to be computed.
         """

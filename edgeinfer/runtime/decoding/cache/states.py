@@ -67,13 +67,12 @@ class SequenceStates:
         size = self._llama.llama_state_seq_get_size_ext(self._active.context, seq_id, flags)
         state = np.empty(size, np.uint8)
         pointer = state.ctypes.data_as(_BYTES)
-        n = self._llama.llama_state_seq_get_data_ext(self._active.context, pointer, size, seq_id, flags)
+        get = self._llama.llama_state_seq_get_data_ext
+        n = libllama.move_state(get, self._active.context, pointer, size, seq_id, flags)
         return memoryview(state.data) if n == size else None
 
     def _set(self, seq_id: int, state: memoryview, flags: int) -> bool:
         pointer = np.frombuffer(state, np.uint8).ctypes.data_as(_BYTES)
         size = len(state)
-        return bool(
-            self._llama.llama_state_seq_set_data_ext(self._active.context, pointer, size, seq_id, flags)
-            == size
-        )
+        put = self._llama.llama_state_seq_set_data_ext
+        return libllama.move_state(put, self._active.context, pointer, size, seq_id, flags) == size

@@ -84,7 +84,7 @@ class Planner:
 
     def _computing(self) -> list[Sequence]:
         """Those that have a cache sequence, and in it what could be found."""
-        return [s for s in self._roster.running if s.resident is not None and s.restore is None]
+        return [s for s in self._roster.running if s.resident is not None and not s.is_fetching]
 
     def _next_group(self) -> AdapterKey:
         """Sequences with the same adapters share a step; sets take turns."""

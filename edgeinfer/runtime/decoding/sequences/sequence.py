@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edgeinfer.blocks.format import Block
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.decoding.blocks.restore import Restore
+from edgeinfer.runtime.decoding.blocks.restore import Piece, Restore
 from edgeinfer.runtime.decoding.cache.divergence import Closest
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, Resident
 from edgeinfer.runtime.decoding.drafting.speculative import Drafting
@@ -55,6 +56,8 @@ class Sequence:
 
     `keep_tokens` says how many tokens at the front survive a context shift; `lent_s`, for how long its
     prompt has let others go on without it.
+    While blocks come from the store (`restore`) or pieces from a device (`reading`), nothing of it is
+    computed here; `was_read`: a device has been asked.
     """
 
     request: GenerateRequest
@@ -77,7 +80,9 @@ class Sequence:
     cached_disk_tokens: int = 0
     closest: Closest = field(default_factory=Closest)
     divergence: Divergence = field(default_factory=Divergence)
-    restore: Restore | None = None
+    restore: Restore[Block] | None = None
+    reading: Restore[Piece] | None = None
+    was_read: bool = False
     n_generated: int = 0
     lent_s: float = 0.0
     constraint_s: float = 0.0
@@ -103,6 +108,11 @@ class Sequence:
     def n_pending(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.n_past
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a part of the prompt is on its way from the store or a device."""
+        return self.restore is not None or self.reading is not None
 
     @property
     def is_prefill_only(self) -> bool:
