@@ -16,6 +16,9 @@ class TensorType(msgspec.Struct, frozen=True):
     bytes: int
 
 
+#: File types that count as unquantized: quantizing from any other loses quality twice.
+FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
+
 #: ggml_type → TensorType. Numbers that are missing were removed from the format.
 TENSOR_TYPES: dict[int, TensorType] = {
     0: TensorType("F32", 1, 4),

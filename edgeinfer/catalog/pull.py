@@ -22,12 +22,12 @@ from edgeinfer.catalog import gguf, pins, sources, store
 from edgeinfer.catalog.converting.fetched import DIRECT, convert_fetched
 from edgeinfer.catalog.fetching.fetch import fetch
 from edgeinfer.catalog.fetching.fetched import Fetched
-from edgeinfer.catalog.ggml_types import file_type
+from edgeinfer.catalog.ggml_types import FULL_PRECISION, file_type
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan
 from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
-from edgeinfer.catalog.rates.purpose import AUTO
+from edgeinfer.catalog.rates.purpose import AUTO, Purpose
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.config import load_config
 from edgeinfer.config import offline as offline_in
@@ -43,7 +43,8 @@ from edgeinfer.errors import (
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`quantize` is a type to store it in instead of the catalogue's, "" for that.
+    """`quantize` is a type to store it in instead of the catalogue's, "" for that; with a `purpose` the
+    type of this CPU for it, of what comes in full precision.
 
     `in_place` points at a local file instead of copying it; `again` fetches what is here. `offline`
     None asks the configuration and the environment; `patience` is with web servers.
@@ -51,6 +52,7 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str | None = None
     quantize: str = ""
+    purpose: Purpose | None = None
     in_place: bool = False
     again: bool = False
     offline: bool | None = None
@@ -80,7 +82,8 @@ def pull(
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             fetched, source = first_that_works(todo, work, job, options)
-            return _publish(_in_type(todo, _named_type(todo, fetched)), fetched, source, work, job)
+            todo = _in_type(todo, _named_type(todo, fetched))
+            return _publish(todo, fetched, source, work, job, options.purpose)
         finally:
             with suppress(OSError):
                 work.rmdir()  # only when nothing was fetched
@@ -103,6 +106,14 @@ def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
     return (
         next((part.quant for part in named), "") if fetched[0].checkpoint and not todo.quantize else ""
     )
+
+
+def _for_purpose(todo: Plan, type_name: str, purpose: Purpose, job: Job) -> Plan:
+    """The plan for a file that came in this type: quantized once, and never a second time."""
+    if type_name in FULL_PRECISION:
+        return _in_type(todo, AUTO)
+    job.note(f"it comes in {type_name} and stays so: a second quantization would lose more")
+    return todo
 
 
 @contextmanager
@@ -232,19 +243,23 @@ def _set_aside(one: Fetched, work: Path) -> str:
     return f"it is kept as {bad}"
 
 
-def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
+def _publish(
+    todo: Plan, fetched: list[Fetched], source: str, work: Path, job: Job, purpose: Purpose | None
+) -> PulledModel:
     pins.remember(todo.ref, source, fetched)
     if fetched[0].checkpoint:
         direct = todo.quantize if todo.quantize in DIRECT else ""
         fetched = [convert_fetched(fetched, direct, work, job)]
     header = gguf.check(fetched[0].path)
     original = header.quantization
+    if purpose is not None:
+        todo = _for_purpose(todo, original, purpose, job)
     if todo.quantize and original != todo.quantize:
         from edgeinfer.catalog.quantize import (
             quantize_fetched,
-        )  # only for models the catalogue wants quantized
+        )  # only for models that are wanted quantized
 
-        fetched = quantize_fetched(fetched, todo.quantize, work, job)
+        fetched = quantize_fetched(fetched, todo.quantize, work, job, purpose or "auto")
         header = gguf.check(fetched[0].path)
     folder = store.folder_of(todo.ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

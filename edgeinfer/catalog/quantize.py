@@ -18,7 +18,7 @@ import msgspec
 from edgeinfer import paths
 from edgeinfer.catalog import children, gguf, imatrix, names, store
 from edgeinfer.catalog.fetching.fetched import Fetched
-from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
+from edgeinfer.catalog.ggml_types import FILE_TYPES, FULL_PRECISION, file_type
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.names import Reference
 from edgeinfer.catalog.progress import Job, OnProgress
@@ -34,8 +34,6 @@ MAKE_IMATRIX = "make"
 _SCORED_TOKENS = 1024
 #: Types that llama.cpp refuses without an importance matrix.
 NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
-#: What counts as unquantized: quantizing from anything else loses quality twice.
-FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,14 +231,17 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
 
 
-def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
-    """Quantize a verified download as its catalogue entry asks.
+def quantize_fetched(
+    fetched: list[Fetched], type_name: str, work: Path, job: Job, purpose: Purpose = "auto"
+) -> list[Fetched]:
+    """Quantize a verified download as its catalogue entry, or who pulls it, asks.
 
-    Returns the download itself when "AUTO" has nothing better. Raises what `quantize` does.
+    Returns the download itself when "AUTO" has nothing better for `purpose`. Raises what `quantize`
+    does.
     """
     if type_name == AUTO:
         try:
-            type_name, reason = _chosen([str(one.path) for one in fetched], "auto", job)
+            type_name, reason = _chosen([str(one.path) for one in fetched], purpose, job)
         except UsageError:
             return fetched
         job.note(f"{type_name}: {reason}")

@@ -104,13 +104,16 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
             return found
         if found is not None:
             wanted = f"file:{quote(found.files[0])}"
-    if options.purpose:
-        wanted = _in_best_type(wanted, options, host)
+    purpose = options.purpose or None
+    if purpose and (best := _in_best_type(wanted, options, host)) != wanted:
+        wanted = best
+        purpose = None
     if options.connections < 1:
         raise UsageError("a file comes over one connection at least", hint="`--connections 1`")
     wish = PullOptions(
         name=options.name,
         quantize=options.quantize,
+        purpose=purpose,
         in_place=options.in_place,
         again=options.again,
         offline=offline(host.config),
@@ -150,14 +153,20 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
 def _in_best_type(wanted: str, options: argparse.Namespace, host: Host) -> str:
     """The name of the published quantization that suits a purpose on this CPU. Says which on stderr.
 
-    Raises UsageError for sources that publish one file, OfflineError, and what asking raises.
+    `wanted` itself where one file or a checkpoint is published: the choice is made once it is here.
+    Raises OfflineError, and what asking raises.
     """
+    if names.is_path(wanted):
+        return wanted
     from edgeinfer.catalog.rates.published import best_published  # asks the hub
 
     if offline(host.config):
         raise OfflineError(f"--for {options.purpose} asks the hub, and the offline switch is on")
     with progress_on(quiet=options.quiet) as report:
-        name, choice = best_published(wanted, options.purpose, Job(report))
+        found = best_published(wanted, options.purpose, Job(report))
+    if found is None:
+        return wanted
+    name, choice = found
     sys.stderr.write(f"{choice.type}: {choice.reason}\n")
     return name
 

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from made_checkpoints import make_checkpoint
 from made_gguf import gguf_bytes, model_entries
 from made_models import make_llama
 
 from edgeinfer.catalog import gguf
+from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.quantize import QuantizeOptions, run_quantizer
 from edgeinfer.catalog.rates import measured, probe
 from edgeinfer.catalog.rates.fits import active_parameters, parameters
 from edgeinfer.catalog.rates.probe import Rates
@@ -137,5 +140,24 @@ def test_of_what_is_published_the_type_for_a_purpose(rates, server, monkeypatch,
         capsys, "pull", "some/Tiny-1B-GGUF", "--for", "quality", "--name", "tiny", "--quiet"
     )
     assert pulled["source"] == "hf:some/Tiny-1B-GGUF:Q8_0"
-    assert main(["pull", "gemma-3-270m", "--for", "size", "--quiet"]) == 2
-    assert "comes as one file" in capsys.readouterr().err
+
+
+def test_what_comes_in_full_precision_is_stored_in_the_type_for_a_purpose(
+    rates, server, tmp_path, capsys
+) -> None:
+    """From a web server, and as a checkpoint; what is quantized already stays as it is."""
+    kind = file_type("F16")
+    assert kind is not None
+    run_quantizer(
+        make_llama(tmp_path / "made.gguf"), tmp_path / "f16.gguf", kind, Job(), QuantizeOptions()
+    )
+    server.files["/tiny.gguf"] = (tmp_path / "f16.gguf").read_bytes()
+    pulled = result(
+        capsys, "pull", f"{server.url}/tiny.gguf", "--for", "size", "--name", "tiny", "--quiet"
+    )
+    assert pulled["quantization"] == "Q4_0"
+    folder = make_checkpoint("llama3", tmp_path / "checkpoint")
+    made = result(capsys, "pull", str(folder), "--for", "size", "--name", "made", "--quiet")
+    assert made["quantization"] == "Q4_0"
+    again = result(capsys, "pull", made["files"][0], "--for", "quality", "--name", "kept", "--quiet")
+    assert again["quantization"] == "Q4_0"

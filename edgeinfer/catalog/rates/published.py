@@ -9,23 +9,29 @@ from edgeinfer.catalog.rates import probe
 from edgeinfer.catalog.rates.fits import active_parameters, parameters
 from edgeinfer.catalog.rates.purpose import Purpose
 from edgeinfer.catalog.rates.speed import Choice, choose
-from edgeinfer.errors import SourceNotFoundError, UsageError
+from edgeinfer.errors import SourceNotFoundError
 from edgeinfer.machine import read_memory
 
 #: For a repository that is in no catalogue and says no size: speeds are compared, not told.
 _SOME_PARAMS = 1e9
 
 
-def best_published(text: str, purpose: Purpose, job: Job) -> tuple[str, Choice]:
-    """What to pull for `text`, a catalogue name or a repository, and why.
+def best_published(text: str, purpose: Purpose, job: Job) -> tuple[str, Choice] | None:
+    """What to pull for `text`, a catalogue name or a repository, and why; None where nothing is to be
+    chosen: what comes as one file, or as a checkpoint.
 
-    Raises UsageError when it comes from no repository, and what asking the hub and measuring raise.
+    Raises what asking the hub and measuring raise.
     """
-    source, prefix, total, active = _repository(text)
+    found = _repository(text)
+    if found is None:
+        return None
+    source, prefix, total, active = found
     from edgeinfer.catalog.fetching import hub  # 200 ms: httpx2, huggingface_hub
 
     job.begin("resolving", str(source))
     published = hub.quantizations(source)
+    if not published:
+        return None
     rates = probe.kept_or_measured(job)
     room = read_memory().available_bytes if total in (0, active) else 1 << 62
     try:
@@ -37,7 +43,7 @@ def best_published(text: str, purpose: Purpose, job: Job) -> tuple[str, Choice]:
     return f"{prefix}:{choice.type}", choice
 
 
-def _repository(text: str) -> tuple[sources.HubQuant, str, float, float]:
+def _repository(text: str) -> tuple[sources.HubQuant, str, float, float] | None:
     """The repository that `text` means, the name before its quantization, all and active parameters."""
     if sources.looks_like_source(text):
         source = sources.parse(text)
@@ -53,7 +59,4 @@ def _repository(text: str) -> tuple[sources.HubQuant, str, float, float]:
                 total = parameters(entry.parameters)
                 active = active_parameters(entry.name, total or _SOME_PARAMS, entry.active_parameters)
                 return one[0], entry.name, total, active
-    raise UsageError(
-        f"{text} comes as one file: there is nothing to choose from",
-        hint="pull it, then `edgeinfer quantize NAME auto --for decode`",
-    )
+    return None
