@@ -6,9 +6,11 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from edgeinfer import places
+from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.cli import main
 from edgeinfer.page_cache import read_in, resident_bytes
 from edgeinfer.snapshots.shelf.format import MANIFEST, Manifest, manifest_text
@@ -71,3 +73,12 @@ def test_a_file_that_is_gone_is_an_error(tmp_path) -> None:
     assert read_in([path], lambda _: None) == 100
     with pytest.raises(FileNotFoundError):
         read_in([path, tmp_path / "y"], lambda _: None)
+
+
+def test_what_was_just_pulled_is_read_from_no_disk(server, make_gguf, hasty) -> None:
+    """A cold start after a download over several connections begins with the whole file in memory."""
+    server.files["/tiny.gguf"] = make_gguf(tensors=[("token_embd.weight", 2 << 20)])
+    patience = msgspec.structs.replace(hasty, parallel_bytes=1 << 20)
+    record = pull(f"{server.url}/tiny.gguf", options=PullOptions(name="tiny", patience=patience))
+    [path] = record.paths
+    assert resident_bytes(path) == path.stat().st_size
