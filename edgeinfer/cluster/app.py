@@ -19,6 +19,7 @@ from starlette.responses import Response
 from edgeinfer.cluster import settings as options
 from edgeinfer.cluster.asking import Asked, Part
 from edgeinfer.cluster.front import Front
+from edgeinfer.cluster.mirror import Mirror
 from edgeinfer.cluster.replica import Replica
 
 _MANY = 10_000
@@ -37,6 +38,7 @@ class ModelDeployment:
         self, settings: options.ModelSettings
     ) -> None:
         self._replica = self.replica(settings, serve.get_replica_context().replica_id.unique_id)
+        self._mirror = Mirror()
         await self._replica.ready()
 
     async def answer(self, asked: Asked) -> AsyncIterator[Part]:
@@ -47,6 +49,7 @@ class ModelDeployment:
     async def check_health(self) -> None:
         """Called by Ray, which replaces a replica that raises here several times."""
         await self._replica.check()
+        self._mirror.show(await self._replica.metrics())
 
     async def __del__(self) -> None:
         """Called by Ray when it removes the replica."""

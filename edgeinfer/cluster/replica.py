@@ -51,6 +51,14 @@ class Replica:
         async with asyncio.timeout(_HEALTH_S):
             await self.is_healthy()
 
+    async def metrics(self) -> str:
+        """The endpoint's Prometheus text; "" where it wants a key for that, or has no time."""
+        try:
+            found = await self._client.get("/metrics", timeout=_HEALTH_S)
+        except httpx2.HTTPError:
+            return ""
+        return found.text if found.is_success else ""
+
     async def answer(self, asked: Asked) -> AsyncIterator[Part]:
         """The parts of the answer as they come. Closing it ends the generation."""
         yield Accepted(self._name)

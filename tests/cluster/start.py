@@ -23,6 +23,7 @@ for _ in range(2):
 ray.init(address=cluster.address, log_to_driver=False)
 serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": int(port)})
 serve.run(application(arguments))
+print("metrics", *(node["MetricsExportPort"] for node in ray.nodes()))
 print("ready", flush=True)
 ended = threading.Thread(target=sys.stdin.read)
 ended.start()

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 
 import httpx2
@@ -34,8 +35,10 @@ def _until(condition: Callable[[], object], what: str, seconds: float = 120.0) -
 class Application:
     """A running application, the processes of its replicas, and a client."""
 
-    def __init__(self, port: int, home: Path) -> None:
+    def __init__(self, port: int, home: Path, metrics: list[int]) -> None:
         self.home = home
+        #: Where Ray shows the metrics of each node.
+        self.metrics = metrics
         self.client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
 
     def chat(self, model: str, text: str, **fields) -> httpx2.Response:
@@ -86,10 +89,16 @@ def _free_port() -> int:
 def app(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
     home = tmp_path_factory.mktemp("cluster")
     folder = tempfile.mkdtemp(prefix="ei")  # short: Ray's sockets are below it
+    Path(folder, "ray").mkdir()
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("EDGEINFER", "RAY"))
     }
-    environment = kept | {"EDGEINFER_HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = kept | {
+        "EDGEINFER_HOME": str(home),
+        "RAY_TMPDIR": folder,  # where a cluster writes its address, in a folder `ray`
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_metrics_report_interval_ms": "500",
+    }
     for name in ("small", "twins"):
         pull = [sys.executable, "-m", "edgeinfer", "pull", str(smollm2), "--name", name, "--in-place"]
         subprocess.run([*pull, "--quiet"], env=environment, check=True)
@@ -108,8 +117,9 @@ def app(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App
     ) as started:
         assert started.stdout
         assert started.stdin
-        assert any(line == "ready\n" for line in started.stdout)
-        running = Application(port, home)
+        until_ready = takewhile(lambda line: line != "ready\n", started.stdout)
+        said = dict(line.strip().partition(" ")[::2] for line in until_ready)
+        running = Application(port, home, [int(port) for port in said["metrics"].split()])
         yield running
         running.client.close()
         started.stdin.close()
@@ -161,6 +171,24 @@ def test_what_begins_alike_goes_where_it_was_read(app: Application) -> None:
     assert len(set(readers)) == 2  # both were busy: each took one
     for text, reader in zip(texts, readers, strict=True):
         assert [one(f"{text} {n}") for n in range(3)] == [reader] * 3
+
+
+def test_ray_shows_the_metrics_of_each_endpoint(app: Application) -> None:
+    app.chat("twins", "Hello.")
+
+    def shown() -> bool:
+        texts = [
+            httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text for port in app.metrics
+        ]
+        found = [
+            line
+            for text in texts
+            for line in text.splitlines()
+            if line.startswith("ray_edgeinfer_generation_tokens_total{")
+        ]
+        return any('deployment="twins"' in line and 'model_name="twins"' in line for line in found)
+
+    _until(shown, "the tokens that were generated")
 
 
 @pytest.mark.parametrize("victim", ["replica", "node"])
