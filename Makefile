@@ -9,7 +9,7 @@ BESIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench-adapters bench-copies bench-importance bench-scale cuda clients bench-agents bench-converting bench-drafts bench-memory bench-resume bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
+.PHONY: bench-adapters bench-copies bench-importance bench-scale cuda clients bench-agents bench-converting bench-drafts bench-memory bench-resume bench-take bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -48,6 +48,10 @@ bench-engine: setup ## many streams, shared prefixes, stalls, schemas, beside ll
 bench-resume: setup ## launches of warm models, 135M to 14B-shaped, beside cold starts and llama-server; 30 GB of disk
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_resume.py $(ARGS)
+
+bench-take: setup ## a snapshot taken of a busy endpoint: the longest gap of eight streams; 135M and a 7B shape, 15 GB of disk
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_take.py $(ARGS)
 
 bench-memory: setup ## what is remembered: conversations in turn, after kill -9, edits, beside llama-server
 	@tools/setup.sh bench

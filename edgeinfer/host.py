@@ -27,6 +27,7 @@ from edgeinfer.runtime.options import CopiesInfo, LoadOptions, ModelFiles
 if TYPE_CHECKING:
     from edgeinfer.blocks.store import BlockStore
     from edgeinfer.runtime.attaching.wishes import Wishes
+    from edgeinfer.runtime.engine import LlamaEngine
 
 _log = logging.getLogger("edgeinfer.blocks")
 #: A stage that takes longer is told to whoever waits for a verb that shows no progress.
@@ -52,6 +53,15 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     def ready_ms(self) -> float:
         """Milliseconds from exec until it could compute, or until the last stage known; 0 for none."""
         return max(self.stages_ms.values(), default=0.0)
+
+
+class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of what a running process has loaded; `was_built`: it was not there already."""
+
+    name: str
+    disk_bytes: int
+    was_built: bool
+    seconds: float
 
 
 class Copies(Protocol):
@@ -164,9 +174,14 @@ class Host:
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
         """Load `model` here. Raises as `files` does, ModelLoadError, OutOfMemoryError."""
         self._reached("load")
+        return self._load(self.files(model, options.draft, progress), options, progress)
+
+    def _load(
+        self, files: ModelFiles, options: LoadOptions, progress: LoadProgress | None
+    ) -> LlamaEngine:
         from edgeinfer.runtime.engine import load_engine  # 160–290 ms: llama_cpp
 
-        engine = load_engine(self.files(model, options.draft, progress), options, progress)
+        engine = load_engine(files, options, progress)
         self.keep_blocks(engine)
         self.attach_devices(engine, options)
         self._reached("ready")
@@ -234,6 +249,22 @@ class Host:
     def hand_over(self) -> HandOver | None:
         """The way to a successor, or from a predecessor; None where this process is the only one."""
         return None
+
+    def listens_at(self, url: str) -> None:
+        """Note where an endpoint of this process listens, for whoever looks at it from outside."""
+
+    def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
+        """Take a snapshot of a loaded `model`, called `name` if that is not "", and wait for it.
+
+        Nothing that runs is held up. Raises SnapshotsUnavailableError, and what taking raises.
+        """
+        raise SnapshotsUnavailableError(
+            f"{self.start.reason or 'this process'}: no snapshot can be taken of it",
+            hint=f"run `edgeinfer warm {model}`",
+        )
+
+    def keep_taking(self, every_s: float, model: str, name: str) -> None:
+        """Take one every so many seconds while this launch lasts; 0 ends that, as another call does."""
 
     def warm_models(self) -> frozenset[str]:
         """Names of the models that start from a snapshot; none where nothing can be resumed."""

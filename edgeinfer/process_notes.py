@@ -1,4 +1,4 @@
-"""What a process leaves of itself where `edgeinfer ps` finds it.
+"""What a process leaves of itself where `edgeinfer ps` and `snapshots take` find it.
 
 It is left in memory of that process, which `/proc` shows to its user alone: it may hold words of a
 prompt, and is gone with the process.
@@ -13,8 +13,9 @@ import msgspec
 
 T = TypeVar("T")
 
-#: Names of notes: the latest prompt, the copies of a model.
+#: Names of notes: the latest prompt, the copies of a model, what is loaded.
 LAST_PROMPT, COPIES = "edgeinfer-last-prompt", "edgeinfer-copies"
+DESCRIPTION = "edgeinfer-description"
 
 
 class Note:

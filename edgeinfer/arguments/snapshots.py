@@ -8,6 +8,7 @@ from collections.abc import Callable
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments.launch_args import add_attached_options, add_load_options
 from edgeinfer.arguments.verb import Verbs, add_verb, json_option
+from edgeinfer.durations import parse_duration
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -52,12 +53,12 @@ def _add_snapshots(verbs: Verbs[argparse.ArgumentParser]) -> None:
         verbs,
         "snapshots",
         "snapshots:snapshots",
-        "list, show, verify, remove, export and import snapshots",
+        "list, show, take, verify, remove, export and import snapshots",
         linux_only=True,
     )
     parser.set_defaults(action="list")
     actions = parser.add_subparsers(
-        dest="action", metavar="list|show|verify|rm|prune|export|import|trust"
+        dest="action", metavar="list|show|take|verify|rm|prune|export|import|trust"
     )
 
     def add_action(name: str, about: str) -> argparse.ArgumentParser:
@@ -65,6 +66,7 @@ def _add_snapshots(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
     named = "a snapshot's name, or its model's"
     add_action("show", "one snapshot").add_argument("name", help=named)
+    _add_take(add_action("take", "a snapshot of what a running process has loaded; it goes on"))
     add_action("verify", "read every byte and compare").add_argument("name", help=named)
     add_action("rm", "remove").add_argument("name", nargs="+", help=named)
     add_action("list", "all of them (what `edgeinfer snapshots` does)")
@@ -96,6 +98,35 @@ def _add_transfer(add_action: Callable[[str, str], argparse.ArgumentParser]) -> 
     trust = add_action("trust", "say your key and those you trust; or trust one more")
     trust.add_argument("fingerprint", nargs="?", default="", metavar="FINGERPRINT", help="SHA256:…")
     trust.add_argument("--remove", action="store_true", help="do not trust it any more")
+
+
+def _add_take(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "which",
+        nargs="?",
+        metavar="PID|NAME",
+        help="as `edgeinfer ps` shows it, or a model; left out: the endpoint that runs",
+    )
+    parser.add_argument("--name", default="", help="name of the snapshot, to start from it by name")
+    parser.add_argument("--model", help="of a process that has several, this one")
+    parser.add_argument(
+        "--every",
+        type=_duration,
+        metavar="DURATION",
+        help="again so often while the endpoint runs, if something has changed: 1h, 90s; 0 ends it",
+    )
+    parser.add_argument("--logged", action="store_true", help=argparse.SUPPRESS)  # by a launcher
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _duration(text: str) -> float:
+    try:
+        seconds = parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if seconds < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return seconds
 
 
 def _add_stop(verbs: Verbs[argparse.ArgumentParser]) -> None:

@@ -22,7 +22,7 @@ class PsResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         if not self.running:
             return "nothing is running"
-        rows = [("PID", "AGE", "PRIVATE", "SHARED", "COMMAND"), *map(_row, self.running)]
+        rows = [("PID", "AGE", "PRIVATE", "SHARED", "SNAPSHOT", "COMMAND"), *map(_row, self.running)]
         remembered = [
             f"{process.pid} {said}" for process in self.running for said in _remembered(process)
         ]
@@ -40,6 +40,7 @@ def _row(process: Running) -> tuple[str, ...]:
         format_duration(process.age_s),
         format_bytes(process.private_bytes),
         format_bytes(process.shared_bytes),
+        ", ".join(process.snapshots) or "-",
         " ".join((process.verb, *process.arguments))[:80],
     )
 

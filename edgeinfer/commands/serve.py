@@ -131,6 +131,10 @@ async def _serve(
         endpoint.stored = KeptAnswers(endpoint.limits)
     endpoint.note_prompt = host.note_prompt
     endpoint.warm_models = host.warm_models
+    endpoint.take_snapshot, endpoint.keep_taking = host.take_snapshot, host.keep_taking
+    endpoint.listens_at = host.listens_at
+    if host.config.snapshots.take_every_s:
+        host.keep_taking(host.config.snapshots.take_every_s, name, "")
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )

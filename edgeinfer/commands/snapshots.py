@@ -1,4 +1,4 @@
-"""`edgeinfer snapshots list|show|verify|rm|prune`; what travels is in `snapshot_transfer`."""
+"""`edgeinfer snapshots list|show|verify|rm|prune`; `take` and `snapshot_transfer` have the others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class SnapshotResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         plain = msgspec.to_builtins(self.snapshot)
-        plain.pop("digests")
+        for not_for_reading in ("digests", "depends_on"):
+            plain.pop(not_for_reading)
         lines = [
             f"{name}: {_words(value)}" for name, value in plain.items() if value not in ({}, "", [])
         ]
@@ -117,13 +118,17 @@ class RemovedResult(Result, frozen=True, kw_only=True):
 
 def snapshots(options: argparse.Namespace, host: Host) -> Result:
     """Raises SnapshotMissingError, SnapshotCorruptError, SnapshotStaleError, SnapshotUnsafeError; what
-    `snapshot_transfer` raises.
+    `take` and `snapshot_transfer` raise.
     """
     action = options.action or "list"
     if action in ("export", "import", "trust"):
         return _transfer(action, options, host)
     if action == "show":
         return _show(options.name)
+    if action == "take":
+        from edgeinfer.commands.take import take  # a file of its own
+
+        return take(options, host)
     if action == "verify":
         return _verify(options.name)
     if action == "rm":

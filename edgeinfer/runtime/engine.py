@@ -102,6 +102,8 @@ class LlamaEngine:
             self._blocks,
         )
         self._options = options
+        #: Told of the adapters after each change; set by whoever holds the engine.
+        self.on_new_adapters: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None
         self._checked = ""
         self._closed = False
 
@@ -187,6 +189,7 @@ class LlamaEngine:
         self._loop.call(lambda: self._lora.change(wanted))
         while not self._loop.call(self._leave_adapters):
             continue  # once a step
+        self.on_new_adapters(self._lora.loaded)
         return self._lora.loaded
 
     def _leave_adapters(self) -> bool:

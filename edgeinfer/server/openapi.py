@@ -31,6 +31,11 @@ _EVENT = {
 }
 #: A stream that is no server-sent events is lines of JSON.
 _LINES = {"type": "string"}
+#: Status → what it says, of the operations that name it in `also`.
+_RARE = {
+    "409": "It cannot be done here, or what it is of has changed; the message says what to do.",
+    "507": "The disk has no room for it.",
+}
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
 #: Said without a word, by what stands before every dialect.
 _LATE = {"description": "The body did not come in time."}
@@ -179,6 +184,7 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     names_model = operation.body is not None or operation.query is not None
     if operation.uses_model or names_model or "{id}" in operation.path:
         said["404"] = "No such model."
+    said |= {status: words for status, words in _RARE.items() if status in operation.also}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status, words in sorted(said.items()):
         responses[status] = {"description": words, "content": _json(error)}

@@ -187,6 +187,7 @@ async def _tend(
     while not server.started:
         await asyncio.sleep(0.001)
     where = [sockets.url(listener, tls=options.tls_cert is not None) for listener in listeners]
+    endpoint.listens_at(where[0])
     endpoint.log.info("listening", url=" ".join(where), model=endpoint.models.default)
     if loading is not None:
         await loading

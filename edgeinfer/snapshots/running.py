@@ -19,6 +19,7 @@ from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.launch_verbs import LAUNCH_VERBS
 from edgeinfer.process_notes import left_by
 from edgeinfer.runtime.options import CopiesInfo
+from edgeinfer.snapshots.process_description import Description
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 
     `private_bytes` is memory nobody else has, `shared_bytes` is of files: shared or droppable.
     `last_prompts` are the latest of each of its apps that was asked something, `copies` the copies of a
-    model, of an endpoint that may have several.
+    model, of an endpoint that may have several, `snapshots` the names of those its apps came of.
     """
 
     pid: int
@@ -42,6 +43,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     shared_bytes: int
     last_prompts: tuple[LastPrompt, ...] = ()
     copies: tuple[CopiesInfo, ...] = ()
+    snapshots: tuple[str, ...] = ()
 
 
 def processes() -> list[Running]:
@@ -54,7 +56,7 @@ def processes() -> list[Running]:
             continue
         below = _below(pid, parents)
         sizes = [_memory(child) for child in (pid, *below)]
-        apps = [child for child in below if _comm(child) in _APP_NAMES]
+        apps = _apps(below)
         found.append(
             Running(
                 pid=pid,
@@ -66,6 +68,7 @@ def processes() -> list[Running]:
                 shared_bytes=max((shared for _, shared in sizes), default=0),
                 last_prompts=_notes(apps, process_notes.LAST_PROMPT, LastPrompt),
                 copies=_notes(apps, process_notes.COPIES, CopiesInfo),
+                snapshots=tuple(one.snapshot for one in _loaded_by(apps) if one.snapshot),
             )
         )
     return sorted(found, key=lambda running: -running.age_s)
@@ -75,6 +78,19 @@ def _notes(apps: list[int], name: str, kind: type[T]) -> tuple[T, ...]:
     """What apps have left under a name."""
     found = (left_by(pid, name, kind) for pid in apps)
     return tuple(note for note in found if note is not None)
+
+
+def _apps(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if _comm(pid) in _APP_NAMES]
+
+
+def _loaded_by(apps: list[int]) -> tuple[Description, ...]:
+    return _notes(apps, process_notes.DESCRIPTION, Description)
+
+
+def loaded_below(pid: int) -> tuple[Description, ...]:
+    """What the processes that this one has started have loaded, each."""
+    return _loaded_by(_apps(_below(pid, _parents())))
 
 
 def shares_folders(pid: int) -> bool:

@@ -357,6 +357,14 @@ def test_the_least_recently_used_go_first_and_the_kept_stays(root):
     assert sorted(format.generations(str(root))) == ["a", "c"]
 
 
+def test_one_that_a_person_named_goes_after_the_others(root):
+    use(publish(root, "m,mine", 1), 1000)
+    use(publish(root, "m", 2), 2000)
+    use(publish(root, "m,ctx512", 3, requested={"n_ctx": "512"}), 3000)
+    names = [format.name_of(folder.name) for folder in prune.by_last_use(root)]
+    assert names == ["m", "m,ctx512", "m,mine"]
+
+
 def test_older_generations_go_and_stale_ones_can(root):
     publish(root, "a", 1)
     publish(root, "a", 2)

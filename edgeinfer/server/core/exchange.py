@@ -13,8 +13,13 @@ import msgspec
 from starlette.requests import Request
 
 from edgeinfer.config import SettledLine
-from edgeinfer.errors import EngineClosedError, QueueFullError, UnknownModelError
-from edgeinfer.host import Start
+from edgeinfer.errors import (
+    EngineClosedError,
+    QueueFullError,
+    SnapshotsUnavailableError,
+    UnknownModelError,
+)
+from edgeinfer.host import Start, TakenSnapshot
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, Generation
@@ -37,6 +42,10 @@ from edgeinfer.server.observe.tracing import Tracer
 _SLOTS = 64
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+
+def _no_snapshots(_model: str, _name: str) -> TakenSnapshot:
+    raise SnapshotsUnavailableError("no snapshot can be taken of this endpoint")
 
 
 class Endpoint:
@@ -87,6 +96,12 @@ class Endpoint:
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
         #: Told of each of them; set by whoever runs the endpoint.
         self.note_prompt: Callable[[LastPrompt], None] = lambda last: None
+        #: See `Host`; set by whoever runs the endpoint.
+        self.take_snapshot: Callable[[str, str], TakenSnapshot] = _no_snapshots
+        self.keep_taking: Callable[[float, str, str], None] = lambda every_s, model, name: None
+        self.listens_at: Callable[[str], None] = lambda url: None
+        #: One snapshot is taken at a time.
+        self.taking = asyncio.Lock()
         #: Names of the models that start from a snapshot; set by whoever runs the endpoint.
         self.warm_models: Callable[[], frozenset[str]] = frozenset
 

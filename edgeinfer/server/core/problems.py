@@ -50,6 +50,9 @@ _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str, str | None, int | None]] 
     e.OutOfMemoryError: (503, "server_error", "out_of_memory", 10),
     e.EngineClosedError: (503, "server_error", "model_unavailable", 1),
     e.ModelBusyError: (503, "server_error", None, 5),
+    e.DiskFullError: (507, "server_error", None, None),
+    e.SnapshotsUnavailableError: (409, "invalid_request_error", None, None),
+    e.SnapshotStaleError: (409, "invalid_request_error", None, None),
 }
 
 

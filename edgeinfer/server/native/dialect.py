@@ -28,6 +28,23 @@ NATIVE = Dialect(
             reply=wire.RecallReply,
         ),
         Operation(
+            path="/v1/models/{id}/snapshot",
+            handler=routes.take_snapshot,
+            summary="Take a snapshot of a loaded model, which goes on; later launches resume it.",
+            body=wire.SnapshotRequest,
+            reply=wire.SnapshotReply,
+            also={"409": ErrorReply, "507": ErrorReply},
+            uses_model=False,
+        ),
+        Operation(
+            path="/v1/models/{id}/snapshot/schedule",
+            handler=routes.keep_taking,
+            summary="Take a snapshot of a loaded model so often, where something has changed.",
+            body=wire.ScheduleRequest,
+            reply=wire.ScheduleReply,
+            uses_model=False,
+        ),
+        Operation(
             path="/v1/rerank",
             handler=routes.rerank,
             summary="Order documents by relevance.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 from collections.abc import Sequence
 
@@ -153,13 +154,44 @@ async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) ->
 
 
 async def unload(request: Request) -> Response:
-    models = exchange_of(request).endpoint.models
-    name = request.path_params["id"]
+    endpoint = exchange_of(request).endpoint
+    meant = _resolved(endpoint, request.path_params["id"])
+    return json_reply(wire.UnloadReply(id=meant, state=await endpoint.models.unload(meant)))
+
+
+async def take_snapshot(request: Request) -> Response:
+    """Answer when it is built; what runs goes on meanwhile."""
+    body = await decode(request, wire.SnapshotRequest)
+    endpoint = exchange_of(request).endpoint
+    meant = _resolved(endpoint, request.path_params["id"])
+    async with endpoint.taking:
+        taken = await asyncio.to_thread(endpoint.take_snapshot, meant, body.name)
+    endpoint.log.info("snapshot-taken", model=meant, snapshot=taken.name, built=taken.was_built)
+    return json_reply(
+        wire.SnapshotReply(
+            id=meant,
+            state="taken" if taken.was_built else "unchanged",
+            snapshot=taken.name,
+            disk_bytes=taken.disk_bytes,
+            seconds=taken.seconds,
+        )
+    )
+
+
+async def keep_taking(request: Request) -> Response:
+    body = await decode(request, wire.ScheduleRequest)
+    endpoint = exchange_of(request).endpoint
+    meant = _resolved(endpoint, request.path_params["id"])
+    endpoint.keep_taking(body.every_s, meant, body.name)
+    return json_reply(wire.ScheduleReply(id=meant, name=body.name, every_s=body.every_s))
+
+
+def _resolved(endpoint: Endpoint, name: str) -> str:
+    """The model that a path names. Raises Problem 404."""
     try:
-        meant = models.resolve(name)
+        return endpoint.models.resolve(name)
     except UnknownModelError:
         raise no_such_model(name) from None
-    return json_reply(wire.UnloadReply(id=meant, state=await models.unload(meant)))
 
 
 async def recall(request: Request) -> Response:

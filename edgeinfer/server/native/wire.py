@@ -175,6 +175,41 @@ class RecallReply(Reply, frozen=True, kw_only=True):
     n_tokens: int
 
 
+#: A name for a snapshot, "" for the one it has by its options.
+SnapshotName = Annotated[str, Meta(max_length=64, pattern="^[A-Za-z0-9._+-]*$")]
+
+
+class SnapshotRequest(Wire, frozen=True, kw_only=True):
+    """POST /v1/models/{id}/snapshot."""
+
+    name: SnapshotName = ""
+
+
+class SnapshotReply(Reply, frozen=True, kw_only=True):
+    """`state` is "unchanged" where it was there already, with nothing changed since it was built."""
+
+    id: str
+    state: Literal["taken", "unchanged"]
+    snapshot: str
+    disk_bytes: int
+    seconds: float
+
+
+class ScheduleRequest(Wire, frozen=True, kw_only=True):
+    """POST /v1/models/{id}/snapshot/schedule. `every_s` 0 ends it."""
+
+    every_s: Annotated[float, Meta(ge=0, le=31_536_000)]
+    name: SnapshotName = ""
+
+
+class ScheduleReply(Reply, frozen=True, kw_only=True):
+    """The schedule that is kept now, the only one of this endpoint."""
+
+    id: str
+    name: str
+    every_s: float
+
+
 class Health(Reply, frozen=True, kw_only=True):
     """`status`: ok, loading (503), draining (503), error (503)."""
 

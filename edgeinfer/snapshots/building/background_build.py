@@ -8,8 +8,6 @@ any other process of the machine goes first. What it did, or why it did nothing,
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
 
@@ -26,16 +24,6 @@ from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.building import build_order
 from edgeinfer.snapshots.shelf import build_log, choose, failures
 from edgeinfer.units import format_bytes
-
-LOCK = ".auto-warm.lock"
-
-
-def step_back() -> None:
-    """Give this process and its children idle-class scheduling and the lowest niceness."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    with contextlib.suppress(OSError):
-        os.nice(19)
 
 
 def reason_not_to(config: Config, order: build_order.Order, asked: LoadOptions) -> str:
@@ -79,8 +67,8 @@ def build(model: str, options: LoadOptions) -> str:
 
 def main() -> None:
     """The background process; one at a time."""
-    step_back()
-    with locked(paths.private_dir(paths.state_dir()) / LOCK):
+    build_order.step_back()
+    with locked(paths.private_dir(paths.state_dir()) / build_order.BACKGROUND_LOCK):
         build_log.add(build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -17,8 +18,9 @@ from edgeinfer.config import SnapshotsConfig
 from edgeinfer.disk import free_bytes, is_locked, locked
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, from_fields
 from edgeinfer.load_options import snapshot_options
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshots import criu, frames
+from edgeinfer.snapshots.process_description import read_files, stamps_of
 from edgeinfer.snapshots.shelf import failures, fingerprint, format, prune
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.units import format_bytes
@@ -26,19 +28,29 @@ from edgeinfer.units import format_bytes
 #: (stage, fraction 0..1 or None when unknown)
 Progress = Callable[[str, float | None], None]
 _GIB = 1 << 30
+#: Held by whoever builds while something else computes: one at a time.
+BACKGROUND_LOCK = ".auto-warm.lock"
 #: Besides the weights: Python's heap, KV cache and compute buffers that were touched.
 _EXTRA_BYTES = 400 << 20
 _BUILDER = "edgeinfer.snapshots.building.builder"
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot to build. `given_name` "": derived; `system` "": the template's own."""
+    """A snapshot to build. `given_name` "": derived; `system` "": the template's own.
+
+    `became` are the options with the choices of another load, which are to be made again, `adapters`
+    those of the options under the names they had there. `stamps` are what the model's files must be
+    (`fingerprint.stamp`); none: what they are.
+    """
 
     model: str
     files: ModelFiles
     options: LoadOptions
     system: str = ""
     given_name: str = ""
+    became: LoadOptions | None = None
+    adapters: tuple[Adapter, ...] | None = None
+    stamps: dict[str, str] = {}
 
     @property
     def name(self) -> str:
@@ -47,11 +59,22 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def depends_on(self) -> str:
         """What a build depends on, as a digest. Raises OSError when a file of the model is gone."""
-        what = (self.files, snapshot_options(self.options), self.system)
-        return failures.digest_of(
-            (*self.files.paths, *self.files.draft_paths, *self.options.adapter_paths(self.files)),
-            msgspec.json.encode(what),
-        )
+        adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
+        what = (self.files, snapshot_options(self.options), self.system, adapters)
+        return failures.digest_of(read_files(self.files, self.options), msgspec.json.encode(what))
+
+    @property
+    def as_loaded(self) -> LoadOptions:
+        """The options, with choices made where they are known."""
+        return self.became or self.options
+
+
+def step_back() -> None:
+    """Give this process and its children idle-class scheduling and the lowest niceness."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        os.nice(19)
 
 
 def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
@@ -68,24 +91,25 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
         sweep(root)
         prune.make_room(root, _need_bytes(order), config, keep=order.name)
         refuse_full(root, order, config)
+        depends_on = order.depends_on
         folder = root / format.folder_name(order.name, time.time_ns(), fingerprint.program_tag())
         request: dict[str, frames.Value] = {
             "model": order.model,
             "name": order.name,
             "files": msgspec.json.encode(order.files),
             "options": msgspec.json.encode(order.options),
+            "became": b"" if order.became is None else msgspec.json.encode(order.became),
             "requested": msgspec.json.encode(snapshot_options(order.options)),
+            "adapters": msgspec.json.encode(order.adapters),
+            "stamps": msgspec.json.encode(order.stamps or stamps_of(order.files, order.options)),
+            "depends_on": depends_on,
             "system": order.system,
             "criu": found.criu,
             "version": found.version,
             "tier": found.tier or "",
         }
         failure = failures.Failure(
-            name=order.name,
-            model=order.model,
-            message="",
-            at_s=time.time(),
-            depends_on=order.depends_on,
+            name=order.name, model=order.model, message="", at_s=time.time(), depends_on=depends_on
         )
         try:
             details = _run_builder(folder, request, progress)
@@ -126,7 +150,7 @@ def refuse_full(root: Path, order: Order, config: SnapshotsConfig) -> None:
 
 def _need_bytes(order: Order) -> int:
     weights = sum(os.path.getsize(path) for path in (*order.files.paths, *order.files.draft_paths))
-    return _EXTRA_BYTES + (weights if order.options.repack != "off" else 0)
+    return _EXTRA_BYTES + (weights if order.as_loaded.repack != "off" else 0)
 
 
 def is_building(name: str) -> bool:

@@ -31,6 +31,7 @@ from edgeinfer.errors import (
     EdgeInferError,
     RestoreError,
     SnapshotError,
+    SnapshotStaleError,
     from_fields,
     to_fields,
 )
@@ -44,6 +45,8 @@ from edgeinfer.snapshots.shelf.records import Details
 
 _DUMP_TIMEOUT_S = 600
 _NEAR_FULL_BYTES = 16 << 20
+#: What of the request is passed on to the process that parks.
+_PARKED_FIELDS = ("model", "files", "options", "became", "adapters", "system", "stamps")
 
 
 class Builder:
@@ -131,7 +134,7 @@ class Builder:
         return answer, msgspec.json.decode(answer["parked"], type=Parked)
 
     def _request(self, link: socket.socket) -> None:
-        fields = {name: self._fields[name] for name in ("model", "files", "options", "system")}
+        fields = {name: self._fields[name] for name in _PARKED_FIELDS}
         frames.send(link, fields | {"folder": os.fsencode(self._folder)})
 
     def _init(
@@ -222,6 +225,7 @@ class Builder:
         }
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, self._criu)}
+        self._refuse_changed(stamps)
         manifest.files = stamps | fingerprint.own_files()
         pages = [name for name in (format.MEMORY, format.BUFFERS) if (self._folder / name).exists()]
         manifest.images = {name: os.path.getsize(self._folder / name) for name in pages}
@@ -229,6 +233,17 @@ class Builder:
             path.chmod(0o600)
             manifest.images[f"{format.IMAGES}/{path.name}"] = path.stat().st_size
         return manifest
+
+    def _refuse_changed(self, stamps: dict[str, str]) -> None:
+        """Raise SnapshotStaleError for a file of the model that is another than before the load."""
+        before = msgspec.json.decode(self._fields.get("stamps", b"{}"), type=dict[str, str])
+        for path, stamp in before.items():
+            if stamps.get(path, stamp) != stamp:
+                raise SnapshotStaleError(
+                    f"{path} was changed while the snapshot was built; nothing of it is kept",
+                    key=path,
+                    hint="type the command again once the file is whole",
+                )
 
     def _compare_canary(self, manifest: format.Manifest, expected: bytes) -> None:
         if facts.ask(manifest, str(self._folder), "canary") != expected:
@@ -265,6 +280,7 @@ class Builder:
                 for name in manifest.images
             },
             stages_ms=self._stages,
+            depends_on=self._fields.get("depends_on", b"").decode(),
         )
 
     def _publish(self, manifest: format.Manifest, details: Details) -> None:

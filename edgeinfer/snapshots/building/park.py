@@ -27,10 +27,11 @@ from edgeinfer import cli, process
 from edgeinfer.config import load_config
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.runtime.loading.mappings import areas
-from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import Adapter, EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.building import relocating
 from edgeinfer.snapshots.building.spill import Spilled, spill
+from edgeinfer.snapshots.process_description import became, describe
 from edgeinfer.snapshots.resumed import app_process, freshness, residency
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable, actual
 from edgeinfer.snapshots.shelf.format import BUFFERS, LINK_FD, WAKE_FD
@@ -128,13 +129,27 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
         import_everything()
         _rehearse()
         engine: Parkable = loading.result()
-    loaded = LoadedModel(engine, fields["model"].decode(), options)
+    if fields["became"]:
+        engine = _with_choices(engine, files, options, fields["became"])
+    adapters = msgspec.json.decode(fields["adapters"], type=tuple[Adapter, ...] | None)
+    if adapters is not None and adapters != engine.info.lora:
+        engine.use_adapters(adapters)
+    model, system = fields["model"].decode(), fields["system"].decode()
+    loaded = LoadedModel(engine, model, options)
+    loaded.description = describe(
+        engine,
+        model,
+        files,
+        options,
+        system=system,
+        stamps=msgspec.json.decode(fields["stamps"], type=dict[str, str]),
+    )
     # loading read it all; what is touched from here on is what computing needs
     residency.give_back_shared()
     system_tokens = 0
     if engine.info.has_chat_template:
         stages.begin("prefill")
-        system_tokens = engine.prefill_system(fields["system"].decode())
+        system_tokens = engine.prefill_system(system)
     stages.begin("warm up")
     engine.warm_up()
     # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
@@ -156,6 +171,17 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
         stages_ms=stages.ms,
     )
     return loaded, msgspec.json.encode(parked)
+
+
+def _with_choices(engine: Parkable, files: ModelFiles, options: LoadOptions, wanted: bytes) -> Parkable:
+    """The engine, loaded again where what is free has led to other choices than the `wanted` ones."""
+    from edgeinfer.runtime.engine import load_engine  # as in `prepare`
+
+    chosen = msgspec.json.decode(wanted, type=LoadOptions)
+    if became(options, engine) == chosen:
+        return engine
+    engine.close()
+    return load_engine(files, chosen)
 
 
 def _rehearse() -> None:
@@ -237,6 +263,8 @@ def _relocate(loaded: LoadedModel, fields: dict[str, bytes], fds: list[int]) -> 
     os.close(fds[0])
     relocating.relocate(msgspec.json.decode(fields["moved"], type=dict[str, str]))
     relocating.own_pages(os.fsdecode(fields["memory"]))
+    if loaded.description is not None:
+        loaded.description = loaded.description.of_this_home()
     parked = Parked(
         info=loaded.engine.info,
         actual=actual(loaded.engine),

@@ -2,9 +2,9 @@
 
 One loop over pipes and sockets. An app is resumed from a snapshot or started cold (`apps`); either way
 it has a supervisor that reports on a pipe, and a link on which it may ask for workers
-(`{"op": "worker"}`), name the snapshot that would have helped (`"warm"`), and say that it has ended
-(`"exit"`). A `serve` or `chat` that started cold is succeeded by a resumed one when its snapshot is
-built (`hand_over`).
+(`{"op": "worker"}`), name the snapshot that would have helped (`"warm"`), have one taken (`"take"`),
+and say that it has ended (`"exit"`). A `serve` or `chat` that started cold is succeeded by a resumed
+one when its snapshot is built (`hand_over`).
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -20,7 +20,15 @@ import time
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.snapshots import frames
-from edgeinfer.snapshots.launching import ending, guard, hand_over, supervise, surroundings, warming
+from edgeinfer.snapshots.launching import (
+    ending,
+    guard,
+    hand_over,
+    supervise,
+    surroundings,
+    taking,
+    warming,
+)
 from edgeinfer.snapshots.launching.apps import App, Apps, Verb, quietly
 
 TYPE_CHECKING = False
@@ -47,12 +55,14 @@ class Launcher:
         self._verb = Verb(argv)
         self._apps = Apps(self._verb, self._poll, exec_ns, main_ns)
         self._warming = warming.Warming(self._poll)
+        self._taking = taking.Taking(self._warming)
         self._succession = hand_over.Succession(self._verb, self._apps)
 
     def run(self) -> NoReturn:
         """Never returns."""
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
+        _signal.signal(_signal.SIGUSR1, lambda _number, _frame: self._taking.start())
         if self.argv[0] == "serve":
             self._verb.fds += [listener.detach() for listener in surroundings.listen(self.argv)]
         if self.argv[0] == "chat":
@@ -77,7 +87,8 @@ class Launcher:
         # one that starts meanwhile may have a descriptor that was another's at the poll
         apps = list(self._apps.running)
         self._succession.look()
-        for fd, _ in self._poll.poll(self._succession.wait_ms()):
+        self._taking.look()
+        for fd, _ in self._poll.poll(_least(self._succession.wait_ms(), self._taking.wait_ms())):
             if self._warming.has_ended(fd):
                 self._succession.offer(self._main)
                 continue
@@ -184,6 +195,8 @@ class Launcher:
             self._main = self._succession.hand_over(self._main)
         elif op == b"warm-now":
             self._warming.start_now(fields, fds)
+        elif op == b"take":
+            self._taking.asked(fields, fds)
         elif op == b"warm-stop":
             self._warming.stop_now()
         elif op == b"warm":
@@ -244,6 +257,13 @@ class Launcher:
         self._terminal.dismiss_guard()
         self._warming.start_wanted()
         os._exit(code)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    """The smaller of two waits; None waits for ever."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
 
 
 def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:

@@ -36,13 +36,20 @@ class Warming:
         while self._wanted:
             model, options = self._wanted.popitem()
             module = "edgeinfer.snapshots.building.background_build"
-            pid = surroundings.detach(module, os.fsdecode(model), os.fsdecode(options))
-            try:
-                fd = os.pidfd_open(pid)
-            except OSError:  # a kernel before 5.3: its end goes unheard
-                continue
-            self._builds[fd] = pid
-            self._poll.register(fd, select.POLLIN)
+            self.watch(surroundings.detach(module, os.fsdecode(model), os.fsdecode(options)))
+
+    def watch(self, pid: int) -> None:
+        """Have `poll` report the end of a build."""
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:  # a kernel before 5.3: its end goes unheard
+            return
+        self._builds[fd] = pid
+        self._poll.register(fd, select.POLLIN)
+
+    def is_running(self, pid: int) -> bool:
+        """Whether this build has not ended yet."""
+        return pid in self._builds.values()
 
     def has_ended(self, fd: int) -> bool:
         """Whether `fd` reported the end of a build, which is then forgotten."""

@@ -25,16 +25,17 @@ import msgspec
 from edgeinfer import process
 from edgeinfer.config import Config, LoadConfig
 from edgeinfer.errors import EngineClosedError, SnapshotStaleError, UsageError, from_fields
-from edgeinfer.host import Host, LoadProgress, Start
+from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
 from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import frames, linux
 from edgeinfer.snapshots.launching import kept_connections
-from edgeinfer.snapshots.resumed import freshness
+from edgeinfer.snapshots.process_description import Description, describe, stamps_of
+from edgeinfer.snapshots.resumed import freshness, taking
 from edgeinfer.snapshots.resumed.hand_over import HandOver
 from edgeinfer.snapshots.resumed.idle import IdleWatch
-from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
+from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable
 
 if TYPE_CHECKING:
     from edgeinfer.workers.client import RemoteEngine
@@ -64,6 +65,7 @@ class AppHost(Host):
         succeeds: bool = False,
         predecessor: socket.socket | None = None,
         long_lived: bool = True,
+        is_worker: bool = False,
     ) -> None:
         super().__init__(start, exec_ns=exec_ns)
         self._link = link
@@ -73,7 +75,9 @@ class AppHost(Host):
         self._loaded = loaded
         self._listeners = listeners
         self._long_lived = long_lived
+        self._is_worker = is_worker
         self._asking = threading.Lock()
+        self._description = taking.OwnDescription()
 
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
@@ -98,13 +102,15 @@ class AppHost(Host):
         Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
         """
         if self._loaded is None:
-            engine = super().engine(model, options, progress)
+            self._reached("load")
+            engine = self._load_and_describe(model, options, progress)
             self._ask_for_warming(engine, model, options)
             return engine
         self._reached("load")
         if self._loaded.serves(model, options, named=self._named):
             self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
             engine = self._loaded.take(options)
+            self._describe(self._loaded.engine, self._loaded.description)
             self.keep_blocks(self._loaded.engine)
             self.attach_devices(self._loaded.engine, options)
         elif self._named:
@@ -120,6 +126,31 @@ class AppHost(Host):
             self.start = msgspec.structs.replace(self.start, **how)
         self._reached("ready")
         return engine
+
+    def _load_and_describe(
+        self, model: str, options: LoadOptions, progress: LoadProgress | None
+    ) -> Engine:
+        from edgeinfer.catalog.store import full_name  # in a cold process alone
+
+        files = self.files(model, options.draft, progress)
+        stamps = stamps_of(files, options)
+        engine = self._load(files, options, progress)
+        name, system = full_name(model), files.system_prompt
+        self._describe(engine, describe(engine, name, files, options, system=system, stamps=stamps))
+        return engine
+
+    def _describe(self, engine: Parkable, found: Description | None) -> None:
+        self._description.write(found, self.start.snapshot, is_worker=self._is_worker)
+        engine.on_new_adapters = self._description.has_adapters
+
+    def listens_at(self, url: str) -> None:
+        self._description.listens_at(url)
+
+    def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
+        return taking.take(self._tell, model, name)
+
+    def keep_taking(self, every_s: float, model: str, name: str) -> None:
+        taking.keep_taking(self._tell, every_s, model, name)
 
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
@@ -271,6 +302,7 @@ def _take_over(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.signal(signal.SIGTSTP, _stop)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher's; all of a service may be sent it
     linux.set_name("edgeinfer")
     process.die_with_parent()
     if loaded is not None:
@@ -332,7 +364,7 @@ def _play(
     if role == WORKER:
         from edgeinfer.workers.server import serve  # 5 ms in a cold process
 
-        host = AppHost(start, link, loaded, exec_ns=exec_ns)
+        host = AppHost(start, link, loaded, exec_ns=exec_ns, is_worker=True)
         options = msgspec.json.decode(fields["options"], type=LoadOptions)
         serve(
             sockets[0], start, lambda progress: host.engine(fields["model"].decode(), options, progress)

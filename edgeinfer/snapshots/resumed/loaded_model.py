@@ -12,8 +12,9 @@ from edgeinfer.load_options import differing, snapshot_options, unmet
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.loading.mappings import Area, Range
-from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.snapshots.process_description import Description
 from edgeinfer.snapshots.resumed import prefetch
 from edgeinfer.snapshots.resumed.idle import IdleWatch, give_back
 
@@ -27,6 +28,8 @@ _CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy d
 
 class Parkable(Engine, Protocol):
     """What the engine of this process can do besides."""
+
+    on_new_adapters: Callable[[tuple[Adapter, ...]], None]
 
     @property
     def is_open(self) -> bool: ...
@@ -52,7 +55,7 @@ class LoadedModel:
     """A loaded engine with the name and options it was asked for under.
 
     `droppable` are the ranges of `freshness`, `buffers` those of `residency`, `needed` what computing
-    touches of mapped files.
+    touches of mapped files. `description` says how it came to be loaded.
     """
 
     def __init__(self, engine: Parkable, model: str, options: LoadOptions) -> None:
@@ -64,6 +67,7 @@ class LoadedModel:
         self.droppable: list[Range] = []
         self.buffers: list[Range] = []
         self.needed: list[Area] = []
+        self.description: Description | None = None
 
     @property
     def is_open(self) -> bool:

@@ -241,6 +241,12 @@ def is_given(name: str, model: str, requested: dict[str, str]) -> bool:
     return name != snapshot_name(model, requested)
 
 
+def given_part(name: str, model: str, requested: dict[str, str]) -> str:
+    """The name that a person gave a snapshot called `name`, "" for none."""
+    is_named = name and is_given(name, model, requested)
+    return name.partition(OPTION_SEPARATOR)[2] if is_named else ""
+
+
 def _option_part(name: str, value: str) -> str:
     """An option in a snapshot's name: `ctx8192`; of paths the file names and a hash of it all."""
     if "/" in value:

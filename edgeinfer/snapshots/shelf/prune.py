@@ -25,14 +25,18 @@ def drop_older(root: Path, name: str) -> None:
 
 
 def by_last_use(root: Path, keep: str = "") -> list[Path]:
-    """List all but our `keep`: those whose program is gone, then the longest unused."""
+    """List all but our `keep`, the first to go first: those whose program is gone, those that nobody
+    named, the longest unused.
+    """
     own = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
     folders = [
         Path(f) for found in format.generations(str(root)).values() for f in found if f not in own
     ]
-    return sorted(
-        folders, key=lambda folder: (not records.is_orphan(folder), records.last_used_s(folder))
-    )
+    return sorted(folders, key=_worth)
+
+
+def _worth(folder: Path) -> tuple[bool, bool, float]:
+    return not records.is_orphan(folder), records.is_named(folder), records.last_used_s(folder)
 
 
 def to_limit(root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: int = 0) -> list[str]:

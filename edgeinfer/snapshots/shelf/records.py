@@ -15,7 +15,8 @@ from edgeinfer.snapshots.shelf import fingerprint, format
 class Details(msgspec.Struct, frozen=True, kw_only=True):
     """A built snapshot. `memory_bytes` counts holes, `disk_bytes` does not.
 
-    `system` is the system prompt computed in it.
+    `system` is the system prompt computed in it, `depends_on` the digest of program, machine, files,
+    options and system prompt it was built of.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     mappings: int
     digests: dict[str, str]
     stages_ms: dict[str, float]
+    depends_on: str = ""
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,15 @@ def read_details(folder: Path) -> Details:
 def is_own(folder: Path) -> bool:
     """Whether this program built the snapshot."""
     return format.program_of(folder.name) == fingerprint.program_tag()
+
+
+def is_named(folder: Path) -> bool:
+    """Whether a person gave the snapshot its name."""
+    try:
+        manifest = format.read_manifest(str(folder))
+    except EdgeInferError:
+        return False
+    return format.is_given(manifest.name, manifest.model, manifest.requested)
 
 
 def is_orphan(folder: Path) -> bool:

@@ -1,0 +1,67 @@
+"""Snapshots over the admin routes: who may ask for them, and what is passed on."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgeinfer.errors import DiskFullError, UsageError
+from edgeinfer.host import TakenSnapshot
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate
+
+PATH = "/v1/models/fake/snapshot"
+
+
+def test_one_is_taken_for_whoever_has_the_key(serve):
+    here = serve(gate=Gate(keys=Keys(["secret"])))
+    asked = []
+
+    def take(model: str, name: str) -> TakenSnapshot:
+        asked.append((model, name))
+        return TakenSnapshot(name=f"fake,{name}", disk_bytes=7, was_built=len(asked) == 1, seconds=0.5)
+
+    here.endpoint.take_snapshot = take
+    assert here.client.post(PATH, json={"name": "x"}).status_code == 401
+    key = {"authorization": "Bearer secret"}
+    for state in ("taken", "unchanged"):
+        answer = here.client.post(PATH, json={"name": "x"}, headers=key)
+        assert answer.json() == {
+            "id": "fake",
+            "state": state,
+            "snapshot": "fake,x",
+            "disk_bytes": 7,
+            "seconds": 0.5,
+        }
+    assert asked == [("fake", "x"), ("fake", "x")]
+    assert here.client.post(PATH, json={"name": "../x"}, headers=key).status_code == 400
+    assert here.client.post("/v1/models/nix/snapshot", json={}, headers=key).status_code == 404
+
+
+def test_the_schedule_is_passed_on(serve):
+    here = serve()
+    kept = []
+    here.endpoint.keep_taking = lambda *schedule: kept.append(schedule)
+    answer = here.client.post(f"{PATH}/schedule", json={"every_s": 60, "name": "x"})
+    assert answer.json() == {"id": "fake", "name": "x", "every_s": 60.0}
+    assert kept == [(60.0, "fake", "x")]
+    assert here.client.post(f"{PATH}/schedule", json={"every_s": -1}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (None, 409, "snapshots_unavailable"),
+        (DiskFullError("no room"), 507, "disk_full"),
+        (UsageError("has not loaded it"), 400, "usage"),
+    ],
+)
+def test_what_went_wrong_is_told(serve, error, status, code):
+    here = serve()
+    if error is not None:
+
+        def fail(_model: str, _name: str) -> TakenSnapshot:
+            raise error
+
+        here.endpoint.take_snapshot = fail
+    answer = here.client.post(PATH, json={})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)

@@ -1,0 +1,250 @@
+"""Snapshots of a running endpoint: real streams, real snapshots; an ordinary user and root."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from made_models import make_adapter
+
+from edgeinfer import process_notes
+from edgeinfer.snapshots.process_description import Description
+
+from .conftest import Person
+from .test_by_itself import MODEL, Endpoint, _descendants
+from .test_faults import folders
+from .test_hand_over import ended, until
+from .test_resume import SECRET
+
+pytestmark = pytest.mark.criu
+
+QUIET = "[snapshots]\nauto-warm = false\nhand-over = false\n"
+STREAMS = 8
+#: With such a cache, and on one thread, this model computes the same bits in any company (decision 022).
+EXACT = ("--kv-type", "q8_0", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def somebody(anybody) -> Person:
+    """The same person with a home of its own, where nothing is built by itself."""
+    home = anybody.place.folder / f"take-{anybody.uid}"
+    person = Person(anybody.place, anybody.uid, anybody.gid, home, anybody.model)
+    person.settings(QUIET)
+    return person
+
+
+def take(person, *words: str):
+    return person.run("snapshots", "take", *words, "--quiet", "--json")
+
+
+class Stream(threading.Thread):
+    """One greedy stream, until it has `n_tokens` or is told to hang up."""
+
+    def __init__(self, endpoint: Endpoint, number: int, n_tokens: int) -> None:
+        super().__init__()
+        self.text = ""
+        self.n_tokens = 0
+        self.began, self.hang_up = threading.Event(), threading.Event()
+        self._port = endpoint.port
+        self._body = {
+            "model": MODEL, "prompt": f"{SECRET}-{number} Once upon a time", "max_tokens": n_tokens,
+            "temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False,
+        }  # fmt: skip
+        self.start()
+
+    def run(self) -> None:
+        link = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        with contextlib.closing(link):
+            link.request(
+                "POST", "/v1/completions", json.dumps(self._body), {"content-type": "application/json"}
+            )
+            for line in link.getresponse():
+                choices = json.loads(line[6:])["choices"] if line.startswith(b"data: {") else []
+                for choice in choices:
+                    self.text += choice["text"]
+                    self.n_tokens += 1
+                    self.began.set()
+                if self.hang_up.is_set():
+                    return
+
+
+def streams(endpoint: Endpoint, n_tokens: int) -> list[Stream]:
+    return [Stream(endpoint, number, n_tokens) for number in range(STREAMS)]
+
+
+def test_streams_go_on_and_nothing_of_them_is_in_the_image(somebody):
+    with Endpoint(somebody, MODEL, *EXACT) as endpoint:
+        running = streams(endpoint, 120)
+        for stream in running:
+            assert stream.began.wait(60)
+        try:
+            taken = take(somebody, "--name", "live")
+        finally:
+            for stream in running:
+                stream.hang_up.set()
+                stream.join(60)
+        assert taken.result["was_built"]
+        assert taken.result["pid"] == endpoint.process.pid
+        (app,) = endpoint.apps()
+        left = process_notes.left_by(app, process_notes.DESCRIPTION, Description)
+        assert left is not None
+        assert SECRET not in repr(left)
+        for path in somebody.snapshot(f"{MODEL},live").rglob("*"):
+            content = path.read_bytes() if path.is_file() else b""
+            for encoding in ("utf-8", "utf-16-le", "utf-32-le"):
+                assert SECRET.encode(encoding) not in content, path
+        assert not take(somebody, str(endpoint.process.pid), "--name", "live").result["was_built"]
+    copy = somebody.ask("--snapshot", "live")
+    assert copy.start["snapshot"] == f"{MODEL},live"
+    assert copy.result["text"] == somebody.ask("--resume=never", *EXACT).result["text"] != ""
+    with Endpoint(somebody, MODEL, "--snapshot", "live", "--threads", "1") as endpoint:
+        undisturbed = streams(endpoint, 120)
+        for stream, same in zip(running, undisturbed, strict=True):
+            same.join(120)
+            assert stream.n_tokens > 1
+            assert same.text.startswith(stream.text)
+        rows = somebody.run("ps", "--json").result["running"]
+        (row,) = [row for row in rows if row["pid"] == endpoint.process.pid]
+        assert row["snapshots"] == [f"{MODEL},live"]
+        assert not take(somebody).result["was_built"]  # under the name that it was started by
+    somebody.run("snapshots", "rm", f"{MODEL},live").check()
+
+
+def test_a_signal_takes_one_once_and_an_endpoint_that_is_killed_leaves_none(somebody):
+    with Endpoint(somebody, MODEL) as endpoint:
+        endpoint.ask()
+        for _ in range(2):  # the second waits for the first, and finds it
+            os.kill(endpoint.process.pid, 10)
+        assert f"{MODEL} was taken of process" in somebody.logged("was taken")
+        until(lambda: not _takes(endpoint), "the second has ended")
+        assert (somebody.data / "state/auto-warm.log").read_text().count("was taken") == 1
+        assert endpoint.ask()["usage"]["completion_tokens"] == 3
+    assert somebody.ask("--resume=always").start["snapshot"] == MODEL
+    somebody.run("snapshots", "rm", MODEL).check()
+    with Endpoint(somebody, MODEL) as endpoint:
+        endpoint.ask()
+        os.kill(endpoint.process.pid, 10)
+        until(lambda: any(name.startswith(f"{MODEL}@") for name in folders(somebody)), "it has begun")
+        all_of_it = _descendants(endpoint.process.pid)
+        endpoint.process.kill()
+        endpoint.process.wait(60)
+    until(lambda: all(map(ended, all_of_it)), "everything has ended")
+    assert MODEL not in names(somebody)
+    somebody.run("warm", MODEL, "--ctx", "512", "--quiet").check()  # sweeps what was left
+    assert {name.partition("@")[0] for name in folders(somebody)} == names(somebody)
+    somebody.run("snapshots", "rm", f"{MODEL},ctx512").check()
+
+
+def _takes(endpoint: Endpoint) -> list[int]:
+    """The processes that take a snapshot for the launcher."""
+    return [pid for pid in _descendants(endpoint.process.pid) if b"\0take\0" in _command_line(pid)]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_schedule_takes_what_has_changed_with_adapters_that_came_while_it_ran(somebody):
+    adapter = somebody.data / "data/adapters/red.gguf"
+    adapter.parent.mkdir(parents=True, exist_ok=True)
+    make_adapter(adapter, 1, strength=0.5)
+    os.chown(adapter, somebody.uid, somebody.gid)
+    with Endpoint(somebody, MODEL) as endpoint:
+        endpoint.ask()
+        assert take(somebody, "--every", "1s").result["snapshot"]["name"] == MODEL
+        load = {"lora_name": "tone", "lora_path": "red", "scale": 1.0}
+        assert post(endpoint, "/v1/load_lora_adapter", load)[0] == 200
+        toned = endpoint.ask()["choices"][0]["text"]
+        until(lambda: names(somebody) - {MODEL}, "it is taken again, with the adapter")
+        assert take(somebody, "--every", "0").code == 0
+        until(lambda: not _takes(endpoint), "the last has ended")
+        make_adapter(adapter, 2, strength=0.5)
+        changed = take(somebody, "--name", "other")
+        assert changed.code == 7
+        assert "red.gguf was changed since it was loaded" in changed.error["message"]
+        assert endpoint.ask()["choices"][0]["text"] == toned
+    somebody.run("snapshots", "prune", "--all").check()
+    with Endpoint(somebody, MODEL) as endpoint:
+        endpoint.ask()
+        assert post(endpoint, "/v1/load_lora_adapter", load)[0] == 200
+        take(somebody, str(endpoint.process.pid)).check()
+    copy = somebody.ask("--lora", "red", "--resume=always")
+    assert copy.result["text"] == somebody.ask("--lora", "red", "--resume=never").result["text"]
+    assert somebody.ask().start["how"] == "cold"
+    with Endpoint(somebody, MODEL, "--lora", "red", "--resume=always") as endpoint:
+        body = {"model": MODEL, "prompt": "Hello", "max_tokens": 3, "lora": [{"name": "tone"}]}
+        endpoint.post(body)  # it has the name it was given
+    somebody.run("snapshots", "prune", "--all").check()
+
+
+def names(person) -> set[str]:
+    listed = person.run("snapshots", "--json").result["snapshots"]
+    return {one["details"]["name"] for one in listed}
+
+
+def post(endpoint: Endpoint, path: str, body: dict) -> tuple[int, bytes]:
+    link = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=60)
+    with contextlib.closing(link):
+        link.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = link.getresponse()
+        return answer.status, answer.read()
+
+
+def test_what_cannot_be_taken_is_said_with_what_to_do(somebody):
+    assert "no endpoint runs" in take(somebody).error["message"]
+    assert "there is no process" in take(somebody, str(1 << 22)).error["message"]
+    assert "nothing that runs has unheard" in take(somebody, "unheard").error["message"]
+    stranger = take(somebody, "1")
+    assert stranger.code == 2
+    if somebody.uid == os.stat("/proc/1").st_uid:
+        assert "has loaded no model" in stranger.error["message"]
+    else:
+        assert "belongs to another user" in stranger.error["message"]
+    with Endpoint(somebody, MODEL) as endpoint:
+        endpoint.ask()
+        elsewhere = {"EDGEINFER_HOME": str(somebody.home / "elsewhere")}
+        other = somebody.run("snapshots", "take", str(endpoint.process.pid), env=elsewhere)
+        assert "keeps its data in another place" in other.err
+        without = somebody.run("snapshots", "take", env={"EDGEINFER_CRIU": "/nowhere/criu", "PATH": ""})
+        assert (without.code, "snapshots do not work here" in without.err) == (7, True)
+        assert "hint:" in without.err
+        somebody.settings(f"{QUIET}disk-margin-gib = 1000000\n")
+        try:
+            full = take(somebody)
+        finally:
+            somebody.settings(QUIET)
+        assert (full.code, full.error["code"]) == (6, "disk-full")
+        assert MODEL not in names(somebody)
+        assert endpoint.ask()["usage"]["completion_tokens"] == 3
+
+
+OTHER_CHOICES = """
+import json, msgspec
+from edgeinfer.config import SnapshotsConfig
+from edgeinfer.host import Host
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.snapshots.building import build_order
+became = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on", repack="off")
+order = build_order.Order(
+    model="small", files=Host().files("small"), options=LoadOptions(), became=became, given_name="less"
+)
+details = build_order.build(order, SnapshotsConfig(), lambda stage, fraction: None)
+print(json.dumps([details.requested, details.actual]))
+"""
+
+
+def test_choices_that_were_made_with_other_memory_free_are_made_again(user):
+    user.settings(QUIET)
+    requested, actual = json.loads(user.run(program=OTHER_CHOICES).check().out)
+    assert requested == {}
+    chosen = {"n_ctx": "768", "n_parallel": "3", "kv_type": "q8_0", "repack": "off"}
+    assert actual | chosen == actual
+    assert user.ask("--snapshot", "less").start["snapshot"] == f"{MODEL},less"
