@@ -16,7 +16,7 @@ from edgeinfer import paths
 from edgeinfer.catalog import sources
 from edgeinfer.catalog.progress import Job
 from edgeinfer.commands.warm import StageTalk
-from edgeinfer.errors import InterruptedByUser, UsageError
+from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf import records
@@ -32,6 +32,7 @@ class ExportResult(Result, frozen=True, kw_only=True):
     kind: ClassVar[str] = "snapshots-export"
 
     name: str
+    tag: str
     destination: str
     digest: str
     signer: str
@@ -42,11 +43,12 @@ class ExportResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         there = self.layers_bytes - self.written_bytes
         kept = f"; {format_bytes(there)} were there already" if there else ""
+        which = "" if self.destination.startswith("oci:") else f" --name {self.tag}"
         return (
             f"{self.name} is in {self.destination}: {format_bytes(self.written_bytes)} written{kept}; "
             f"{self.wall_s:.1f} s\n"
             f"signed by {self.signer}: tell it to who imports\n"
-            f"to import it: edgeinfer snapshots import {self.destination} --trust {self.signer}"
+            f"to import it: edgeinfer snapshots import {self.destination}{which} --trust {self.signer}"
         )
 
 
@@ -97,6 +99,7 @@ def export(options: argparse.Namespace, _host: Host) -> ExportResult:
         done = exporting.export(folder, where, tag or re.sub(r"[^A-Za-z0-9_.-]", "-", name), talk.say)
     return ExportResult(
         name=name,
+        tag=done.name,
         destination=options.destination,
         digest=done.digest,
         signer=done.signer,
@@ -147,6 +150,9 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult:
             offer = importing.offered(source, options.name)
             work = importing.Importing(source, offer, host.config.snapshots, talk.say)
             details = work.rebuild(host) if options.rebuild else work.run()
+    except SnapshotStaleError as error:
+        again = f"build the same here: `edgeinfer snapshots import {options.source} --rebuild`"
+        raise SnapshotStaleError(error.message, key=error.key, hint=error.hint or again) from error
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
     return ImportResult(

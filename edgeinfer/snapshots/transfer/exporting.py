@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog import names, store
+from edgeinfer.disk import sha256_of_part
 from edgeinfer.errors import SnapshotCorruptError, SnapshotError
 from edgeinfer.load_options import DRAFT, LORA
 from edgeinfer.snapshots.building import verify
@@ -208,10 +208,8 @@ def _buffers(folder: Path) -> tuple[list[Piece], list[Piece], int]:
 
 
 def _digest(folder: Path, piece: Piece) -> str:
-    hashed = hashlib.sha256()
-    for chunk in packing.stretch(folder / format.BUFFERS, piece.offset, piece.length)():
-        hashed.update(chunk)
-    return hashed.hexdigest()
+    with open(folder / format.BUFFERS, "rb", buffering=0) as file:
+        return sha256_of_part(file.fileno(), piece.offset, piece.length, lambda _chunk, _done: None)
 
 
 def _joined(path: Path, pieces: list[Piece]) -> Iterator[bytes]:

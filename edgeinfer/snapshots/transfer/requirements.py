@@ -142,7 +142,6 @@ def _differs(key: str, theirs: str, ours: str) -> None:
     raise SnapshotStaleError(
         f"the snapshot does not fit this machine: {key}: it was made with {theirs}, here is {ours}",
         key=key,
-        hint="build the same here: `edgeinfer snapshots import --rebuild …`",
     )
 
 
