@@ -80,8 +80,8 @@ class Load:
 def test_one_more_when_requests_would_wait_and_it_is_known_what_those_here_make():
     growth = Growth(BOUNDS, cores=2)
     load = Load(growth)
-    steps = load.seconds(12, copies=1, waiting=3, rate=100)
-    assert steps == ["stay"] * 10 + ["grow"] * 2
+    steps = load.seconds(14, copies=1, waiting=3, rate=100)
+    assert steps == ["stay"] * 12 + ["grow"] * 2
     assert growth.rates == {1: pytest.approx(100)}
     assert "5 s" in growth.reason
     growth.changed()
@@ -98,9 +98,9 @@ def test_one_more_when_requests_would_wait_and_it_is_known_what_those_here_make(
 def test_a_copy_that_makes_no_more_goes_and_does_not_come_again():
     growth = Growth(BOUNDS, cores=4)
     load = Load(growth)
-    load.seconds(12, copies=1, waiting=3, rate=100)
+    load.seconds(15, copies=1, waiting=3, rate=100)
     growth.changed()
-    load.seconds(12, copies=2, waiting=0, rate=104, inside=11)
+    load.seconds(15, copies=2, waiting=0, rate=104, inside=11)
     assert growth.judge("m", 2, at=1.0) is None  # it is measured again without the second one
     assert load.seconds(1, copies=2, waiting=0, rate=104, inside=11) == ["shrink"]
     growth.changed()
@@ -117,13 +117,13 @@ def test_a_copy_that_makes_no_more_goes_and_does_not_come_again():
 def test_a_machine_that_was_slower_meanwhile_refutes_nothing():
     growth = Growth(BOUNDS, cores=2)
     load = Load(growth)
-    load.seconds(12, copies=1, waiting=3, rate=150)
+    load.seconds(15, copies=1, waiting=3, rate=150)
     growth.changed()
-    load.seconds(12, copies=2, waiting=0, rate=150, inside=11)
+    load.seconds(15, copies=2, waiting=0, rate=150, inside=11)
     assert growth.judge("m", 2, at=1.0) is None
     assert load.seconds(1, copies=2, waiting=0, rate=150, inside=11) == ["shrink"]
     growth.changed()
-    load.seconds(12, copies=1, waiting=3, rate=100)
+    load.seconds(15, copies=1, waiting=3, rate=100)
     assert growth.judge("m", 1, at=1.0) is None
     assert load.seconds(1, copies=1, waiting=3, rate=100) == ["grow"]
 

@@ -195,6 +195,12 @@ class CopiesEngine:
             return [copy for copy in self._copies if copy.is_usable]
 
     @property
+    def is_shrinking(self) -> bool:
+        """Whether one ends with what it has begun."""
+        with self._changed:
+            return any(copy.is_leaving for copy in self._copies)
+
+    @property
     def waiting(self) -> list[Ticket]:
         """Requests that no copy has begun, the oldest first."""
         with self._changed:

@@ -17,6 +17,9 @@ _WORTH = 1.1
 #: What was measured longer ago than this counts less with each new measurement.
 _MEMORY_S = 60.0
 
+#: A new copy first reads what others have read: so much of `measured_s` is not measured.
+_SETTLING = 0.2
+
 #: What is to be done.
 Step = Literal["grow", "shrink", "stay"]
 
@@ -113,6 +116,7 @@ class Growth:
         #: Trials that were lost, and are judged again by what is made after them.
         self._unsure: set[int] = set()
         self._last: Seen | None = None
+        self._since: float | None = None
         self._enough_since: float | None = None
 
     @property
@@ -126,14 +130,17 @@ class Growth:
         return rates
 
     def changed(self) -> None:
-        """Another number of copies runs: what is between two looks belongs to neither."""
+        """Another number of copies runs, or one is about to end: what they do now tells nothing."""
         self._last = None
+        self._since = None
         self._enough_since = None
 
     def look(self, seen: Seen) -> Step:
         """Learn from what is seen, and decide."""
         last, self._last = self._last, seen
-        if last is not None and last.copies == seen.copies:
+        self._since = seen.now if self._since is None else self._since
+        is_settled = seen.now - self._since > self.bounds.measured_s * _SETTLING
+        if last is not None and is_settled:
             inside = min(last.inside, seen.inside)
             if inside >= seen.copies * seen.slots:
                 self._full.setdefault(seen.copies, Measured()).add(last, seen)

@@ -97,6 +97,8 @@ class Minder:
             self._failed(died)
             self._growth.reason = "a copy's process has ended, and another takes its place"
             self._changed()
+        if self.engine.is_shrinking:
+            self._growth.changed()
         usable = self.engine.usable
         n = len(usable)
         if n < self._bounds.least:
