@@ -19,7 +19,7 @@ from edgeinfer.commands.warm import StageTalk
 from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.snapshots.shelf import records
+from edgeinfer.snapshots.shelf import format, records
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.snapshots.transfer import exporting, importing, signing, trust
 from edgeinfer.snapshots.transfer.layout import Layout
@@ -69,10 +69,11 @@ class ImportResult(Result, frozen=True, kw_only=True):
             if self.rebuilt
             else "computes here what it computed there"
         )
+        given = format.is_given(d.name, d.model, d.requested)
         return (
             f"{d.name} {how}: {format_bytes(d.disk_bytes)} on disk; {self.wall_s:.1f} s\n"
             f"signed by {self.signer}\n"
-            f"try it: edgeinfer chat {d.model}"
+            f"try it: edgeinfer chat {f'--snapshot {d.name}' if given else d.model}"
         )
 
 
