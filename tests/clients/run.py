@@ -31,11 +31,15 @@ from install import build_cache, install, table  # noqa: E402
 FIRST = "Make a file hello.txt with the word hello in it."
 SECOND = "Now say in a sentence what you did."
 _SECONDS = 300
+#: What `launch` asks itself.
+_OF_LAUNCH = ("/props", "/v1/models/{id}/recall")
 _SMALL = "smollm2-135m-instruct"
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """What became of a client. `second` is where its second turn begins in `requests`, -1 the last."""
+    """What became of a client. `second` is where its second turn begins in `requests`, -1 the last
+    with a prompt.
+    """
 
     version: str = "?"
     failure: str = ""
@@ -65,7 +69,10 @@ class Session(msgspec.Struct, kw_only=True):
     @property
     def cached(self) -> str:
         """Remembered tokens of the first request of the second turn: its largest prompt."""
-        read = [one for one in self.requests[self.second :] if one["prompt_tokens"]]
+        later = self.requests if self.second < 0 else self.requests[self.second :]
+        read = [one for one in later if one["prompt_tokens"]]
+        if self.second < 0:
+            read = read[-1:]
         if not read:
             return "–"
         largest = max(read, key=lambda one: one["prompt_tokens"])
@@ -96,9 +103,9 @@ class Server:
         self.url = next(line["url"] for line in self._lines() if line["event"] == "listening")
 
     def requests(self) -> list[dict[str, Any]]:
-        """What clients have asked so far, but for what `launch` asks itself."""
+        """What clients have asked so far."""
         asked = [line for line in self._lines() if line["event"] == "request"]
-        return [one for one in asked if one["route"] != "/props"]
+        return [one for one in asked if one["route"] not in _OF_LAUNCH]
 
     def bodies(self) -> list[Path]:
         """What was read of requests, where the endpoint keeps it (scripted.py)."""

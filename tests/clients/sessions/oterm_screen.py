@@ -29,7 +29,7 @@ def hold_session(terminal: Terminal) -> None:
     terminal.until_shown("Press Ctrl+N")
     terminal.press("C-n")
     click(terminal, f"{model}:latest")
-    terminal.until_shown(f"Model: {model}")
+    terminal.until_shown("🛠")  # the model calls tools: they can be chosen
     click(terminal, " shell")
     click(terminal, "  Save")
     terminal.until_shown("❯")
