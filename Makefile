@@ -9,7 +9,7 @@ BESIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench-adapters bench-copies bench-importance bench-scale cuda clients bench-agents bench-converting bench-drafts bench-memory bench-resume bench-take bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
+.PHONY: bench-adapters bench-copies bench-importance bench-scale cuda clients bench-agents bench-converting bench-drafts bench-gpu bench-memory bench-resume bench-take bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -78,6 +78,10 @@ bench-importance: setup ## what an importance matrix made here keeps of a model,
 
 bench-converting: setup ## a sharded checkpoint to GGUF: time beside a copy, peak memory; 20 GB of disk
 	$(BIN)/python benchmarks/bench_converting.py $(ARGS)
+
+bench-gpu: setup ## first token, reading and writing: the CPU against each GPU and split, beside llama-server
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
 bench-serve: setup ## the endpoint beside llama-server, 1 to 32 clients
 	@tools/setup.sh bench

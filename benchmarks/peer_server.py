@@ -9,6 +9,7 @@ import json
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import is_healthy
@@ -16,10 +17,19 @@ from common import is_healthy
 
 class Server:
     """One llama-server process. Its context is cells for all slots together; it inherits our setting of
-    libgomp's spin count, so that the two differ in nothing but themselves.
+    libgomp's spin count, so that the two differ in nothing but themselves. `flags` come last.
     """
 
-    def __init__(self, program: str, model: Path, *, slots: int, n_ctx: int, threads: int) -> None:
+    def __init__(
+        self,
+        program: str,
+        model: Path,
+        *,
+        slots: int,
+        n_ctx: int,
+        threads: int,
+        flags: Sequence[str] = (),
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -35,6 +45,7 @@ class Server:
             str(threads),
             "--port",
             str(self.port),
+            *flags,
         ]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120

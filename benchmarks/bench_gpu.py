@@ -1,0 +1,305 @@
+"""Layers on GPUs: resume to first token, reading and writing, the CPU against each device and split.
+
+    bench_gpu.py [--models tiny,small,7b] [--runs 5] [--software] [--out docs/figures]
+
+A side is an endpoint that was resumed from one and the same snapshot: on the CPU, with all layers on a device,
+with half of them, with prompts alone, and with all spread over all devices. Where a device is, `llama-server` runs
+beside it with the very same backend library. A machine without one gets a row that says so; --software takes
+Mesa's software device of the tests, which is slower than any CPU and shows that everything runs. The model `tiny`
+is one of random numbers that is made, for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from bench_resume import MODELS, Bench
+from common import CACHE, ROOT, write_figure
+from peer_server import Server
+
+sys.path.insert(0, str(ROOT / "tests/made"))
+from made_models import make_llama
+
+from edgeinfer.runtime.attaching.remembered import Rates, remember, remembered
+from edgeinfer.runtime.backends import files
+from edgeinfer.runtime.backends.devices import Device, Loaded, device_line
+from edgeinfer.runtime.backends.survey import survey
+
+PORT = 18420
+#: Attaching is waited for so long (seconds): a software device compiles its kernels at the first step.
+ATTACH_S = 600.0
+
+
+class Side(NamedTuple):
+    """Where layers lie, in words; `--gpu-layers`; the devices' names, none for the CPU."""
+
+    words: str
+    layers: str
+    devices: tuple[str, ...] = ()
+    is_for_prompts: bool = False
+
+
+class Found(NamedTuple):
+    """Seconds to attach, milliseconds to a first token, tokens/s of prompts and answers; runs each."""
+
+    attach_s: float | None
+    first_ms: Sequence[float]
+    read: Sequence[float]
+    written: Sequence[float]
+
+
+class GpuBench(Bench):
+    """The measurements of one machine, a home of its own as `Bench` has it."""
+
+    def prepare(self) -> tuple[list[Device], list[str]]:
+        """Choose devices, and say why a backend has none."""
+        if self.options.software:
+            self._take_software()
+        os.environ.update(self.environment)
+        answers = survey()
+        devices = [d for answer in answers if isinstance(answer, Loaded) for d in answer.devices]
+        kinds = ("software",) if self.options.software else ("gpu", "integrated")
+        absent = [f"{a.name}: {a.reason}" for a in answers if not isinstance(a, Loaded)]
+        return [d for d in devices if d.kind in kinds], absent
+
+    def _take_software(self) -> None:
+        """Put the backend and a loader beside it where this home has its own: a resumed process heeds no
+        LD_LIBRARY_PATH.
+        """
+        file = files.find("vulkan")
+        folder = CACHE / "lavapipe"
+        if file is None or not folder.is_dir():
+            raise SystemExit("error: no software device is here\n\nhint: tools/setup.sh test")
+        place = self.work / "home/data/backends"
+        place.mkdir(parents=True)
+        for path in (
+            Path(file.path),
+            files.facts_path(Path(file.path)),
+            folder / "loader/libvulkan.so.1",
+        ):
+            shutil.copy(path, place)
+        driver = str(folder / "lvp_icd.json")
+        self.environment = dict(self.environment) | {
+            "VK_DRIVER_FILES": driver,
+            "VK_ICD_FILENAMES": driver,
+            "GGML_VK_VISIBLE_DEVICES": "0",
+        }
+
+    def _model(self, name: str) -> Path:
+        if name != "tiny":
+            return super()._model(name)
+        self.models.mkdir(parents=True, exist_ok=True)
+        return make_llama(self.models / "tiny.gguf", 4096)
+
+    def sides(self, name: str, devices: list[Device]) -> list[Side]:
+        """What is measured of a model; layers are counted with the output."""
+        half = str((self.json("show", name)["header"]["n_layer"] + 1) // 2)
+        found = [Side("CPU", "none")]
+        for device in devices:
+            found += [
+                Side(f"all on {device.name}", "all", (device.name,)),
+                Side(f"{half} on {device.name}", half, (device.name,)),
+                Side(f"prompts on {device.name}", "auto", (device.name,), is_for_prompts=True),
+            ]
+        if len(devices) > 1:
+            names = tuple(device.name for device in devices)
+            found.append(Side(f"all on {' and '.join(names)}", "all", names))
+        return found
+
+    def measure_sides(self, name: str, devices: list[Device]) -> dict[str, Found]:
+        """Every side of a model, one after the other."""
+        model = self._model(name)
+        self.edgeinfer("pull", str(model), "--name", name, "--in-place", "--quiet")
+        self.json("warm", name, "--quiet")
+        self._launch(name)  # page cache and kdat are hot from here on
+        found = {}
+        for side in self.sides(name, devices):
+            found[side.words] = self._measure_side(name, side)
+            print(f"{name}, {side.words}: {found[side.words]}", file=sys.stderr, flush=True)
+        peer = self._peer_rates(model, devices) if devices and not self.options.software else {}
+        self.edgeinfer("snapshots", "rm", name)
+        return found | peer
+
+    def _measure_side(self, name: str, side: Side) -> Found:
+        folder = self.work / "home/config"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(f"[gpu]\ndevices = {json.dumps(side.devices)}\n")
+        if side.is_for_prompts:
+            self._have_prompts_read(name)
+        layers = ("--gpu-layers", side.layers)
+        first = [self._launch(name, *layers)["first_token"] for _ in range(self.options.runs)]
+        began = time.monotonic()
+        with self._endpoint(name, PORT, "--resume=always", *layers):
+            attached = bool(side.devices) and _attached(PORT)
+            attach_s = time.monotonic() - began if attached else None
+            turns = [self._turn(PORT, n) for n in range(self.options.runs)]
+        return Found(attach_s, first, *zip(*turns, strict=True))
+
+    def _have_prompts_read(self, name: str) -> None:
+        """Have `auto` read prompts on the device whatever is faster: a trial is made, and what it found
+        is written anew.
+        """
+        n_before = len(remembered())
+        with self._endpoint(name, PORT, "--resume=always"):
+            deadline = time.monotonic() + ATTACH_S
+            while len(remembered()) == n_before and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    _get(PORT, "/props")  # loads the model
+                time.sleep(0.1)
+        for key, trial in remembered().items():
+            remember(key, msgspec.structs.replace(trial, both=Rates(prefill=1e9, decode=1e9)))
+
+    def _turn(self, port: int, n: int) -> tuple[float, float]:
+        """Tokens/s of a prompt that nothing is known of, and of its answer."""
+        prompt = [97 + (31 * n + 7 * i) % 26 for i in range(self.options.prompt)]
+        body = {"prompt": prompt, "n_predict": self.options.tokens, "temperature": 1, "seed": 7}
+        timings = _post(port, body | {"ignore_eos": True, "cache_prompt": False})["timings"]
+        return timings["prompt_per_second"], timings["predicted_per_second"]
+
+    def _peer_rates(self, model: Path, devices: list[Device]) -> dict[str, Found]:
+        """llama-server with the same backend libraries, all layers on one device after the other."""
+        if self.server is None:
+            return {}
+        found = {}
+        for device in devices:
+            file = files.find(device.backend)
+            assert file is not None
+            flags = ("-ngl", "999", "--device", device.name)
+            environment = {"GGML_BACKEND_PATH": file.path}
+            with _peer(self.server, model, flags, environment) as port:
+                turns = [self._turn(port, n) for n in range(self.options.runs)]
+            words = f"llama-server, all on {device.name}"
+            found[words] = Found(None, (), *zip(*turns, strict=True))
+        return found
+
+
+@contextlib.contextmanager
+def _peer(
+    program: str, model: Path, flags: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[int]:
+    threads = len(os.sched_getaffinity(0))
+    with _environment(environment):
+        server = Server(program, model, slots=1, n_ctx=4096, threads=threads, flags=flags)
+    try:
+        yield server.port
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _attached(port: int) -> bool:
+    """Wait until layers are on a device. Raises SystemExit when they never are."""
+    deadline = time.monotonic() + ATTACH_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            (model,) = _get(port, "/props")["models"]
+            if model["state"] == "loaded" and model["info"]["choices"]["gpu_layers"]["value"] != "none":
+                return True
+        time.sleep(0.01)
+    raise SystemExit("error: no device was attached\n\nhint: edgeinfer doctor")
+
+
+def _get(port: int, path: str) -> Any:
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(link):
+        link.request("GET", path)
+        return json.loads(link.getresponse().read())
+
+
+def _post(port: int, body: dict[str, Any]) -> Any:
+    """A completion, whenever the endpoint is there."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        link = http.client.HTTPConnection("127.0.0.1", port, timeout=900)
+        with contextlib.closing(link), contextlib.suppress(ConnectionRefusedError):
+            link.request("POST", "/completion", json.dumps(body), {"content-type": "application/json"})
+            answer = link.getresponse()
+            content = answer.read()
+            if answer.status != 200:
+                raise SystemExit(f"error: {answer.status}: {content.decode()}")
+            return json.loads(content)
+        time.sleep(0.01)
+    raise SystemExit(f"error: nothing answers on port {port}")
+
+
+def table(found: dict[str, dict[str, Found]], devices: list[Device], absent: list[str], n: int) -> str:
+    """The figure: devices, then a row for each side, medians with the spread."""
+    lines = [f"- {device_line(device)}" for device in devices]
+    lines += [
+        f"- no device: {reason}" for reason in absent or ([] if devices else ["no backend library"])
+    ]
+    lines += [
+        "",
+        f"| | attached after | first token | prompt of {n} | answer |",
+        "|---|---|---|---|---|",
+    ]
+    for name, sides in found.items():
+        for words, one in sides.items():
+            after = "" if one.attach_s is None else f"{one.attach_s:.2f} s"
+            cells = (
+                after,
+                _spread(one.first_ms, "ms"),
+                *(_spread(r, "/s") for r in (one.read, one.written)),
+            )
+            lines.append(f"| {name}, {words} | {' | '.join(cells)} |")
+        if not devices:
+            lines.append(f"| {name}, GPU | no device | | | |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(values: Sequence[float], unit: str) -> str:
+    if not values:
+        return ""
+    digits = 0 if min(values) >= 100 else 1
+    middle, least, most = (
+        f"{v:.{digits}f}" for v in (statistics.median(values), min(values), max(values))
+    )
+    return f"{middle} {unit} ({least}–{most})"
+
+
+def main() -> None:
+    """Write OUT/gpu.md."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="small", help=f"of tiny, {', '.join(MODELS)}")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--software", action="store_true", help="take Mesa's software device")
+    parser.add_argument("--work", default=None, help="a folder with room for models, no tmpfs")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/figures")
+    parser.set_defaults(small=None, model_folder=None, keep=False)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=options.work) as work:
+        bench = GpuBench(options, Path(work))
+        devices, absent = bench.prepare()
+        found = {name: bench.measure_sides(name, devices) for name in options.models.split(",")}
+    sys.stdout.write(write_figure(options.out, "gpu", table(found, devices, absent, options.prompt)))
+
+
+if __name__ == "__main__":
+    main()
