@@ -91,11 +91,10 @@ def test_through_a_registry_a_model_is_sent_once(warm, signer, abroad, tmp_path)
 
 
 @pytest.mark.criu
-def test_where_it_does_not_fit_the_same_is_built(exported, abroad, tmp_path):
-    folder = tmp_path / "of-another-kernel"
+def test_where_it_does_not_fit_the_same_is_built(exported, abroad):
+    folder = exported.with_name("of-another-kernel")
     key = signing.Key(os.urandom(32))
     resigned(exported, folder, key, lambda d: requiring(d, kernel="1.2.3"))
-    subprocess.run(["chmod", "-R", "a+rX", tmp_path.parent.parent], check=True)
     words = ("snapshots", "import", str(folder), "--trust", key.fingerprint)
     refused = abroad.run(*words, "--json").error
     assert refused["code"] == "snapshot-stale"
@@ -104,6 +103,7 @@ def test_where_it_does_not_fit_the_same_is_built(exported, abroad, tmp_path):
 
     assert abroad.run(*words, "--rebuild", "--json").result["rebuilt"]
     assert abroad.ask().start["how"] == "resumed"
+    shutil.rmtree(folder)
 
 
 # --- what was altered on the way
@@ -280,12 +280,12 @@ TAMPERINGS = {
 
 
 @pytest.mark.criu
-def test_what_was_altered_is_refused_by_name_and_nothing_is_published(exported, signer, tmp_path):
+def test_what_was_altered_is_refused_by_name_and_nothing_is_published(exported, signer):
     key = signing.Key(os.urandom(32))
     trust.trust(signer)
     trust.trust(key.fingerprint)
     for number, (what, (tamper, code, words)) in enumerate(TAMPERINGS.items()):
-        folder = tmp_path / str(number)
+        folder = exported.with_name(f"altered-{number}")
         tamper(exported, folder, key)
         source = Layout(folder)
         with pytest.raises(EdgeInferError) as refused:
@@ -297,6 +297,7 @@ def test_what_was_altered_is_refused_by_name_and_nothing_is_published(exported, 
             refused.value,
         )
         assert not list(paths.snapshots_dir().glob("*@*")), what
+        shutil.rmtree(folder)
 
 
 # --- parts
