@@ -193,6 +193,8 @@ class Launcher:
             self._succession.start(fds)
         elif op == b"ready" and app is self._succession.successor:
             self._main = self._succession.hand_over(self._main)
+            if self._asked_to_end:  # a signal that came while it was restored may have been lost
+                quietly(os.kill, app.child.pid, _signal.SIGTERM)
         elif op == b"warm-now":
             self._warming.start_now(fields, fds)
         elif op == b"take":
