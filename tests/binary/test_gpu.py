@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,10 @@ def vulkan(machine: Machine, **environment: str):
     """What `edgeinfer backend` says of it."""
     found = machine.json("backend", **environment)["backends"]
     return next(one for one in found if one["name"] == "vulkan")
+
+
+def test_the_file_stays_small_with_it_inside(binary: Path) -> None:
+    assert binary.stat().st_size < 56_000_000
 
 
 def test_it_starts_on_the_oldest_libc_and_nothing_is_opened_without_a_loader(used: Machine) -> None:
