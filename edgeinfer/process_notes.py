@@ -6,6 +6,7 @@ prompt, and is gone with the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TypeVar
 
@@ -39,10 +40,12 @@ def left_by(pid: int, name: str, kind: type[T]) -> T | None:
     """What the process `pid` has left; None where it left nothing yet, or is somebody else's."""
     folder = f"/proc/{pid}/fd"
     try:
-        for number in os.listdir(folder):
+        numbers = os.listdir(folder)
+    except OSError:
+        return None
+    for number in numbers:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # another one was closed just now
             if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name}"):
                 with open(f"{folder}/{number}", "rb") as file:
                     return msgspec.json.decode(file.read(), type=kind)
-    except (OSError, msgspec.MsgspecError):
-        pass
     return None

@@ -13,6 +13,7 @@ HOME, UID = "/home/other", 1001
 
 
 def test_it_computes_the_same_on_another_machine(warm, modern, binary, tmp_path):
+    warm.run("warm", MODEL)  # another test may have unpacked the application again since
     signer = warm.json("snapshots", "export", MODEL, "/tmp/exported", "--quiet")["signer"]
     there = Machine(tmp_path / "root", binary)
     home = there.root / HOME[1:]

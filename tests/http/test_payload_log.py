@@ -57,6 +57,10 @@ ROUTES = (
     "/v2/models/{id}/generate",
     "/v2/models/{id}/generate_stream",
     "/v2/models/{id}/infer",
+    "/v1/models/{id}/recall",
+    "/v1/models/{id}/snapshot",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
 )
 
 
@@ -250,6 +254,10 @@ def _asked(draw: st.DrawFn) -> tuple[str, Any, list[str]]:
         "/v2/models/{id}/infer": {
             "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [word()]}]
         },
+        "/v1/models/{id}/recall": {"agent": word(), "folder": word()},
+        "/v1/models/{id}/snapshot": {"name": word()},
+        "/v1/load_lora_adapter": {"lora_name": word(), "lora_path": word()},
+        "/v1/unload_lora_adapter": {"lora_name": word()},
     }
     path = draw(st.sampled_from(ROUTES))
     body = bodies[path]
@@ -321,7 +329,8 @@ def redacting(serve, tmp_path, until):
 
 def test_the_property_reaches_every_route_that_reads_a_text():
     asked = {operation.path for operation in OPERATIONS if operation.body is not None}
-    assert asked - set(ROUTES) == {"/detokenize", "/api/delete"}
+    numbers_alone = {"/detokenize", "/lora-adapters", "/v1/models/{id}/snapshot/schedule"}
+    assert asked - set(ROUTES) == {"/api/delete", *numbers_alone}
 
 
 def test_token_ids_are_words_in_another_spelling(serve, tmp_path, until):

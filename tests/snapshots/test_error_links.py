@@ -100,10 +100,7 @@ def start(program: str, link: socket.socket, *arguments: str) -> subprocess.Pope
 
 def test_from_the_parked_process_to_the_builder(tmp_path):
     ours, theirs = socket.socketpair()
-    fields = dict.fromkeys(("model", "files", "options", "system"), b"") | {
-        "tier": b"root",
-        "criu": b"criu",
-    }
+    fields = dict.fromkeys(builder.PARKED_FIELDS, b"") | {"tier": b"root", "criu": b"criu"}
     with ours, start(PARK, theirs, MESSAGE, HINT) as process:
         with pytest.raises(OutOfMemoryError) as raised:
             builder.Builder(ours, tmp_path, fields)._converse(ours)

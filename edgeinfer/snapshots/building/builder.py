@@ -46,7 +46,7 @@ from edgeinfer.snapshots.shelf.records import Details
 _DUMP_TIMEOUT_S = 600
 _NEAR_FULL_BYTES = 16 << 20
 #: What of the request is passed on to the process that parks.
-_PARKED_FIELDS = ("model", "files", "options", "became", "adapters", "system", "stamps")
+PARKED_FIELDS = ("model", "files", "options", "became", "adapters", "system", "stamps")
 
 
 class Builder:
@@ -134,7 +134,7 @@ class Builder:
         return answer, msgspec.json.decode(answer["parked"], type=Parked)
 
     def _request(self, link: socket.socket) -> None:
-        fields = {name: self._fields[name] for name in _PARKED_FIELDS}
+        fields = {name: self._fields[name] for name in PARKED_FIELDS}
         frames.send(link, fields | {"folder": os.fsencode(self._folder)})
 
     def _init(
