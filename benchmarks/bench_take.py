@@ -5,9 +5,8 @@
 Eight greedy streams run on an endpoint that was resumed from its snapshot. Undisturbed runs and runs with
 `edgeinfer snapshots take --name` beside them take turns. A gap is the time between two pieces of one
 stream; what is told is the longest of all streams, from all streams' first token on until the take has
-ended (undisturbed: for as long). The cache is q8_0: with it the small model promises the same text in any
-company (decision 022). The model of 7B shape has random weights, and kernels that promise it for nobody:
-its texts are compared among undisturbed runs too.
+ended (undisturbed: for as long). Company rounds otherwise in long texts (decision 022), so texts are compared
+among undisturbed runs too. The model of 7B shape has random weights.
 """
 
 from __future__ import annotations

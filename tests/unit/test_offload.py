@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from edgeinfer import paths
 from edgeinfer.machine import Machine, Memory
-from edgeinfer.runtime.attaching.remembered import Rates, Trial
+from edgeinfer.runtime.attaching.remembered import Rates, Trial, remember, remembered
 from edgeinfer.runtime.loading.choices import choose_repack
 from edgeinfer.runtime.offload import Offload, Room, fewer, make_offload
 from edgeinfer.runtime.options import LoadOptions
@@ -159,3 +160,12 @@ def test_a_trial_chooses_what_takes_least_time_for_a_turn(
     )
     assert trial.best == best
     assert str(trial).startswith(f"all {words}")
+
+
+def test_a_trial_is_kept_where_others_may_list_the_cache() -> None:
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    paths.cache_dir().chmod(0o755)
+    rates = Rates(prefill=10.0, decode=5.0)
+    trial = Trial(model="m", place="1 of 2 on Vulkan0", cpu=rates, devices=rates, both=None, at=1.0)
+    remember("key", trial)
+    assert remembered() == {"key": trial}

@@ -92,7 +92,7 @@ def remember(key: str, trial: Trial) -> None:
     place = _file()
     written = place.with_name(f"{place.name}.{os.getpid()}")
     try:
-        paths.private_dir(place.parent)
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         written.write_bytes(msgspec.json.encode(recent))
         written.replace(place)
     except OSError:
