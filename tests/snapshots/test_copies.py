@@ -19,6 +19,9 @@ import pytest
 from edgeinfer.process_notes import COPIES, left_by
 from edgeinfer.runtime.options import CopiesInfo
 
+from .test_by_itself import _descendants
+from .test_hand_over import until
+
 #: At most three conversations of so many tokens: an f16 cache of fewer cells gives the same bits in any company.
 _FEW = 16
 pytestmark = [pytest.mark.model, pytest.mark.criu]
@@ -27,28 +30,10 @@ MODEL = "small"
 _CHAT = "/v1/chat/completions"
 
 
-def _until(condition, what: str) -> None:
-    turns = threading.Event()
-    for _ in range(6000):
-        if condition():
-            return
-        turns.wait(0.02)
-    pytest.fail(f"waited for {what}")
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _below(pid: int) -> list[int]:
-    """Descendants of a process."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *_below(int(child))]
-    return found
 
 
 class Serving:
@@ -58,6 +43,8 @@ class Serving:
         self.launcher = launcher
         self.said = ""
         self.client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+        #: Prompts whose answer has begun.
+        self.begun: set[str] = set()
 
     @property
     def copies(self) -> dict:
@@ -72,7 +59,7 @@ class Serving:
         """The processes with a model, the endpoint's first."""
         found = [
             pid
-            for pid in _below(self.launcher.pid)
+            for pid in _descendants(self.launcher.pid)
             if Path(f"/proc/{pid}/comm").read_text() == "edgeinfer\n"
             and Path(f"/proc/{pid}/task/{pid}/children").read_text() == ""
         ]
@@ -96,6 +83,8 @@ class Serving:
                     code = event.get("error", {}).get("code", code)
                     for choice in event.get("choices", ()):
                         said += choice["delta"].get("content") or ""
+                    if said:
+                        self.begun.add(text)
         return said, code
 
 
@@ -112,16 +101,16 @@ def _until_it_ends(launcher, port: int, log: IO[str]) -> Iterator[Serving]:
     here = Serving(launcher, port)
     below: list[int] = []
     try:
-        _until(lambda: _is_ready(here), "the endpoint")
+        until(lambda: _is_ready(here), "the endpoint")
         yield here
-        below = _below(launcher.pid)
+        below = _descendants(launcher.pid)
     finally:
         here.client.close()
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(60)
     log.seek(0)
     here.said = log.read()
-    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "every process to end")
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "every process to end")
 
 
 def _is_ready(here: Serving) -> bool:
@@ -136,7 +125,7 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
     with _serving(warm, "--threads", "2") as alone:
         expected = [alone.stream(text, _FEW)[0] for text in questions[:3]]
     with _serving(warm, "--threads", "2", "--copies", "2") as here:
-        _until(lambda: here.has(2), "two copies")
+        until(lambda: here.has(2), "two copies")
         assert {copy["how"] for copy in here.copies["running"]} == {"resumed"}
         answers: dict[str, tuple[str, str]] = {}
 
@@ -157,10 +146,12 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
         assert all(here.cached(f"{text} Question {n}?") > 400 for n in range(2))
 
         answers.clear()
+        here.begun.clear()
         clients = [threading.Thread(target=ask, args=(text, 64)) for text in questions]
         for client in clients:
             client.start()
-        _until(lambda: sum(c["inside"] for c in here.copies["running"]) == 20, "all to be in a copy")
+        until(lambda: sum(c["inside"] for c in here.copies["running"]) == 20, "all to be in a copy")
+        until(lambda: len(here.begun) > 8, "each to have begun: one computes eight at once")
         endpoint, victim, _ = here.apps
         assert left_by(endpoint, COPIES, CopiesInfo) is not None
         os.kill(victim, signal.SIGKILL)
@@ -170,7 +161,7 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
         assert len(codes) == 20
         assert 1 <= codes.count("model_unavailable") <= 8  # those it had begun
         assert codes.count("") == 20 - codes.count("model_unavailable")
-        _until(lambda: here.has(2), "another copy")
+        until(lambda: here.has(2), "another copy")
         assert here.copies["crashed_total"] == 1
         assert [copy["number"] for copy in here.copies["running"]] in ([1, 3], [2, 3])
         assert not Path(f"/proc/{victim}").exists()
@@ -193,14 +184,14 @@ def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
             clients = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
             for client in clients:
                 client.start()
-            _until((warm.data / "cache/copies-trials.json").exists, "a trial of two")
+            until((warm.data / "cache/copies-trials.json").exists, "a trial of two")
             stop.set()
             for client in clients:
                 client.join()
             assert set(codes) == {""}
-            _until(lambda: here.has(1), "one to be left")
+            until(lambda: here.has(1), "one to be left")
             assert "edgeinfer_copies_tokens_per_second" in here.client.get("/metrics").text
-            _until(lambda: "small: 1 copy of 1 to 2: " in warm.run("ps").out, "ps to tell of it")
+            until(lambda: "small: 1 copy of 1 to 2: " in warm.run("ps").out, "ps to tell of it")
     finally:
         warm.settings("[snapshots]\nauto-warm = false\n")
     lines = [json.loads(line) for line in here.said.splitlines() if line.startswith("{")]
@@ -211,6 +202,6 @@ def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
 
 def test_copies_of_a_model_without_a_snapshot_are_loaded(warm):
     with _serving(warm, "--resume", "never", "--copies", "2", "--ctx", "1024") as here:
-        _until(lambda: here.has(2), "two copies")
+        until(lambda: here.has(2), "two copies")
         assert {copy["how"] for copy in here.copies["running"]} == {"cold"}
         assert here.stream("Hello", 4)[1] == ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 
 from edgeinfer import paths
+from edgeinfer.disk import write_whole
+from edgeinfer.errors import DiskFullError
 from edgeinfer.runtime.backends.devices import Device
 from edgeinfer.runtime.offload import Offload
 
@@ -89,14 +91,9 @@ def remember(key: str, trial: Trial) -> None:
     known.pop(key, None)
     known[key] = trial
     recent = dict(list(known.items())[-_MOST:])
-    place = _file()
-    written = place.with_name(f"{place.name}.{os.getpid()}")
-    try:
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        written.write_bytes(msgspec.json.encode(recent))
-        written.replace(place)
-    except OSError:
-        written.unlink(missing_ok=True)
+    with contextlib.suppress(OSError, DiskFullError):
+        paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(_file(), msgspec.json.encode(recent))
 
 
 def _file() -> Path:
