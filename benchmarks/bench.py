@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import NAMES, model_path, peer_program, write_figure
+from common import NAMES, add_out, model_path, peer_program, write_figure
 
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -209,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    add_out(parser)
     options = parser.parse_args()
     results = {name: measure(name, options.rounds) for name in options.models}
     print(write_figure(options.out, "bench", table(results)))

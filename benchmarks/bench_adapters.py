@@ -14,7 +14,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from common import ROOT, model_path, write_figure
+from common import add_out, model_path, write_figure
 
 from edgeinfer.catalog.gguf import read_header
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -78,11 +78,12 @@ def rate(engine: LlamaEngine, streams: list[tuple[str, ...]], n: int) -> float:
 
 
 def main() -> None:
-    """Write docs/figures/adapters.md."""
+    """Write OUT/adapters.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
+    add_out(parser)
     options = parser.parse_args()
     model = model_path("smollm2")
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +103,7 @@ def main() -> None:
                     found[name].append(rate(engine, streams, options.tokens))
         finally:
             engine.close()
-    print(write_figure(ROOT / "docs/figures", "adapters", _table(found, options.rank)))
+    print(write_figure(options.out, "adapters", _table(found, options.rank)))
 
 
 def _table(found: dict[str, list[float]], rank: int) -> str:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/clients"))
 from bench_memory import work_folder
-from common import ROOT, model_path, write_figure
+from common import ROOT, add_out, model_path, write_figure
 from memory_restart import model_of
 from memory_sides import Side, ours, wait_written
 from record import scrub
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--work", default="", help="a folder for homes and made models; 12 GB")
     parser.add_argument("--keep", type=Path, help="keep them there: the next run reads nothing again")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench-out")
+    add_out(parser)
     parser.add_argument("--add", action="store_true", help="to the rows that are in OUT already")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,6 @@ import pty
 import select
 import shutil
 import signal
-import socket
 import statistics
 import struct
 import subprocess
@@ -35,7 +34,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from common import is_healthy, model_path, write_figure  # noqa: E402  the folders this script is in
+from common import add_out, free_port, is_healthy, model_path, write_figure  # noqa: E402  the folders this script is in
 
 from edgeinfer.shipping.payload import open_shipped, read_index  # noqa: E402
 
@@ -101,9 +100,7 @@ class Side:
 
     def ready(self, model: str) -> dict[str, float]:
         """`serve`: exec → /health is 200."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         began = time.monotonic()
         process = subprocess.Popen(
             [*self.command, "serve", model, "--port", str(port), "--resume", "always"],
@@ -293,7 +290,7 @@ def main() -> None:
     parser.add_argument(
         "--work", default=None, help="a folder with room for models and snapshots, no tmpfs"
     )
-    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    add_out(parser)
     options = parser.parse_args()
     options.small = str(options.small or model_path("smollm2"))
     with (

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, drop, write_figure
+from common import ROOT, add_out, drop, write_figure
 
 sys.path.insert(0, str(ROOT / "tests/made"))
 from made_checkpoints import byte_symbols
@@ -30,7 +30,7 @@ _CONVERT = """
 import resource, sys, time
 from pathlib import Path
 from edgeinfer.catalog.converting.convert import convert
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress.job import Job
 began = time.monotonic()
 convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Job())
 print(time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -139,13 +139,14 @@ def converted(folder: Path, target: Path, kind: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Write docs/figures/converting.md."""
+    """Write OUT/converting.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=26)
     parser.add_argument("--width", type=int, default=3072)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--types", default="BF16,F16,Q8_0")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"))  # noqa: S108
+    add_out(parser)
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -168,7 +169,7 @@ def main() -> None:
         "\n".join([f"| {title} | time, to the disk | peak memory |", "| --- | --- | --- |", *rows])
         + "\n"
     )
-    print(write_figure(ROOT / "docs/figures", "converting", table))
+    print(write_figure(options.out, "converting", table))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve import free_port, process, wait_healthy
-from common import memory_of, model_path, tree_of, write_figure
+from bench_serve import process, wait_healthy
+from common import add_out, free_port, memory_of, model_path, tree_of, write_figure
 from memory_restart import model_of
 from memory_sides import EDGEINFER, ask
 
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12)
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--models", type=Path, help="where random models are made and kept")
-    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    add_out(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-copies-") as work:
         os.environ["EDGEINFER_HOME"] = work

@@ -13,11 +13,11 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from common import ROOT, model_path, write_figure
+from common import ROOT, add_out, model_path, write_figure
 
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress import Job
-from edgeinfer.catalog.quantize import QuantizeOptions, run_quantizer
+from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -67,8 +67,9 @@ def measure(files: ModelFiles, ways: tuple[str, ...], rounds: int, n: int) -> li
         for task, prompt in TASKS.items():
             ask(engine, prompt, "off", 2)
             found: dict[str, list[tuple[float, int, int]]] = {way: [] for way in ways}
-            for _ in range(rounds):
-                for way in ways:
+            for number in range(rounds):
+                first = number % len(ways)
+                for way in (*ways[first:], *ways[:first]):
                     found[way].append(ask(engine, prompt, way, n))
             cells = [_cell(found[way]) for way in ways] + ["–"] * (4 - len(ways))
             rows.append(f"| {files.name} | {task} | {' | '.join(cells)} |")
@@ -86,10 +87,11 @@ def _cell(found: list[tuple[float, int, int]]) -> str:
 
 
 def main() -> None:
-    """Write docs/figures/drafts.md."""
+    """Write OUT/drafts.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)
+    add_out(parser)
     options = parser.parse_args()
     small = model_path("smollm2")
     rows = []
@@ -114,7 +116,7 @@ def main() -> None:
         rows += measure(drafted, (*plain, "draft"), options.rounds, options.tokens)
     head = "| model | task | off | auto | n-gram | its Q4_0 drafts |"
     table = "\n".join([head, "| --- | --- | --- | --- | --- | --- |", *rows]) + "\n"
-    print(write_figure(ROOT / "docs/figures", "drafts", table))
+    print(write_figure(options.out, "drafts", table))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import peer_server
 from bench import Bare, beside, finished
-from common import NAMES, model_path, peer_program, write_figure
+from common import NAMES, add_out, model_path, peer_program, write_figure
 
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, Progress, TextDelta
@@ -370,7 +370,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--sections", nargs="+", default=all_sections, choices=all_sections)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    add_out(parser)
     options = parser.parse_args()
     results = {name: measure(name, options.rounds, set(options.sections)) for name in options.models}
     print(write_figure(options.out, "bench-engine", table(results)))

@@ -17,7 +17,6 @@ import http.client
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -27,13 +26,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 from bench_resume import MODELS, Bench
-from common import CACHE, ROOT, write_figure
+from common import CACHE, ROOT, add_out, spread, write_figure
 from peer_server import Server
 
 sys.path.insert(0, str(ROOT / "tests/made"))
 from made_models import make_llama
 
-from edgeinfer.runtime.attaching.remembered import Rates, remember, remembered
+from edgeinfer.runtime.attaching.remembered import TRIALS, Rates
 from edgeinfer.runtime.backends import files
 from edgeinfer.runtime.backends.devices import Device, Loaded, device_line
 from edgeinfer.runtime.backends.survey import survey
@@ -152,15 +151,15 @@ class GpuBench(Bench):
         """Have `auto` read prompts on the device whatever is faster: a trial is made, and what it found
         is written anew.
         """
-        n_before = len(remembered())
+        n_before = len(TRIALS.read())
         with self._endpoint(name, PORT, "--resume=always"):
             deadline = time.monotonic() + ATTACH_S
-            while len(remembered()) == n_before and time.monotonic() < deadline:
+            while len(TRIALS.read()) == n_before and time.monotonic() < deadline:
                 with contextlib.suppress(OSError):
                     _get(PORT, "/props")  # loads the model
                 time.sleep(0.1)
-        for key, trial in remembered().items():
-            remember(key, msgspec.structs.replace(trial, both=Rates(prefill=1e9, decode=1e9)))
+        for key, trial in TRIALS.read().items():
+            TRIALS.put(key, msgspec.structs.replace(trial, both=Rates(prefill=1e9, decode=1e9)))
 
     def _turn(self, port: int, n: int) -> tuple[float, float]:
         """Tokens/s of a prompt that nothing is known of, and of its answer."""
@@ -273,11 +272,7 @@ def table(found: dict[str, dict[str, Found]], devices: list[Device], absent: lis
 def _spread(values: Sequence[float], unit: str) -> str:
     if not values:
         return ""
-    digits = 0 if min(values) >= 100 else 1
-    middle, least, most = (
-        f"{v:.{digits}f}" for v in (statistics.median(values), min(values), max(values))
-    )
-    return f"{middle} {unit} ({least}–{most})"
+    return spread(values, unit, 0 if min(values) >= 100 else 1)
 
 
 def main() -> None:
@@ -291,7 +286,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--software", action="store_true", help="take Mesa's software device")
     parser.add_argument("--work", default=None, help="a folder with room for models, no tmpfs")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/figures")
+    add_out(parser)
     parser.set_defaults(small=None, model_folder=None, keep=False)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=options.work) as work:

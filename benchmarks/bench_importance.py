@@ -10,12 +10,13 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from common import ROOT, model_path, write_figure
+from common import add_out, model_path, write_figure
 
-from edgeinfer.catalog import imatrix
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress import Job
-from edgeinfer.catalog.quantize import NEEDS_IMATRIX, QuantizeOptions, compare, run_quantizer
+from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.quantizing import imatrix
+from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, run_quantizer
+from edgeinfer.catalog.quantizing.score import compare
 
 
 def figures(source: Path, kind: str, matrix: str, folder: Path) -> tuple[str, str, str]:
@@ -30,9 +31,10 @@ def figures(source: Path, kind: str, matrix: str, folder: Path) -> tuple[str, st
 
 
 def main() -> None:
-    """Write docs/figures/importance.md."""
+    """Write OUT/importance.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--types", default="Q4_0,IQ4_NL,Q3_K_M,IQ3_XXS,Q2_K,IQ2_XS")
+    add_out(parser)
     options = parser.parse_args()
     source = model_path("smollm2")
     rows = []
@@ -46,7 +48,7 @@ def main() -> None:
             rows.append(f"| {kind} | {' | '.join(f'{a} → {b}' for a, b in pairs)} |")
     head = "| SmolLM2 135M, from Q4_1, to | perplexity | KL divergence, nats a token | the same likeliest token |"
     table = "\n".join([head, "| --- | --- | --- | --- |", *rows]) + "\n"
-    print(write_figure(ROOT / "docs/figures", "importance", table))
+    print(write_figure(options.out, "importance", table))
 
 
 if __name__ == "__main__":

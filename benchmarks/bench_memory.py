@@ -24,32 +24,42 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
 from bench_serve_models import percentile
-from common import ROOT, model_path, write_figure
+from common import add_out, model_path, write_figure
+from made_decoders import make_lfm2
 from memory_beside import cost_section, cost_table, newcomer_section, newcomer_table
 from memory_restart import SHAPES, restart_section, restart_table
 from memory_sides import Answer, Rows, Side, conversation, markdown, ms, name_of, ours, theirs
+
+#: Of so narrow a model, so many that reading a block takes longer than writing it.
+_HYBRID_LAYERS = 128
 
 
 def turns_section(options: argparse.Namespace, work: Path) -> Rows:
     """N conversations in turn; every round adds a question to each."""
     rows = []
     for n in options.conversations:
-        for side in (ours(work / f"turns{n}", options.model, 8192), theirs(options.model, 8192)):
-            if side is None:
-                continue
-            side.start()
-            rows.append({"n": n, "side": side.name} | _turns(side, n, options))
-            print(json.dumps(rows[-1]), file=sys.stderr)
-            side.stop()
+        both = ours(work / f"turns{n}", options.model, 8192), theirs(options.model, 8192)
+        found: dict[str, Rows] = {side.name: [] for side in both if side}
+        for number in range(options.repeats):
+            for side in filter(None, both):
+                side.start()
+                first = 1000 * (n + 100 * number)
+                found[side.name].append(_turns(side, range(first, first + n), options))
+                print(json.dumps({"n": n, "side": side.name} | found[side.name][-1]), file=sys.stderr)
+                side.stop()
+        for name, some in found.items():
+            medians = {key: statistics.median(row[key] for row in some) for key in some[0]}
+            totals = sorted(row["total_s"] for row in some)
+            rows.append({"n": n, "side": name, "totals_s": totals} | medians)
     return rows
 
 
-def _turns(side: Side, n: int, options: argparse.Namespace) -> dict[str, Any]:
-    chats = [conversation(1000 * n + i, options.words) for i in range(n)]
+def _turns(side: Side, numbers: range, options: argparse.Namespace) -> dict[str, float]:
+    chats = [conversation(number, options.words) for number in numbers]
     firsts: list[list[float]] = []
     prompts = []
     begun = time.perf_counter()
@@ -93,7 +103,7 @@ def turns_table(rows: Rows) -> str:
                 str(r["n"]),
                 r["side"],
                 f"{r['prompt_tokens']:.0f} tokens",
-                f"{r['total_s']:.1f} s",
+                f"{r['total_s']:.1f} s ({r['totals_s'][0]:.1f}–{r['totals_s'][-1]:.1f})",
                 *(ms(r[key]) for key in ("first_round_p50_s", "later_p50_s", "later_p95_s")),
                 f"{r['private_mb']:.0f} MB",
             ]
@@ -104,12 +114,13 @@ def turns_table(rows: Rows) -> str:
 
 def edits_section(options: argparse.Namespace, work: Path) -> Rows:
     """Tokens computed again where a conversation is edited, regenerated, left for another model, or its
-    model leaves memory; an attention model and one with a sliding window.
+    model leaves memory; an attention model, one with a sliding window, and a hybrid of random weights.
     """
     rows = []
-    pair = (options.model, model_path("gemma3"))
-    for model, other in (pair, pair[::-1]):
-        side = ours(work / f"edits-{name_of(model)}", model, 8192, others=[other])
+    attention, window = options.model, model_path("gemma3")
+    hybrid = make_lfm2(work / "hybrid.gguf", attention, _HYBRID_LAYERS)
+    for model, other in ((attention, window), (window, attention), (hybrid, attention)):
+        side = ours(work / f"edits-{name_of(model)}", model, 4096, others=[other])
         side.start()
         for case, answer in _edits(side, name_of(other), options.words).items():
             tokens = answer.usage["prompt_tokens"]
@@ -189,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--conversations", default="4,10,40", help="N of `turns`")
+    parser.add_argument("--repeats", type=int, default=3, help="of `turns`, whose sides alternate")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--words", type=int, default=980, help="words of a conversation: some 1,000 tokens"
@@ -203,10 +215,15 @@ def main() -> None:
     parser.add_argument(
         "--shapes", default="small", help=f"models of `restart`: small, {', '.join(SHAPES)}"
     )
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="restarts without llama-server, which reads a 4B's 8,000 tokens three times: half an hour",
+    )
     parser.add_argument("--model", type=Path, default=None, help="default: the small test model")
     parser.add_argument("--work", default="", help="where the homes are made")
     parser.add_argument("--keep", type=Path, help="a folder of homes that stay")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench-out")
+    add_out(parser)
     options = parser.parse_args()
     options.model = options.model or model_path("smollm2")
     options.shapes = options.shapes.split(",")

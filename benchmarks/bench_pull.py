@@ -17,10 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from common import ROOT, write_figure
+from common import add_out, write_figure
 
 from edgeinfer.catalog.fetching import download
-from edgeinfer.catalog.progress import Job, Patience
+from edgeinfer.catalog.progress.job import Job, Patience
 
 _PIECE = 1 << 16
 
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--connections", default="1,2,4,8,16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", default=None, help="where the files are written")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench-out")
+    add_out(parser)
     options = parser.parse_args()
     options.connections = [int(n) for n in options.connections.split(",")]
     work = Path(tempfile.mkdtemp(prefix="edgeinfer-pull-", dir=options.work))

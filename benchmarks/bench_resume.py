@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import drop, is_healthy, memory_of, model_path, peer_program, tree_of, write_figure
+from common import add_out, drop, is_healthy, memory_of, model_path, peer_program, tree_of, write_figure
 from resume_table import medians, table
 
 from edgeinfer.machine import read_memory
@@ -376,7 +376,7 @@ def main() -> None:
     parser.add_argument(
         "--work", default=None, help="a folder with room for models and snapshots, no tmpfs"
     )
-    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    add_out(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-resume-", dir=options.work) as work:
         bench = Bench(options, Path(work))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,7 @@ from typing import Any
 
 import httpx2
 import ray
-from bench_serve import free_port
-from common import model_path, peer_program, tree_of, write_figure
+from common import add_out, free_port, model_path, peer_program, spread, tree_of, write_figure
 from memory_restart import model_of
 from memory_sides import ask
 from ray import serve
@@ -83,7 +81,7 @@ def from_zero(name: str, model: Path, port: int, runs: int) -> list[str]:
             found.setdefault(side, []).append(first_s)
             print(f"{name}: {side}: {first_s:.2f} s", file=sys.stderr)
             serve.delete("default")
-    return [f"| {name}: {side} | {_spread(seconds)} |" for side, seconds in found.items()]
+    return [f"| {name}: {side} | {spread(seconds, 's', 2)} |" for side, seconds in found.items()]
 
 
 def copies(name: str, port: int, counts: tuple[int, ...]) -> list[str]:
@@ -135,10 +133,6 @@ def _pss(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def _spread(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f}–{max(seconds):.2f})"
-
-
 def with_ray(port: int, work: Callable[[], str]) -> str:
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -158,7 +152,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, help="where --prepare has pulled and warmed, or shall")
     parser.add_argument("--prepare", action="store_true", help="only pull and warm")
     parser.add_argument("--name", default="scale", help="the name of the file")
-    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    add_out(parser)
     options = parser.parse_args()
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as work:

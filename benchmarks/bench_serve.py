@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_serve_models import crash_section, percentile, start_section, switch_section, worker_section
-from common import ROOT, model_path, peer_program, write_figure
+from common import ROOT, free_port, model_path, peer_program, write_figure
 
 MODEL = model_path("smollm2")
 PARALLEL = 8
@@ -181,12 +181,6 @@ def process(command: list[str], env: dict[str, str] | None = None) -> Iterator[s
         except subprocess.TimeoutExpired:
             started.kill()
             started.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def wait_healthy(port: int, started: subprocess.Popen[bytes], seconds: float = 60) -> None:
@@ -437,13 +431,13 @@ def main() -> None:
         )
         texts.append(table(report["load"]) + missing)
     if "start" in options.sections:
-        report["start"] = start_section(MODEL, free_port)
+        report["start"] = start_section(MODEL)
     if "switch" in options.sections:
-        report["switch"] = switch_section(MODEL, free_port)
+        report["switch"] = switch_section(MODEL)
     if "worker" in options.sections:
-        report["worker"] = worker_section(MODEL, free_port)
+        report["worker"] = worker_section(MODEL)
     if "crash" in options.sections:
-        report["crash"] = crash_section(MODEL, free_port)
+        report["crash"] = crash_section(MODEL)
     texts.append(others(report))
     text = "\n\n".join(filter(None, texts)) + "\n"
     out = ROOT / "bench-out"

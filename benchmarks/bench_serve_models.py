@@ -25,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from common import biggest_below, free_port
+
 LAUNCHER = [
     sys.executable,
     "-c",
@@ -119,7 +121,7 @@ def first_token(port: int, model: str, keep_alive: float | None = None) -> float
     return seconds
 
 
-def start_section(model: Path, free_port: Any, rounds: int = 7) -> dict[str, Any]:
+def start_section(model: Path, rounds: int = 7) -> dict[str, Any]:
     """exec → socket → listening → first streamed token of a client that connects at once, warm and
     cold.
     """
@@ -145,7 +147,7 @@ def start_section(model: Path, free_port: Any, rounds: int = 7) -> dict[str, Any
     return report
 
 
-def switch_section(model: Path, free_port: Any, models: int = 10, rounds: int = 3) -> dict[str, Any]:
+def switch_section(model: Path, models: int = 10, rounds: int = 3) -> dict[str, Any]:
     """Every model of a catalogue in turn, each given back after its answer: every request is a
     resume.
     """
@@ -186,7 +188,7 @@ def stream_gaps(port: int, model: str, tokens: int) -> list[float]:
     return [(b - a) * 1000 for a, b in itertools.pairwise(stamps)]
 
 
-def worker_section(model: Path, free_port: Any, rounds: int = 6, tokens: int = 64) -> dict[str, Any]:
+def worker_section(model: Path, rounds: int = 6, tokens: int = 64) -> dict[str, Any]:
     """Time between tokens of the model in the endpoint's own process and of its twin in a worker,
     alternating.
     """
@@ -208,7 +210,7 @@ def worker_section(model: Path, free_port: Any, rounds: int = 6, tokens: int = 6
     }
 
 
-def crash_section(model: Path, free_port: Any, clients: int = 20, rounds: int = 5) -> dict[str, Any]:
+def crash_section(model: Path, clients: int = 20, rounds: int = 5) -> dict[str, Any]:
     """`kill -9` of the application under streaming clients: refused connections, and the time to the
     next answer.
     """
@@ -244,17 +246,3 @@ def crash_section(model: Path, free_port: Any, clients: int = 20, rounds: int = 
 def _stream_until_cut(port: int) -> None:
     with contextlib.suppress(OSError):
         stream_gaps(port, "one", 400)
-
-
-def biggest_below(pid: int) -> int:
-    """The descendant with the most memory: the one that holds the model."""
-    found: dict[int, int] = {}
-
-    def look(parent: int) -> None:
-        for task in Path(f"/proc/{parent}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found[child] = int(Path(f"/proc/{child}/statm").read_text().split()[1])
-                look(child)
-
-    look(pid)
-    return max(found, key=lambda child: found[child])

@@ -27,8 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench_serve import free_port
-from common import is_healthy, model_path, write_figure
+from common import add_out, free_port, is_healthy, model_path, spread, write_figure
 
 HERE = Path(__file__).parent
 #: Layers of a model, and the tokens of each stream.
@@ -170,12 +169,6 @@ def _n_equal(one: Sequence[Stream], other: Sequence[Stream]) -> int:
     return sum("".join(a.pieces) == "".join(b.pieces) for a, b in zip(one, other, strict=True))
 
 
-def spread(values: Sequence[float], unit: str, digits: int = 0) -> str:
-    """`median (least to greatest)`."""
-    middle = statistics.median(values)
-    return f"{middle:.{digits}f} {unit} ({min(values):.{digits}f}–{max(values):.{digits}f})"
-
-
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """What was measured, a column a model."""
 
@@ -212,7 +205,7 @@ def main() -> None:
     parser.add_argument(
         "--work", help="folder for models and snapshots, 15 GB; left out: the usual one"
     )
-    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    add_out(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.work) as work:
         bench = Bench(options, Path(work))

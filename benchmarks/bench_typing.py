@@ -5,7 +5,7 @@ typing   words typed at 60 a minute into the chat at a pseudo-terminal: Enter â†
 cold     private memory of a chat that started cold, before and after it goes on in a resumed process;
          the snapshot it has built for that is removed again
 
-Writes bench-out/typing.md and bench-out/typing.json.
+Writes bench-out/typing.md and typing.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_tui import EDGEINFER, Screen
-from common import ROOT, memory_of, tree_of, write_figure
+from common import add_out, memory_of, tree_of, write_figure
 
 from edgeinfer.places import DEFAULT_MODEL
 
@@ -44,6 +44,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?<>=$]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 #: What the chat itself writes below a question, the model's name apart.
 OURS = (
     "Ask something writing tok/s reading of tokens remembered context cached first F1 help Esc stops "
+    "waiting for its turn more lines cut room left continue goes "
     f"resumed in ms cold start no snapshot yet with these options {DEFAULT_MODEL}"
 )
 
@@ -236,6 +237,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["typing", "cold"])
     parser.add_argument("--words", type=int, default=300)
     parser.add_argument("--model", default="", help="a name or a GGUF; left out: the default model")
+    add_out(parser)
     options = parser.parse_args()
     model = [options.model] if options.model else []
     found: dict[str, Any] = {}
@@ -243,9 +245,8 @@ def main() -> None:
         found["typing"] = bench_typing(model, options.words)
     if "cold" in options.parts:
         found["cold"] = bench_cold(model)
-    out = ROOT / "bench-out"
-    print(write_figure(out, "typing", table(found, options.words)))
-    (out / "typing.json").write_text(json.dumps(found, indent=2))
+    print(write_figure(options.out, "typing", table(found, options.words)))
+    (options.out / "typing.json").write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

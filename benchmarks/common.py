@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
 import os
 import shutil
+import socket
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +44,13 @@ def peer_program(name: str) -> str | None:
     return fetched or shutil.which(name)
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def tree_of(pid: int) -> list[int]:
     """List a process and all below it, in namespaces of their own too."""
     found = [pid]
@@ -59,6 +70,11 @@ def memory_of(pid: int, *kinds: str) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in kinds)
 
 
+def biggest_below(pid: int) -> int:
+    """The descendant with the most memory: the one that holds the model."""
+    return max(tree_of(pid)[1:], key=lambda child: memory_of(child, "Rss"))
+
+
 def is_healthy(port: int) -> bool:
     """Whether an endpoint of this machine answers GET /health with 200."""
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -75,6 +91,23 @@ def drop(files: list[Path]) -> None:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
+
+
+def spread(values: Sequence[float], unit: str, digits: int = 0) -> str:
+    """Say the median of a measurement in its unit, and the least and the greatest."""
+    middle = statistics.median(values)
+    return f"{middle:.{digits}f} {unit} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Add `--out`, the folder that `write_figure` writes to."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "bench-out",
+        metavar="FOLDER",
+        help="docs/figures: for the docs",
+    )
 
 
 def write_figure(folder: Path, name: str, table: str) -> str:
@@ -97,8 +130,12 @@ def _commit() -> str:
     done = subprocess.run(
         [*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False
     )
+    but_figures = ["--", ":/", ":!docs/figures"]  # benchmarks write those
     changed = subprocess.run(
-        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+        [*git, "status", "--porcelain", "-uno", *but_figures],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return (done.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
 
@@ -118,4 +155,5 @@ def _llama() -> str:
     from edgeinfer.runtime import libllama  # a benchmark of the chat's drawing has no need of it before
 
     info = libllama.build_info()
-    return f"llama.cpp {info.llama_version} ({info.ggml_commit}), CPU variant {info.cpu_variant}"
+    variant = f"CPU variant {info.cpu_variant}, attention {info.attention or 'its own'}"
+    return f"llama.cpp {info.llama_version} ({info.ggml_commit}), {variant}"

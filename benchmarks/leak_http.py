@@ -22,8 +22,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve import CONTEXT, MODEL, PARALLEL, free_port, wait_healthy
-from bench_serve_models import biggest_below, endpoint, home_with
+from bench_serve import CONTEXT, MODEL, PARALLEL, wait_healthy
+from bench_serve_models import endpoint, home_with
+from common import biggest_below, free_port
 
 COLUMNS = (
     "app_fds",

@@ -32,7 +32,8 @@ def restart_section(options: argparse.Namespace, work: Path) -> Rows:
     for shape in options.shapes:
         model = model_of(shape, options.model, work)
         home = work / f"restart-{shape}"
-        for side in (ours(home, model, _N_CTX), theirs(model, _N_CTX, slots=1)):
+        peer = None if options.alone else theirs(model, _N_CTX, slots=1)
+        for side in (ours(home, model, _N_CTX), peer):
             if side is None:
                 continue
             rows.append({"model": shape} | _restarts(side, home, model, options))
@@ -95,7 +96,9 @@ def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, A
         row = {
             "side": side.name,
             "prompt_tokens": answer.usage["prompt_tokens"],
-            "prefill_s": None if answer.cached else answer.first_s,
+            "prefill_s": answer.first_s
+            if answer.cached < answer.usage["prompt_tokens"] // 10
+            else None,
         }
         note.write_text(json.dumps([row, answer.text]))
     row, text = json.loads(note.read_text())
@@ -112,8 +115,9 @@ def _summary(found: list[tuple[float, float, int]]) -> dict[str, Any]:
 
 
 def _files(home: Path, model: Path) -> list[Path]:
-    """The model, and what a stopped server left of it: snapshot and blocks."""
-    return [path for path in (model, *(home / "cache").rglob("*")) if path.is_file()]
+    """The model, and what a stopped server left of it: snapshot and blocks, no half-written ones."""
+    kept = [path for path in (home / "cache").rglob("*") if not path.name.startswith(".")]
+    return [path for path in (model, *kept) if path.is_file()]
 
 
 def _restart(

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_serve import free_port, wait_healthy
-from common import ROOT, memory_of, peer_program, tree_of
+from bench_serve import wait_healthy
+from common import ROOT, free_port, memory_of, peer_program, tree_of
 
 EDGEINFER = [sys.executable, "-m", "edgeinfer"]
 WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()

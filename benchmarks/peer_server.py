@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import is_healthy
+from common import free_port, is_healthy
 
 
 class Server:
@@ -30,9 +29,7 @@ class Server:
         threads: int,
         flags: Sequence[str] = (),
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         command = [
             program,
             "-m",

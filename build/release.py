@@ -36,12 +36,14 @@ import pack  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
 from edgeinfer.cli import build_parser  # noqa: E402
-from edgeinfer.commands.completion import script  # noqa: E402
+from edgeinfer.commands.machine.completion import script  # noqa: E402
 
 WORK = ROOT / "work"
 CRIU_PROGRAM = "criu/bin/criu"
 #: What `make setup` built of ggml's backends for GPUs.
 BACKENDS = Path(sys.prefix) / "lib/edgeinfer/backends"
+#: What native/build.sh built of our own C++.
+NATIVE = Path(sys.prefix) / "lib/edgeinfer/native"
 #: 2020-01-01; any fixed time will do, SOURCE_DATE_EPOCH in the environment overrides it.
 EPOCH = "1577836800"
 
@@ -111,8 +113,8 @@ def fetch_criu() -> Path:
 
 
 def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
-    """The folder that is packed: PyInstaller's application, the backends for GPUs, the launcher, CRIU,
-    and what is to be read.
+    """The folder that is packed: PyInstaller's application, the backends for GPUs, our own libraries, the
+    launcher, CRIU, and what is to be read.
     """
     tree = WORK / "tree"
     shutil.rmtree(tree, ignore_errors=True)
@@ -120,6 +122,7 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
     _make_libraries_find_each_other(tree / "_internal")
     _name_by_version(tree / "_internal/libstdc++.so.6")
     shutil.copytree(BACKENDS, tree / "_internal/backends", ignore=shutil.ignore_patterns("share"))
+    shutil.copytree(NATIVE, tree / "_internal/native", ignore=shutil.ignore_patterns(".*"))
     floor.build(tree / "_internal")
     floor.lower_all(tree)
     _describe_again(tree / "_internal/backends")

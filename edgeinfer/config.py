@@ -126,7 +126,7 @@ def copies_range(text: str) -> tuple[int, int]:
     raise ValueError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_COPIES}")
 
 
-#: The rules of `server.core.changing_lines`.
+#: The rules of `agents.changing_lines`.
 SettledLine = Literal["standing", "billing-header", "day", "environment", "clock", "note"]
 
 

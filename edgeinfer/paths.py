@@ -60,6 +60,11 @@ def runtime_dir() -> Path:
     return Path(places.runtime())
 
 
+def shipped_file(name: str) -> Path:
+    """A file that comes with the program."""
+    return Path(__file__).parent / "data" / name
+
+
 def private_dir(path: Path) -> Path:
     """Make `path` if needed and return it; it belongs to this user alone (0700, no symlink).
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 MODULE_SWITCH = "--edgeinfer-module"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
+#: The niceness of what is done in the background, and that of its session: a tenth of the processor is
+#: left to it where others want all.
+_LOWEST, _SESSION = 19, 10
+#: Somebody else may just have changed a session of theirs: so many tries, so far apart (seconds).
+_AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 
 def child_command(module: str, *args: str) -> list[str]:
@@ -76,6 +82,32 @@ def die_with_parent() -> None:
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     if os.getppid() != parent:  # it went while we asked
         os.kill(os.getpid(), _SIGKILL)
+
+
+def step_back() -> None:
+    """Give this process, and the session that it leads, what others leave of the processor.
+
+    Linux shares the processor among sessions first, where `sched_autogroup_enabled` is on, and niceness
+    counts within one (sched(7)). A session that another leads, a person's shell, stays as it is.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
+    if os.getsid(0) != os.getpid():
+        return
+    for _ in range(_AUTOGROUP_TRIES):
+        try:
+            with open("/proc/self/autogroup", "w") as file:
+                file.write(str(_SESSION))
+            return
+        except BlockingIOError:  # users may write it ten times a second, all together
+            time.sleep(_AUTOGROUP_WAIT_S)
+        except OSError:
+            return
+
+
+def stay_back() -> None:
+    """Step back with the session that this process has just begun, where who started it had."""
+    if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
+        step_back()
 
 
 def activated_descriptors() -> list[int]:

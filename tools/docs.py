@@ -120,7 +120,7 @@ def model_keys() -> str:
 
 def chat_commands() -> str:
     """Every `/` command of the chat."""
-    from edgeinfer.chat.slash import COMMANDS
+    from edgeinfer.chat.commands.slash import COMMANDS
 
     rows = []
     for c in COMMANDS:
@@ -141,7 +141,7 @@ def chat_keys() -> str:
 def quantizations() -> str:
     """Every type `quantize` offers; those that need an importance matrix are marked."""
     from edgeinfer.catalog.ggml_types import FILE_TYPES
-    from edgeinfer.catalog.quantize import NEEDS_IMATRIX
+    from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX
 
     return (
         ", ".join(f"`{name}`{'*' if name in NEEDS_IMATRIX else ''}" for name in FILE_TYPES.values())
@@ -173,7 +173,7 @@ def metrics() -> str:
 
 def settled_lines() -> str:
     """The rules for lines that agents change."""
-    from edgeinfer.server.core.changing_lines import RULES
+    from edgeinfer.agents.changing_lines import RULES
 
     goes = {
         "nowhere": "left out",

@@ -7,6 +7,7 @@
 #                        takes this machine's at run time (docs/decisions/001-one-build.md)
 #   libggml-vulkan.so    ggml's Vulkan backend of the same source, compiled beside it and kept likewise; 6 minutes of one core.
 #                        It lies in .venv/lib/edgeinfer/backends and is opened when a GPU is asked for
+#   .venv/lib/edgeinfer/native  our own C++ (native/build.sh), which takes seconds
 #   .venv/criu           CRIU >= 4.1 beside the system's, where the system has none that works and apt is there
 #   with `test`:         the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some tests drive,
 #                        through apt where this is root's call (else it says what to type, and those tests are skipped);
@@ -76,9 +77,11 @@ install_vulkan() {
   [ -d "$backends" ] || return 0
   mkdir -p .venv/lib/edgeinfer
   ln -sfn "$backends" .venv/lib/edgeinfer/backends
-  local guard=$backends/libedgeinfer-guard.so.1
-  [ "$guard" -nt tools/guard.cpp ] || g++ -shared -fPIC -O2 -o "$guard" tools/guard.cpp ||
-    say "no guard: a GPU that is lost ends the process"
+}
+
+install_native() {
+  [ "$(uname -s)" = Linux ] || return 0
+  native/build.sh >&2 || say "our own C++ did not compile: llama.cpp's attention serves, and a GPU that is lost ends the process"
 }
 
 install() {  # again only when pyproject.toml or the wheel changed
@@ -151,7 +154,7 @@ peers() {
 mkdir -p "$cache"; exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
 make_venv
 build_vulkan & vulkan=$!
-build_llama; install; install_criu
+build_llama; install; install_native; install_criu
 wait $vulkan; install_vulkan
 case ${1:-} in
   test) test_programs; test_models; test_libc; test_registry; test_vulkan ;;

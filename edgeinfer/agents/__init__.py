@@ -4,6 +4,8 @@
     commands/warm   ├─ endpoint.py     finding, starting and asking `serve`
                     ├─ running.py      running the agent until it ends
                     └─ capture.py      what an agent sends before anybody has spoken
+    server ──────────┬─ changing_lines.py  what agents change in every request, cut or moved
+                     └─ elsewhere.py       what a session begins with in another folder, on another day
 
 The room writes into no agent's configuration: environment, arguments, and files of a folder that goes
 with the process.

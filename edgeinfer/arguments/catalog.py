@@ -31,7 +31,7 @@ def _add_quiet(parser: argparse.ArgumentParser) -> None:
 
 def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "pull", "pull:pull", "fetch, verify and store a model; goes on where it stopped"
+        verbs, "pull", "catalog.pull:pull", "fetch, verify and store a model; goes on where it stopped"
     )
     parser.add_argument(
         "model",
@@ -71,7 +71,7 @@ def _add_for(parser: argparse.ArgumentParser, help: str, default: str | None) ->
 
 def _add_list(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "list", "list:list_models", "models that are here, and models that can be pulled"
+        verbs, "list", "catalog.list:list_models", "models that are here, and models that can be pulled"
     )
     parser.add_argument(
         "words",
@@ -89,7 +89,10 @@ def _add_list(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "show", "show:show", "a model's architecture, sizes, licence, source and memory needs"
+        verbs,
+        "show",
+        "catalog.show:show",
+        "a model's architecture, sizes, licence, source and memory needs",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model"
@@ -104,7 +107,10 @@ def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def _add_preload(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "preload", "preload:preload", "bring a model's files into memory before they are needed"
+        verbs,
+        "preload",
+        "catalog.preload:preload",
+        "bring a model's files into memory before they are needed",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model"
@@ -113,7 +119,7 @@ def _add_preload(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def _add_rm(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = add_verb(verbs, "rm", "rm:rm", "remove models; files used in place are left alone")
+    parser = add_verb(verbs, "rm", "catalog.rm:rm", "remove models; files used in place are left alone")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="NAME or NAME:QUANT")
     parser.add_argument(
         "--forget", action="store_true", help="forget the pinned SHA-256 too: the next pull trusts anew"
@@ -122,7 +128,10 @@ def _add_rm(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def _add_forget(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "forget", "forget:forget", "delete what models have read and the disk still knows"
+        verbs,
+        "forget",
+        "catalog.forget:forget",
+        "delete what models have read and the disk still knows",
     )
     parser.add_argument(
         "models", nargs="*", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf, or `all`"
@@ -142,7 +151,7 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
         verbs,
         "quantize",
-        "quantize:quantize_model",
+        "catalog.quantize:quantize_model",
         "make a smaller copy of a model, and measure what it costs",
     )
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
@@ -178,7 +187,10 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def _add_merge(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "merge", "merge:merge", "store a model with LoRA adapters merged into its weights"
+        verbs,
+        "merge",
+        "catalog.merge:merge",
+        "store a model with LoRA adapters merged into its weights",
     )
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf")
     parser.add_argument(

@@ -104,7 +104,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_chat(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "chat", "chat:chat", "chat in the terminal; what `edgeinfer` alone does", json=False
+        verbs,
+        "chat",
+        "answering.chat:chat",
+        "chat in the terminal; what `edgeinfer` alone does",
+        json=False,
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a model's name; left out: the default"
@@ -125,7 +129,7 @@ def _add_chat(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def _add_run(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = add_verb(verbs, "run", "run:run", "answer one prompt on stdout")
+    parser = add_verb(verbs, "run", "answering.run:run", "answer one prompt on stdout")
     parser.add_argument(
         "model_or_prompt", nargs="?", metavar="MODEL", help="a model's name; left out: the default"
     )
@@ -150,7 +154,7 @@ def _add_serve(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
         verbs,
         "serve",
-        "serve:serve",
+        "answering.serve:serve",
         "answer OpenAI, Anthropic, Ollama and plain HTTP clients",
         json=False,
     )
@@ -243,7 +247,7 @@ def _add_launch(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
         verbs,
         "launch",
-        "launch:launch",
+        "answering.launch:launch",
         "run a coding agent (claude, codex, …) on a model of this machine",
     )
     parser.add_argument("--list", action="store_true", help="the agents that can be launched")
@@ -262,7 +266,7 @@ def _add_launch(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def _add_batch(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "batch", "batch:batch", "answer a file of requests in OpenAI's batch format"
+        verbs, "batch", "answering.batch:batch", "answer a file of requests in OpenAI's batch format"
     )
     parser.add_argument(
         "input", metavar="IN.jsonl", help="requests, one a line: custom_id, method, url, body"

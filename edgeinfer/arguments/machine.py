@@ -12,13 +12,18 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     add_verb(
         verbs,
         "doctor",
-        "doctor:doctor",
+        "machine.doctor:doctor",
         "what works on this machine, and what to type for what doesn't",
     )
     _add_backend(verbs)
-    add_verb(verbs, "version", "version:version", "versions of edgeinfer and of what it is built on")
     add_verb(
-        verbs, "config", "config:show_config", "the configuration in force and where it comes from"
+        verbs, "version", "machine.version:version", "versions of edgeinfer and of what it is built on"
+    )
+    add_verb(
+        verbs,
+        "config",
+        "machine.config:show_config",
+        "the configuration in force and where it comes from",
     )
     _add_completion(verbs)
     _add_licenses(verbs)
@@ -26,7 +31,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     add_verb(
         verbs,
         "self-check",
-        "self_check:self_check",
+        "machine.self_check:self_check",
         "whether every byte of this program is what was built",
     )
     _add_uninstall(verbs)
@@ -36,7 +41,11 @@ def _add_backend(verbs: Verbs[argparse.ArgumentParser]) -> None:
     from edgeinfer.runtime.backends.files import NAMES  # 1 ms
 
     parser = add_verb(
-        verbs, "backend", "backend:backend", "list, add and remove libraries for GPUs", linux_only=True
+        verbs,
+        "backend",
+        "machine.backend:backend",
+        "list, add and remove libraries for GPUs",
+        linux_only=True,
     )
     parser.set_defaults(action="list")
     actions = parser.add_subparsers(dest="action", metavar="list|add|remove")
@@ -64,7 +73,7 @@ def _add_completion(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
         verbs,
         "completion",
-        "completion:completion",
+        "machine.completion:completion",
         "a script that completes command lines in bash, zsh or fish",
     )
     parser.add_argument(
@@ -76,14 +85,17 @@ def _add_completion(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def _add_licenses(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "licenses", "licenses:licenses", "what this program is made of, under which licences"
+        verbs,
+        "licenses",
+        "machine.licenses:licenses",
+        "what this program is made of, under which licences",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the whole text of this component's")
 
 
 def _add_bundle(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "bundle", "bundle:bundle", "this program as one file with a pulled model inside"
+        verbs, "bundle", "machine.bundle:bundle", "this program as one file with a pulled model inside"
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a pulled model; left out: the default"
@@ -99,7 +111,7 @@ def _add_uninstall(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
         verbs,
         "uninstall",
-        "uninstall:uninstall",
+        "machine.uninstall:uninstall",
         "list everything edgeinfer has on this machine, ask, remove it",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask")

@@ -16,7 +16,11 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_warm(verbs)
     _add_snapshots(verbs)
     add_verb(
-        verbs, "ps", "ps:ps", "what runs, and what it remembered of its latest prompt", linux_only=True
+        verbs,
+        "ps",
+        "snapshots.ps:ps",
+        "what runs, and what it remembered of its latest prompt",
+        linux_only=True,
     )
     _add_stop(verbs)
 
@@ -25,7 +29,7 @@ def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
         verbs,
         "warm",
-        "warm:warm",
+        "snapshots.warm:warm",
         "build a snapshot of the loaded model: later launches take a tenth of a second",
         linux_only=True,
     )
@@ -52,7 +56,7 @@ def _add_snapshots(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
         verbs,
         "snapshots",
-        "snapshots:snapshots",
+        "snapshots.snapshots:snapshots",
         "list, show, take, verify, remove, export and import snapshots",
         linux_only=True,
     )
@@ -91,8 +95,9 @@ def _add_transfer(add_action: Callable[[str, str], argparse.ArgumentParser]) -> 
     bring.add_argument(
         "--rebuild",
         action="store_true",
-        help="build the same here instead, of the same model and options",
+        help="have the same built here in the background instead, of the same model and options",
     )
+    bring.add_argument("--wait", action="store_true", help="with --rebuild: end when it is built")
     for parser in (export, bring):
         parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     trust = add_action("trust", "say your key and those you trust; or trust one more")
@@ -131,7 +136,7 @@ def _duration(text: str) -> float:
 
 def _add_stop(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "stop", "stop:stop", "end running chats, endpoints or workers", linux_only=True
+        verbs, "stop", "snapshots.stop:stop", "end running chats, endpoints or workers", linux_only=True
     )
     parser.add_argument("which", nargs="*", metavar="PID|MODEL", help="as `edgeinfer ps` shows them")
     parser.add_argument("--all", action="store_true", help="all of them")

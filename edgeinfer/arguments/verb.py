@@ -18,7 +18,7 @@ def add_verb(
     json: bool = True,
     linux_only: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a verb that calls `run` (MODULE:FUNCTION below `edgeinfer.commands`, imported when typed).
+    """Add a verb that calls `run` (FAMILY.MODULE:FUNCTION in `edgeinfer.commands`, imported late).
 
     The function takes the options and the host and returns a `Result`.
     """

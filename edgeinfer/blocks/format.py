@@ -2,10 +2,10 @@
 
     offset  bytes
     0       8      MAGIC, the version in it
-    8       4      CRC-32 of everything from byte 12 on, little endian
-    12      4      length of the header
+    8       8      XXH3 (64 bits) of everything from byte 16 on, little endian
     16      8      length of the file
-    24      ...    header: msgpack of `Header`
+    24      4      length of the header
+    28      ...    header: msgpack of `Header`
     64 * n  ...    the parts, each from a multiple of 64 on, zeros between
 
 A part is a sequence state as llama.cpp gives it. Nothing of a file is used before its checksum is
@@ -15,18 +15,18 @@ right: llama.cpp asserts on damaged states.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
+import xxhash
 
 from edgeinfer.errors import BlockDamagedError
 
-MAGIC = b"eiblock1"
-_HEAD = struct.Struct("<8sIIQ")
-_CHECKED_FROM = 12
+MAGIC = b"eiblock2"
+_HEAD = struct.Struct("<8sQQI")
+_CHECKED_FROM = 16
 _ALIGN = 64
 
 #: "full": a whole block of a chain. "tail": what is left behind the last whole one. "point": like a
@@ -79,17 +79,16 @@ def encode(block: Block) -> list[bytes | memoryview]:
         padding = -size % _ALIGN
         buffers += [bytes(padding), part]
         size += padding + part.nbytes
-    lengths = _HEAD.pack(MAGIC, 0, len(header), size)[_CHECKED_FROM:]
-    crc = zlib.crc32(lengths)
+    checksum = xxhash.xxh3_64(_HEAD.pack(MAGIC, 0, size, len(header))[_CHECKED_FROM:])
     for buffer in buffers:
-        crc = zlib.crc32(buffer, crc)
-    return [_HEAD.pack(MAGIC, crc, len(header), size), *buffers]
+        checksum.update(buffer)
+    return [_HEAD.pack(MAGIC, checksum.intdigest(), size, len(header)), *buffers]
 
 
 def read_header(start: bytes | memoryview) -> Header:
     """The header from the beginning of a file, unchecked: for listing. Raises BlockDamagedError."""
     try:
-        magic, _, length, _ = _HEAD.unpack_from(start)
+        magic, _, _, length = _HEAD.unpack_from(start)
         if magic != MAGIC:
             raise BlockDamagedError("it is no block of this version")
         return msgspec.msgpack.decode(start[_HEAD.size : _HEAD.size + length], type=Header)
@@ -101,12 +100,12 @@ def decode(data: memoryview) -> Block:
     """The block in `data`; its parts are views of it. Raises BlockDamagedError before one is used."""
     if len(data) < _HEAD.size:
         raise BlockDamagedError("it is shorter than its head")
-    magic, crc, length, size = _HEAD.unpack_from(data)
+    magic, checksum, size, length = _HEAD.unpack_from(data)
     if magic != MAGIC:
         raise BlockDamagedError("it is no block of this version")
     if size != len(data):
         raise BlockDamagedError(f"it has {len(data)} bytes and promises {size}")
-    if zlib.crc32(data[_CHECKED_FROM:]) != crc:
+    if xxhash.xxh3_64_intdigest(data[_CHECKED_FROM:]) != checksum:
         raise BlockDamagedError("its checksum is wrong")
     header = read_header(data)
     return Block(header, tuple(_parts(data, _HEAD.size + length, header.sizes)))

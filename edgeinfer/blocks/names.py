@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.blocks.format import pack_tokens
+from edgeinfer.disk import stamps
 
 NAME_BYTES = 20
 SECRET_BYTES = 32
@@ -54,12 +55,6 @@ def _write_secret(path: Path, secret: bytes) -> None:
 def model_key(sha256: str, files: Sequence[str]) -> str:
     """A model's sha256, or the stamps of files that nobody has hashed. Raises OSError."""
     return sha256 or stamps(files)
-
-
-def stamps(files: Sequence[str]) -> str:
-    """Size, time and inode of files: others with the same would be a wonder. Raises OSError."""
-    found = [(path, os.stat(path)) for path in files]
-    return "\0".join(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for path, s in found)
 
 
 class Names:

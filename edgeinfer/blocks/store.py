@@ -205,11 +205,21 @@ class ModelBlocks:
 
     # reading
 
-    def read_ahead(self, names: Sequence[bytes]) -> list[Future[Block | None]]:
-        """Begin to read and check blocks, in order. A result is None where a block is not usable."""
+    def read_ahead(
+        self, names: Sequence[bytes], make_room: Callable[[int], None] = lambda i: None
+    ) -> list[Future[Block | None]]:
+        """Begin to read and check blocks, in order. A result is None where a block is not usable.
+
+        The thread that reads a block calls `make_room` with its place in `names` first.
+        """
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_READERS, "edgeinfer-read")
-        return [self._readers.submit(self.read, name) for name in names]
+
+        def read(i: int, name: bytes) -> Block | None:
+            make_room(i)
+            return self.read(name)
+
+        return [self._readers.submit(read, i, name) for i, name in enumerate(names)]
 
     def read(self, name: bytes) -> Block | None:
         """A block, mapped and its checksum right; None when there is none that can be used."""

@@ -22,9 +22,10 @@ from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.names import Reference
 from edgeinfer.catalog.plan import plan
-from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, OnProgress
+from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.catalog.pull import PullOptions, first_that_works, plain_words
-from edgeinfer.catalog.quantize import QuantizeOptions, publish, run_quantizer
+from edgeinfer.catalog.quantizing.quantize import publish
+from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 from edgeinfer.catalog.store import PulledModel
 from edgeinfer.disk import room_errors, sync
 from edgeinfer.errors import ConversionError, UsageError

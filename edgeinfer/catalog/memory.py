@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from edgeinfer.catalog.gguf import GgufHeader
 from edgeinfer.machine import Machine
-from edgeinfer.runtime.loading.choices import choose_repack
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.plan import Plan, make_plan
-from edgeinfer.runtime.shape import Shape, make_shape
+from edgeinfer.runtime.planning.choices import choose_repack
+from edgeinfer.runtime.planning.plan import Plan, make_plan
+from edgeinfer.runtime.planning.shape import Shape, make_shape
 
 
 def header_shape(headers: Sequence[GgufHeader]) -> Shape:

@@ -154,7 +154,7 @@ def nearest(name: str, known: Any) -> str | None:
 
 def shipped_path() -> Path:
     """The catalogue that came with the program."""
-    return Path(__file__).parent.parent / "data" / FILE_NAME
+    return paths.shipped_file(FILE_NAME)
 
 
 def user_path() -> Path:

@@ -26,7 +26,7 @@ from edgeinfer.catalog.ggml_types import FULL_PRECISION, file_type
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan
-from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
+from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress, Patience
 from edgeinfer.catalog.rates.purpose import AUTO, Purpose
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.config import load_config
@@ -255,9 +255,9 @@ def _publish(
     if purpose is not None:
         todo = _for_purpose(todo, original, purpose, job)
     if todo.quantize and original != todo.quantize:
-        from edgeinfer.catalog.quantize import (
-            quantize_fetched,
-        )  # only for models that are wanted quantized
+        from edgeinfer.catalog.quantizing.quantize import (
+            quantize_fetched,  # only for models that are wanted quantized
+        )
 
         fetched = quantize_fetched(fetched, todo.quantize, work, job, purpose or "auto")
         header = gguf.check(fetched[0].path)

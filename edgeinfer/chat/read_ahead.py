@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from edgeinfer.chat import slash
+from edgeinfer.chat.commands import slash
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError

@@ -13,15 +13,16 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from edgeinfer.catalog.progress_text import PlainLines
-from edgeinfer.chat import attachments, context, slash
+from edgeinfer.catalog.progress.text import PlainLines
+from edgeinfer.chat import attachments, context
 from edgeinfer.chat.answer import Answer
-from edgeinfer.chat.commander import Commander, sessions_text, stats_text
+from edgeinfer.chat.commands import slash
+from edgeinfer.chat.commands.commander import Commander, sessions_text, stats_text
+from edgeinfer.chat.commands.settings import save
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.chat.safe_text import without_controls
-from edgeinfer.chat.settings import save
 from edgeinfer.chat.shelf import shelf, size_words
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError

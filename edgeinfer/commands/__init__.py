@@ -1,1 +1,1 @@
-"""One file a verb: a function that returns a `Result`. Nothing here prints or exits."""
+"""One file a verb: functions that return a `Result`. Nothing here prints or exits."""

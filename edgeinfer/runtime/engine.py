@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,26 +31,26 @@ from edgeinfer.runtime.decoding.prepare import Preparer
 from edgeinfer.runtime.decoding.scheduling.chunks import Exactness
 from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
 from edgeinfer.runtime.embeddings import Embedder
+from edgeinfer.runtime.engine_info import make_info
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.language.constraints import Constraints
-from edgeinfer.runtime.language.dialogue import Conversations, load_conversations
-from edgeinfer.runtime.language.prepared import TemplateFacts
-from edgeinfer.runtime.loading.choices import exact_rows
+from edgeinfer.runtime.language.dialogue import load_conversations
 from edgeinfer.runtime.loading.load import Loaded, load_model
 from edgeinfer.runtime.loading.lora import LoraAdapters
-from edgeinfer.runtime.options import (
-    Adapter,
-    Chosen,
-    EngineInfo,
-    EngineMetrics,
-    LoadOptions,
-    ModelFiles,
-)
-from edgeinfer.runtime.plan import MAX_DRAFT
+from edgeinfer.runtime.loading.template import template_facts
+from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
+from edgeinfer.runtime.planning.choices import exact_rows
+from edgeinfer.runtime.planning.plan import MAX_DRAFT
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
-#: From 512 cells on, padded to 256, a lone token's attention over an f16 cache is split among threads.
-_EXACT_CELLS = 192
+#: Before any was computed, a token of prefill is taken for so many seconds for each byte of weights
+#: that it uses: half of what a 4B in Q4_0 takes on two cores.
+_PREFILL_S_PER_BYTE = 1e-11
+#: What llama.cpp's own attention over an f16 cache allows: from 64 tokens on it is another kernel, and
+#: from 512 cells on, padded to 256, a lone token's is split among threads.
+_LLAMA_EXACTNESS = Exactness(rows=60, cells=192)
+#: Ends of keys in the metadata of models that are left to it (decision 095).
+_LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
 
 
 def load_engine(
@@ -73,11 +72,12 @@ class LlamaEngine:
         self._loaded = loaded
         self._active = ActiveContext(loaded.context, loaded.memory, loaded.cells)
         self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
-        self._conversations = _conversations(files, loaded)
+        self._conversations = load_conversations(template_facts(files, loaded))
         self._constraints = Constraints()
         self._scheduler = _scheduler(loaded, self._active, self._lora)
         self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
         self._embedder = Embedder(loaded, options, self._loop.call)
+        self._info = make_info(files, loaded, self._lora, self._conversations, self._embedder)
         self._preparer = Preparer(
             files=files,
             vocab=loaded.vocab,
@@ -85,11 +85,10 @@ class LlamaEngine:
             constraints=self._constraints,
             n_ctx=loaded.n_ctx,
             max_draft=MAX_DRAFT,
-            can_shift=_can_shift(loaded),
+            can_shift=self._info.can_shift,
         )
         self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
         self._preparer.draft_model = self._draft
-        self._info = _info(files, loaded, self._lora, self._conversations, self._embedder)
         self._blocks = EngineBlocks(files, options, self._active, self._scheduler)
         self._attachment = Attachment(
             files,
@@ -358,96 +357,15 @@ def _scheduler(loaded: Loaded, active: ActiveContext, lora: LoraAdapters) -> Sch
         n_ctx=loaded.n_ctx,
         can_cut=cuttable,
         exactness=_exactness(loaded),
+        s_per_token=loaded.shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE,
         states=states,
     )
 
 
 def _exactness(loaded: Loaded) -> Exactness:
-    kv_type = str(loaded.choices["kv_type"].value)
-    return Exactness(
-        rows=exact_rows(loaded.n_batch, loaded.shape.file_type, kv_type),
-        cells=_EXACT_CELLS if kv_type == "f16" else None,
-    )
-
-
-def _conversations(files: ModelFiles, loaded: Loaded) -> Conversations:
-    vocab, meta = loaded.vocab, loaded.meta
-    named = {
-        k.removeprefix("tokenizer.chat_template."): v
-        for k, v in meta.items()
-        if k.startswith("tokenizer.chat_template.")
-    }
-    facts = TemplateFacts(
-        template=files.chat_template or _own_template(loaded),
-        named_templates=named,
-        architecture=meta.get("general.architecture", ""),
-        name=files.name,
-        bos_text=vocab.text(vocab.bos),
-        eos_text=vocab.text(vocab.eos),
-        vocab=vocab,
-        add_bos=vocab.adds_bos,
-    )
-    return load_conversations(facts)
-
-
-def _own_template(loaded: Loaded) -> str:
-    text = libllama.lib().llama_model_chat_template(loaded.model, None)
-    return text.decode("utf-8", "replace") if text else ""
-
-
-def _info(
-    files: ModelFiles,
-    loaded: Loaded,
-    lora: LoraAdapters,
-    conversations: Conversations,
-    embedder: Embedder,
-) -> EngineInfo:
-    llama = libllama.lib()
-    meta = loaded.meta
-    draft = Chosen(files.draft or "none", "as asked, or as the catalogue says")
-    return EngineInfo(
-        model=files.name,
-        sha256=files.sha256,
-        description=_description(loaded),
-        architecture=meta.get("general.architecture", ""),
-        n_params=int(llama.llama_model_n_params(loaded.model)),
-        n_vocab=loaded.vocab.n_vocab,
-        n_ctx=loaded.n_ctx,
-        n_ctx_train=int(llama.llama_model_n_ctx_train(loaded.model)),
-        n_parallel=loaded.n_parallel,
-        n_embd=int(llama.llama_model_n_embd_out(loaded.model)),
-        n_ctx_embed=embedder.max_tokens,
-        weights_bytes=loaded.shape.weights_bytes,
-        kv_bytes=loaded.kv_bytes,
-        compute_bytes=loaded.compute_bytes,
-        least_kv_bytes=loaded.least_kv_bytes,
-        chat_template=files.chat_template or _own_template(loaded),
-        can_generate=loaded.can_generate,
-        can_embed=embedder.can_embed,
-        can_rerank=embedder.can_rerank,
-        can_infill=loaded.can_generate and loaded.vocab.fim is not None,
-        can_think=conversations.can_think,
-        can_shift=_can_shift(loaded),
-        tool_format=conversations.tool_format,
-        system_prompt=files.system_prompt,
-        sampling=files.sampling,
-        lora=lora.loaded,
-        choices={
-            **loaded.choices,
-            **conversations.choices,
-            "pooling": embedder.pooling,
-            "draft": draft,
-        },
-        load_ms=loaded.load_ms,
-        warnings=loaded.warnings,
-    )
-
-
-def _can_shift(loaded: Loaded) -> bool:
-    return bool(loaded.memory and libllama.L.llama_memory_can_shift(loaded.memory))
-
-
-def _description(loaded: Loaded) -> str:
-    buffer = ctypes.create_string_buffer(256)
-    libllama.lib().llama_model_desc(loaded.model, buffer, len(buffer))
-    return buffer.value.decode("utf-8", "replace")
+    rows = exact_rows(loaded.n_batch, loaded.shape.file_type)
+    kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
+    is_ours = flash == "on" and libllama.build_info().attention
+    if kv_type != "f16" or (is_ours and not any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)):
+        return Exactness(rows, cells=None)
+    return Exactness(min(rows, _LLAMA_EXACTNESS.rows), _LLAMA_EXACTNESS.cells)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
 import threading
 from collections import deque
@@ -24,6 +23,7 @@ import msgspec
 from llama_cpp import llama_cpp as _binding
 
 from edgeinfer.errors import EngineError
+from edgeinfer.runtime import libedgeinfer
 
 L: Any = _binding
 #: llama.cpp's log levels (ggml.h); a line of level CONT goes on with the one before.
@@ -41,13 +41,19 @@ _listeners: list[list[str]] = []
 
 
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How llama.cpp was built. `cpu_variant` "": one library serves every CPU."""
+    """How llama.cpp was built. `cpu_variant` "": one library serves every CPU.
+
+    `attention` is the level of our own in use, "v3" or "v4", and `attention_version` a digest of what
+    it was made from; both are "" for llama.cpp's own.
+    """
 
     binding_version: str
     llama_version: str
     ggml_version: str
     ggml_commit: str
     cpu_variant: str
+    attention: str
+    attention_version: str
     flags: tuple[str, ...]
     devices: tuple[str, ...]
     supports_gpu: bool
@@ -60,6 +66,7 @@ def lib() -> Any:
         if "ggml" not in _state:
             _capture_logs()
             _state["ggml"] = _load_backends()
+            _state["attention"] = libedgeinfer.use_attention(_state["ggml"], base_library())
             L.llama_backend_init()
     return L
 
@@ -128,6 +135,8 @@ def _load_backends() -> ctypes.CDLL:
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_by_type.argtypes = [ctypes.c_int]
+    ggml.ggml_backend_dev_by_type.restype = ctypes.c_void_p
     for folder in variant_dirs():
         if ggml.ggml_backend_reg_count():
             break
@@ -148,11 +157,12 @@ def load_backend(path: str) -> tuple[int, list[str]]:
         return _state["ggml"].ggml_backend_load(os.fsencode(path)) or 0, lines
 
 
-def guard_decode(path: Path) -> None:
-    """Have errors of devices come back from `decode` and `move_state`, by the guard at `path`, once.
+def guard_decode() -> None:
+    """Have errors of devices come back from `decode` and `move_state`, by native/guard.cpp, once.
 
-    Its source is tools/guard.cpp. They are C++ exceptions and aborts, which without it end the process.
+    They are C++ exceptions and aborts, which without it end the process.
     """
+    path = libedgeinfer.library("guard")
     if "decode" in _state or not os.path.isfile(path):
         return
     guard = ctypes.CDLL(str(path))
@@ -190,6 +200,8 @@ def base_library() -> ctypes.CDLL:
         "ggml_backend_dev_name": (ctypes.c_char_p, [pointer]),
         "ggml_backend_dev_description": (ctypes.c_char_p, [pointer]),
         "ggml_backend_dev_get_props": (None, [pointer, pointer]),
+        "ggml_backend_dev_backend_reg": (pointer, [pointer]),
+        "ggml_backend_reg_get_proc_address": (pointer, [pointer, ctypes.c_char_p]),
         "ggml_backend_reg_dev_count": (size, [pointer]),
         "ggml_backend_reg_dev_get": (pointer, [pointer, size]),
         "ggml_op_desc": (ctypes.c_char_p, [pointer]),
@@ -217,15 +229,6 @@ def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:
     )
 
 
-def _cpu_variant() -> str:
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return ""
-    found = re.search(r"libggml-cpu-([a-z0-9_]+)\.so", maps)
-    return found.group(1) if found else ""
-
-
 @cache
 def build_info() -> BuildInfo:
     """What `doctor` and `version` show. Raises EngineError as `lib` does."""
@@ -237,7 +240,9 @@ def build_info() -> BuildInfo:
         llama_version=llama.llama_version().decode(),
         ggml_version=base.ggml_version().decode(),
         ggml_commit=base.ggml_commit().decode(),
-        cpu_variant=_cpu_variant(),
+        cpu_variant=libedgeinfer.variant_of(libedgeinfer.cpu_library()),
+        attention=_state["attention"].level,
+        attention_version=_state["attention"].version,
         flags=tuple(
             flag.strip().removesuffix(" = 1")
             for flag in system.split(":", 1)[-1].split("|")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -152,6 +153,15 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     kv_total_tokens: int = 0
     ttft_ms: tuple[float, ...] = ()
     inter_token_ms: tuple[float, ...] = ()
+
+    @classmethod
+    def sum(cls, parts: Iterable[EngineMetrics]) -> EngineMetrics:
+        """Several engines' as one's: field by field, of latencies all samples."""
+        total = cls()
+        for part in parts:
+            both = {name: getattr(total, name) + getattr(part, name) for name in cls.__struct_fields__}
+            total = cls(**both)
+        return total
 
 
 class CopyInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,6 +140,10 @@ class _Server(uvicorn.Server):
         self.reason = "succeeded"
         self._endpoint.is_leaving = True
         for server in self.servers:
+            for listener in server.sockets:
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+        await asyncio.sleep(0)  # asyncio drops whom it accepted in the same pass as the close
+        for server in self.servers:
             server.close()
         self._endpoint.log.info("handing-over", connections=len(self.server_state.connections))
         await asyncio.sleep(_ACCEPTED_S)

@@ -80,6 +80,19 @@ def adopt_orphans() -> None:
     _checked(_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
+def become_init(flags: int, uid: int, gid: int) -> None:
+    """What a process does first that `clone(flags)` has made: this user's ids, a /proc of its own.
+
+    Without namespaces it adopts orphans, as the init of a pid namespace does anyway.
+    """
+    if flags & CLONE_NEWUSER:
+        map_this_user(uid, gid)
+    if flags:
+        own_proc()
+    else:
+        adopt_orphans()
+
+
 def set_name(name: str) -> None:
     """What ps and top show as the command (15 bytes)."""
     _libc().prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -14,7 +14,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from edgeinfer.chat import slash
+from edgeinfer.chat.commands import slash
 from edgeinfer.chat.opening import Launch
 from edgeinfer.tui.bindings import BY_ID
 from edgeinfer.tui.conversation.carrying import unpacked

@@ -18,6 +18,7 @@ import bootloader
 import floor
 import pack
 
+from edgeinfer.runtime import libedgeinfer
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import open_shipped
 
@@ -225,6 +226,11 @@ def test_needs_no_newer_libc_than_promised(used):
     assert max((int(major), int(minor)) for major, minor in needed) <= floor.FLOOR
     assert "glibc {}.{} or newer".format(*floor.FLOOR) in (ROOT / "docs/install.md").read_text()
     assert (app / "criu/bin/criu").exists()
+
+
+def test_attention_of_our_own_opens_on_the_oldest_libc(used):
+    found = used.json("version")
+    assert found["attention"] == libedgeinfer.LEVELS.get(found["cpu_variant"], "")
 
 
 def elf_files(app):

@@ -13,10 +13,10 @@ import manual
 
 from edgeinfer import paths
 from edgeinfer.cli import build_parser
-from edgeinfer.commands.completion import script, verbs
-from edgeinfer.commands.licenses import licenses
-from edgeinfer.commands.self_check import self_check
-from edgeinfer.commands.uninstall import uninstall
+from edgeinfer.commands.machine.completion import script, verbs
+from edgeinfer.commands.machine.licenses import licenses
+from edgeinfer.commands.machine.self_check import self_check
+from edgeinfer.commands.machine.uninstall import uninstall
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.shipping import shipped

@@ -9,7 +9,7 @@ import pytest
 from fake_hub import Fault, FaultServer, sha
 
 from edgeinfer.catalog.fetching import backends
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress.job import Job
 from edgeinfer.cli import main
 from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, SourceNotFoundError
 from edgeinfer.runtime.backends import files

@@ -10,9 +10,9 @@ import pytest
 
 from edgeinfer import paths
 from edgeinfer.blocks.store import BlockStore
-from edgeinfer.catalog.progress import Job, PullProgress
-from edgeinfer.catalog.progress_bar import progress_on
-from edgeinfer.catalog.progress_text import PlainLines, progress_text
+from edgeinfer.catalog.progress.bar import progress_on
+from edgeinfer.catalog.progress.job import Job, PullProgress
+from edgeinfer.catalog.progress.text import PlainLines, progress_text
 from edgeinfer.catalog.store import list_pulled
 from edgeinfer.cli import main
 from edgeinfer.snapshots.shelf.format import MANIFEST

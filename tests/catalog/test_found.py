@@ -21,7 +21,7 @@ from edgeinfer import disk
 from edgeinfer.catalog import store as own
 from edgeinfer.catalog.found import stores, verified
 from edgeinfer.cli import main
-from edgeinfer.commands.serve import pulled_models
+from edgeinfer.commands.answering.serve import pulled_models
 from edgeinfer.errors import (
     CatalogError,
     ChecksumError,

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from made_families import make_family
 
-from edgeinfer.catalog import imatrix
 from edgeinfer.catalog.gguf import check
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.pull import PullOptions, pull
-from edgeinfer.catalog.quantize import QuantizeOptions, quantize
+from edgeinfer.catalog.quantizing import imatrix
+from edgeinfer.catalog.quantizing.quantize import quantize
+from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions
 from edgeinfer.errors import QuantizeError, UsageError
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles

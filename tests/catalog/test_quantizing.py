@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 
 from edgeinfer import paths
-from edgeinfer.catalog import children, store
-from edgeinfer.catalog import quantize as quantizing
+from edgeinfer.catalog import store
 from edgeinfer.catalog.ggml_types import FILE_TYPES
 from edgeinfer.catalog.gguf import check
-from edgeinfer.catalog.progress import Job, PullProgress
+from edgeinfer.catalog.progress.job import Job, PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
-from edgeinfer.catalog.quantize import NEEDS_IMATRIX, QuantizeOptions, quantize
+from edgeinfer.catalog.quantizing import children
+from edgeinfer.catalog.quantizing.quantize import quantize
+from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions
+from edgeinfer.catalog.quantizing.score import perplexity
 from edgeinfer.cli import main
 from edgeinfer.errors import (
     DiskFullError,
@@ -250,8 +252,8 @@ def test_the_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> Non
 
 
 def test_perplexity_is_the_same_twice(smollm2: Path) -> None:
-    first, n = quantizing.perplexity(str(smollm2), Job(), 100)
-    second, m = quantizing.perplexity(str(smollm2), Job(), 100)
+    first, n = perplexity(str(smollm2), Job(), 100)
+    second, m = perplexity(str(smollm2), Job(), 100)
     assert n == m
     assert first == pytest.approx(second, rel=1e-3)
 
@@ -260,4 +262,4 @@ def test_perplexity_of_a_file_llama_cpp_refuses(tmp_path: Path, make_gguf) -> No
     path = tmp_path / "tiny.gguf"
     path.write_bytes(make_gguf())
     with pytest.raises(QuantizeError, match="cannot be measured"):
-        quantizing.perplexity(str(path), Job())
+        perplexity(str(path), Job())

@@ -12,8 +12,8 @@ from made_models import make_llama
 
 from edgeinfer.catalog import gguf
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress import Job
-from edgeinfer.catalog.quantize import QuantizeOptions, run_quantizer
+from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 from edgeinfer.catalog.rates import measured, probe
 from edgeinfer.catalog.rates.fits import active_parameters, parameters
 from edgeinfer.catalog.rates.probe import Rates
@@ -46,10 +46,7 @@ DECODE = {
 def rates() -> Rates:
     """Rates of a made-up CPU, kept as this one's."""
     found = Rates(machine=probe._machine(), prefill=PREFILL, decode=DECODE)
-    probe._place().parent.mkdir(parents=True, exist_ok=True)
-    probe._place().write_text(
-        json.dumps({"machine": found.machine, "prefill": PREFILL, "decode": DECODE})
-    )
+    probe._KEPT.write(found)
     return found
 
 

@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from edgeinfer.chat import slash
-from edgeinfer.chat.commander import Commander, sessions_text, stats_text
+from edgeinfer.chat.commands import slash
+from edgeinfer.chat.commands.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config import ChatConfig, load_config

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from edgeinfer.chat import attachments, export, presets, settings, slash
+from edgeinfer.chat import attachments, presets
 from edgeinfer.chat.code import code_blocks
-from edgeinfer.chat.complete import complete
+from edgeinfer.chat.commands import export, settings, slash
+from edgeinfer.chat.commands.complete import complete
 from edgeinfer.chat.history.values import Attachment, Conversation, Turn
 from edgeinfer.config import load_config
 from edgeinfer.errors import ConfigError, StoreError, UsageError
@@ -38,7 +39,7 @@ class TestSlash:
         assert hint in caught.value.hint
 
     def test_names_are_unique_and_every_one_has_a_handler(self):
-        from edgeinfer.chat.commander import Commander
+        from edgeinfer.chat.commands.commander import Commander
 
         names = [n for c in slash.COMMANDS for n in (c.name, *c.aliases)]
         assert len(names) == len(set(names)) == len(slash.BY_NAME)

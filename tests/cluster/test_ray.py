@@ -6,30 +6,22 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 
 import httpx2
 import pytest
+from other_processes import free_port, wait_until
 
 from edgeinfer.cluster.front import REPLICA_HEADER
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 _CHAT = "/v1/chat/completions"
-
-
-def _until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 class Application:
@@ -79,12 +71,6 @@ def _body(model: str, text: str, **fields) -> dict[str, object]:
     return {"model": model, "messages": said, "max_tokens": 8, "temperature": 0, **fields}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def app(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
     home = tmp_path_factory.mktemp("cluster")
@@ -106,7 +92,7 @@ def app(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App
         {"model": "small", "max_replicas": 1},
         {"model": "twins", "min_replicas": 2, "max_replicas": 2},
     ]
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, str(Path(__file__).with_name("start.py")), folder, str(port)]
     with subprocess.Popen(
         [*command, json.dumps({"models": models})],
@@ -157,7 +143,7 @@ def test_a_client_that_leaves_ends_its_generation(app: Application) -> None:
         running = [line for line in lines if line.startswith("edgeinfer_num_requests_running{")]
         return running and all(line.endswith(" 0.0") for line in running)
 
-    _until(idle, "the generation ends", seconds=30)
+    wait_until(idle, "the generation ends", seconds=30)
 
 
 def test_what_begins_alike_goes_where_it_was_read(app: Application) -> None:
@@ -188,7 +174,7 @@ def test_ray_shows_the_metrics_of_each_endpoint(app: Application) -> None:
         ]
         return any('deployment="twins"' in line and 'model_name="twins"' in line for line in found)
 
-    _until(shown, "the tokens that were generated")
+    wait_until(shown, "the tokens that were generated")
 
 
 @pytest.mark.parametrize("victim", ["replica", "node"])
@@ -213,8 +199,8 @@ def test_killed_in_the_middle_of_a_stream(app: Application, victim: str) -> None
             rest = b"".join(pieces)
             assert b"replica_ended" in rest
             assert rest.endswith(b"data: [DONE]\n\n")
-    _until(lambda: not Path(f"/proc/{endpoint}").exists(), "its endpoint ends", 100)
-    _until(app.is_answering, "somebody answers")
+    wait_until(lambda: not Path(f"/proc/{endpoint}").exists(), "its endpoint ends", 100)
+    wait_until(app.is_answering, "somebody answers")
 
 
 def _parent(pid: int) -> int:

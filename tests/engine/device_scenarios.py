@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.runtime.attaching.remembered import Rates, remember, remembered
+from edgeinfer.runtime.attaching.remembered import TRIALS, Rates
 from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
@@ -26,10 +26,11 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 PROMPT = "The three primary colours are"
-#: More than 256 tokens each, the second behind the first, the third behind a short one.
+#: More than 256 tokens each, the second behind the first, the third behind a short one. What follows is
+#: never nearly something else, so that a device's bits and the CPU's give one text.
 LONG = PROMPT * 12
-LONGER = LONG + " red, yellow and blue," * 18
-OTHER = "Roses are red, violets are" * 16
+LONGER = LONG + " red, blue and green too," * 18
+OTHER = "Roses are sold in many shops" * 15
 _PATIENCE_S = 240.0
 said: list[str] = []
 
@@ -119,8 +120,8 @@ def lost(layers: int) -> dict[str, object]:
 
 def long_prompts(layers: int | str, how: str = "") -> dict[str, object]:
     """Prompts that devices read, and the CPU answers, where a trial has found so; here it is told so."""
-    for key, trial in remembered().items():
-        remember(key, msgspec.structs.replace(trial, both=Rates(prefill=1e9, decode=1e9)))
+    for key, trial in TRIALS.read().items():
+        TRIALS.put(key, msgspec.structs.replace(trial, both=Rates(prefill=1e9, decode=1e9)))
     with engine(2048) as opened:
         opened.use_devices(Wishes(layers=layers, devices=("Vulkan0",)))
         assert opened.settle_devices(_PATIENCE_S)

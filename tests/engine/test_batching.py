@@ -7,17 +7,21 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from edgeinfer.errors import ContextLengthError, DecodeError, EngineError, QueueFullError
-from edgeinfer.runtime import libllama, plan
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.decoding.scheduling.chunks import Exactness
 from edgeinfer.runtime.decoding.scheduling.execution import Execution
 from edgeinfer.runtime.decoding.scheduling.parts import Part
-from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.engine import LlamaEngine, _exactness, load_engine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.planning import plan
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
 GREEDY = Sampling(temperature=0)
@@ -150,6 +154,25 @@ def test_speculation_changes_nothing_but_the_time(engine: LlamaEngine) -> None:
         assert end_of(without).timings.draft_tokens == 0
     assert end_of(guessed).timings.draft_tokens >= end_of(guessed).timings.draft_accepted_tokens
     assert engine.metrics().draft_accepted_total > 0
+
+
+def test_the_attention_that_serves_decides_what_is_exact(
+    engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, build = engine._loaded, libllama.build_info()
+    capped = replace(loaded, meta=loaded.meta | {"gemma2.attn_logit_softcapping": "50.0"})
+    unbounded = Exactness(rows=loaded.n_batch, cells=None)
+    is_f16 = loaded.choices["kv_type"].value == "f16"
+    llamas = Exactness(rows=60, cells=192) if is_f16 else unbounded
+    for attention, model, expected in (
+        ("v3", loaded, unbounded),
+        ("v3", capped, llamas),
+        ("", loaded, llamas),
+    ):
+        monkeypatch.setattr(
+            libllama, "build_info", lambda a=attention: msgspec.structs.replace(build, attention=a)
+        )
+        assert _exactness(model) == expected
 
 
 def test_a_prefix_shared_by_many_is_computed_once(plain: LlamaEngine) -> None:

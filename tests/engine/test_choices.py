@@ -6,13 +6,12 @@ import pytest
 
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.machine import Machine, Memory
-from edgeinfer.runtime.loading.choices import (
+from edgeinfer.runtime.planning.choices import (
     choose_cells,
     choose_context,
     choose_parallel,
     choose_repack,
     choose_threads,
-    choose_ubatch,
     exact_rows,
 )
 
@@ -89,17 +88,7 @@ def test_cells_hold_one_context_or_all_sequences() -> None:
     assert choose_cells(1000, 1, 1 << 20, GIB).value == 1024
 
 
-def test_micro_batches_follow_the_weights() -> None:
+def test_how_many_tokens_keep_their_bits_depends_on_the_weights_kernels() -> None:
     q4_1, q4_k_m = 3, 15
-    assert choose_ubatch(512, 24, q4_1, "q8_0").value == 60
-    assert choose_ubatch(512, 24, q4_1, "f16").value == 512
-    assert choose_ubatch(512, 24, q4_k_m, "q8_0").value == 512
-    assert choose_ubatch(512, 80, q4_1, "q8_0").value == 512
-    assert choose_ubatch(32, 24, q4_1, "q8_0").value == 32
-
-
-def test_how_many_tokens_keep_their_bits_depends_on_the_kernels():
-    q4_1, q4_k_m = 3, 15
-    assert exact_rows(512, q4_1, "q8_0") == 512
-    assert exact_rows(512, q4_1, "f16") < 64
-    assert exact_rows(512, q4_k_m, "f16") == exact_rows(512, q4_k_m, "q8_0") == 3
+    assert exact_rows(512, q4_1) == 512
+    assert exact_rows(512, q4_k_m) == 3

@@ -11,7 +11,7 @@ from edgeinfer.runtime.decoding.scheduling.loans import lendable_s
 def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:
     made = Chunks(Exactness(rows=rows, cells=None))
     for _ in range(50):
-        made.note(100, 100 * ms_per_token / 1000, n_decoding=0, is_long=True)
+        made.note(100, 100 * ms_per_token / 1000, is_long=True)
     return made
 
 
@@ -36,38 +36,23 @@ def test_a_prompt_is_never_kept_from_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ms_per_token", "expected"), [(0.5, 200), (1.25, 80), (3.0, 64), (4.5, 64), (5.0, 32), (60.0, 32)]
+    ("ms_per_token", "expected"), [(0.1, 512), (0.5, 200), (1.25, 80), (3.0, 33), (60.0, 32)]
 )
-def test_beside_streams_a_chunk_takes_a_tenth_of_a_second_or_one_tile(
-    ms_per_token: float, expected: int
-) -> None:
+def test_beside_streams_a_chunk_takes_a_tenth_of_a_second(ms_per_token: float, expected: int) -> None:
     assert chunks(ms_per_token=ms_per_token).budget(512, 2, [2000]) == pytest.approx(expected, abs=2)
 
 
-def test_beside_streams_a_tile_is_taken_where_half_of_one_takes_as_long() -> None:
-    made = chunks(ms_per_token=6.0)
-    assert made.budget(512, 1, [2000]) == 32
-    made.note(32, 32 * 0.0062, n_decoding=0, is_long=True)
-    assert made.budget(512, 1, [2000]) == 32
-    for _ in range(20):
-        made.note(32, 32 * 0.012, n_decoding=0, is_long=True)
-        made.note(40, 40 * 0.003, n_decoding=0, is_long=False)
-    assert made.budget(512, 1, [2000]) == 63
+def test_beside_streams_a_chunk_is_as_long_as_those_of_long_prompts_allow() -> None:
+    made = chunks(ms_per_token=1.25)
+    for _ in range(50):
+        made.note(100, 0.01, is_long=False)
+    assert made.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
 
 
 def test_few_tokens_say_nothing_about_many() -> None:
     made = chunks(ms_per_token=1.25)
-    made.note(3, 10.0, n_decoding=0, is_long=True)
+    made.note(3, 10.0, is_long=True)
     assert made.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
-
-
-def test_a_deeper_cache_does_not_make_small_chunks_look_cheap() -> None:
-    made = chunks(ms_per_token=6.0)
-    made.note(32, 32 * 0.010, n_decoding=1, is_long=True)
-    assert made.budget(512, 1, [2000]) == 63
-    for _ in range(50):
-        made.note(63, 63 * 0.012, n_decoding=1, is_long=True)
-    assert made.budget(512, 1, [2000]) == 63
 
 
 def test_a_long_prompt_lends_a_tenth_of_its_time_and_a_second_ahead() -> None:

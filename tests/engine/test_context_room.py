@@ -16,9 +16,9 @@ from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Logprob, TextDelta
 from edgeinfer.runtime.loading import load as loading
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
-from edgeinfer.runtime.plan import Plan, make_plan
+from edgeinfer.runtime.planning.plan import Plan, make_plan
+from edgeinfer.runtime.planning.shape import Shape, make_shape
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.runtime.shape import Shape, make_shape
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.machine import has_gpu
-from edgeinfer.runtime.attaching.remembered import remembered
+from edgeinfer.runtime.attaching.remembered import TRIALS
 from edgeinfer.runtime.backends import files
 
 from ..conftest import BUILD_CACHE, ROOT
@@ -111,7 +111,7 @@ def test_a_trial_decides_and_is_remembered(
     assert reason.startswith("3 of 3 (3 on Vulkan0) is ")
     assert "tokens/s read and written, the CPU" in reason
     assert found["tried before"]["reason"] == reason
-    (trial,) = remembered().values()
+    (trial,) = TRIALS.read().values()
     assert str(trial) == reason
     assert (found["tried"]["place"] == "none") == (trial.best == "cpu")
     command = [sys.executable, "-m", "edgeinfer", "doctor"]

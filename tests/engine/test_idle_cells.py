@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +13,9 @@ from made_decoders import make_lfm2
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime.decoding.blocks import restore
 from edgeinfer.runtime.decoding.scheduling import idle_cells
-from edgeinfer.runtime.decoding.scheduling.idle_cells import pieces
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.loading.mappings import Untouched
+from edgeinfer.runtime.loading.cell_memory import cell_memory
+from edgeinfer.runtime.loading.mappings import Range, Untouched
 from edgeinfer.snapshots.building.spill import spill
 
 from .test_blocks import ROOMY, ask, heard, load, text
@@ -41,10 +43,21 @@ def touched_mib(engine: LlamaEngine) -> float:
     try:
         found = [
             (at, min(at + MIB, high))
-            for low, high in pieces(engine._loaded.cells)
+            for low, high in engine._loaded.cells.pages()
             for at in range(low, high, MIB)
         ]
         return sum(not untouched.holds(*piece) for piece in found)
+    finally:
+        untouched.close()
+
+
+def touched_pages(engine: LlamaEngine) -> int:
+    """Pages of the cells' memory that were touched."""
+    untouched = Untouched()
+    try:
+        ranges = engine._loaded.cells.pages()
+        pages = (at for low, high in ranges for at in range(low, high, mmap.PAGESIZE))
+        return sum(not untouched.holds(at, at + mmap.PAGESIZE) for at in pages)
     finally:
         untouched.close()
 
@@ -54,6 +67,33 @@ def rest(engine: LlamaEngine) -> None:
     assert engine.flush_blocks()
     engine.between_steps(lambda: None)
     engine._loop.stop()
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_what_is_populated_is_where_cells_lie(smollm2: Path, kv_type: str) -> None:
+    """Of 30 layers with K and V each; computing into those cells touches no page besides."""
+    engine = load(smollm2, None, kv_type=kv_type, n_ctx=7680)
+    cells = engine._loaded.cells
+    assert len(cells.rows) == 60
+    before = touched_pages(engine)
+    cells.populate(0, 512)
+    populated = touched_pages(engine)
+    assert populated - before >= 512 * sum(cells.rows) // mmap.PAGESIZE
+    _, usage = heard(engine, ask(tuple(engine.tokenize(text(500)))[:500]))
+    assert usage.cached_tokens == 0
+    assert touched_pages(engine) == populated
+    engine.close()
+
+
+def test_cells_whose_layout_is_not_known_are_left_alone() -> None:
+    memory = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    cells = cell_memory([Range(address, address + (1 << 20))], [100, 100], 1024)
+    assert cells.rows == ()
+    cells.populate(0, 1024)
+    untouched = Untouched()
+    assert untouched.holds(address, address + (1 << 20))
+    untouched.close()
 
 
 def test_memory_goes_back_and_the_conversation_comes_back(engine: LlamaEngine, tmp_path: Path) -> None:
@@ -91,7 +131,7 @@ def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path, resume
         engine.park()
         assert (
             spill(
-                list(pieces(engine._loaded.cells)), str(tmp_path / "buffers.img"), lambda _: None
+                list(engine._loaded.cells.pages()), str(tmp_path / "buffers.img"), lambda _: None
             ).written
             > 0
         )

@@ -15,8 +15,8 @@ import pytest
 from made_families import FAMILIES, Family, make_family
 
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress import Job
-from edgeinfer.catalog.quantize import QuantizeOptions, run_quantizer
+from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 
 MIB = 1 << 20
 _V1 = Path("/sys/fs/cgroup/memory")

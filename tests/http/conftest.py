@@ -18,6 +18,7 @@ from typing import Any
 import httpx2
 import pytest
 from made_models import make_llama
+from other_processes import wait_until
 
 from edgeinfer.host import Copies, HandOver, Start
 from edgeinfer.runtime.fake import FakeEngine
@@ -92,16 +93,6 @@ class Served:
         return self.client.post(
             "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]} | body
         )
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Wait for `condition`, looking often; fails with `what`."""
-    turns = threading.Event()
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        turns.wait(0.005)
-    pytest.fail(f"waited {seconds} s for {what}")
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ import sys
 import pytest
 
 from edgeinfer.arguments import launch_args
-from edgeinfer.commands import batch as batches
-from edgeinfer.commands.batch import batch
+from edgeinfer.commands.answering import batch as batches
+from edgeinfer.commands.answering.batch import batch
 from edgeinfer.config import Config
 from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
@@ -241,7 +241,7 @@ import sys
 rest_s = float(sys.argv.pop(1))
 sys.path.insert(0, sys.argv.pop(1))
 import test_batch as t
-from edgeinfer.commands import batch
+from edgeinfer.commands.answering import batch
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.fake import Delay, FakeEngine
 batch._DEFECT_PAUSES_S = ()

@@ -17,6 +17,7 @@ import anthropic
 import httpx2
 import openai
 import pytest
+from other_processes import descendants, free_port
 
 pytestmark = [
     pytest.mark.model,
@@ -31,24 +32,11 @@ TURNS = [{"role": "user", "content": "Count."}]
 BODY = {"messages": TURNS, "max_tokens": 400, "ignore_eos": True}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _below(pid: int) -> list[int]:
-    """Descendants of a process, deepest last."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *_below(int(child))]
-    return found
-
-
 def _app(launcher: int) -> int:
     """The descendant that holds the model: the one with the most memory."""
-    sizes = {pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in _below(launcher)}
+    sizes = {
+        pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in descendants(launcher)
+    }
     return max(sizes, key=lambda pid: sizes[pid])
 
 
@@ -93,7 +81,7 @@ def _official_message(client: anthropic.Anthropic, ends: list[str]) -> None:
 
 
 def test_a_killed_application_comes_back_on_the_same_socket(smollm2, until):
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     words = [
         "serve",

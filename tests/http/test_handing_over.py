@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 
 import httpx2
 import pytest
@@ -99,4 +100,21 @@ def test_it_leaves_its_clients_an_answer_and_nobody_else(serve, until, launcher)
             late.connect(("127.0.0.1", here.port))
         answer = kept.get("/health")
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+    assert here.wait_ended().reason == "succeeded"
+
+
+def test_a_client_that_is_accepted_in_the_moment_of_leaving_is_answered(serve, launcher):
+    here = serve(FakeEngine([["one"]]), hand_over=launcher.hand_over)
+    asleep = threading.Event()
+
+    def sleep():
+        asleep.set()
+        time.sleep(0.5)
+
+    here.loop.call_soon_threadsafe(sleep)
+    assert asleep.wait(20)  # so one pass of the loop sees both, the launcher's word first
+    launcher.say(LEAVE)
+    with socket.create_connection(("127.0.0.1", here.port), timeout=30) as late:
+        late.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert late.recv(1000).startswith(b"HTTP/1.1 200")
     assert here.wait_ended().reason == "succeeded"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import httpx2
 import pytest
 from made_decoders import make_reader
 from made_models import make_llama
+from other_processes import engines_below, free_port, wait_until
 
 from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.blocks.limits import Limits, list_blocks
@@ -245,9 +244,7 @@ class Program:
         settings.write_text("[snapshots]\nauto-warm = false\n")  # nothing goes on behind the test
         for name, path in zip(("small", "other"), paths, strict=True):
             self._run("pull", str(path), "--name", name, "--in-place", "--quiet").wait(120)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         words = ["--port", str(port), "--threads", "1", "--ctx", "2048", "--log", "off"]
         self.process = self._run("serve", "small", *words)
         headers = {"connection": "close"}  # one that is kept dies with its application
@@ -272,32 +269,22 @@ class Program:
 
     def apps(self) -> list[int]:
         """Processes that hold an engine, the endpoint's first."""
-        below = _below(self.process.pid)
-        return [
-            p for p in below if Path(f"/proc/{p}/comm").read_text() == "edgeinfer\n" and not _below(p)
-        ]
+        return engines_below(self.process.pid)
 
     def __enter__(self) -> Program:
-        for _ in range(1200):
-            with contextlib.suppress(httpx2.TransportError):
-                if self._client.get("/health").status_code == 200:
-                    return self
-            assert self.process.poll() is None
-            threading.Event().wait(0.05)
-        raise AssertionError("it was never ready")
+        wait_until(self._is_ready, "it to be ready")
+        return self
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None
+        with contextlib.suppress(httpx2.TransportError):
+            return self._client.get("/health").status_code == 200
+        return False
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
         self.process.terminate()
         self.process.wait(60)
-
-
-def _below(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += [int(child), *_below(int(child))]
-    return found
 
 
 class Conversation:

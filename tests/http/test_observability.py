@@ -134,14 +134,17 @@ def test_the_dashboard_asks_for_metrics_that_exist(serve):
     assert asked <= names
 
 
-def test_a_request_id_goes_in_and_out_and_into_the_log(serve):
+def test_a_request_id_goes_in_and_out_and_into_the_log(serve, until):
     here = serve(FakeEngine())
     answer = here.client.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
     made = here.client.get("/v1/models", headers={"x-request-id": "not ok\t!"}).headers["x-request-id"]
     assert re.fullmatch(r"req_[0-9a-f]{24}", made)
-    ids = [json.loads(line).get("request_id") for line in here.log.getvalue().splitlines()]
-    assert {"mine-1", made} <= set(ids)
+
+    def logged():  # a line is written after its answer's last byte
+        return {json.loads(line).get("request_id") for line in here.log.getvalue().splitlines()}
+
+    until(lambda: {"mine-1", made} <= logged(), "both ids in the log")
 
 
 def _logged(here, event: str) -> dict:

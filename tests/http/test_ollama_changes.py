@@ -12,8 +12,8 @@ from found_stores import OllamaStore
 from made_models import FIM, make_llama
 
 from edgeinfer.catalog import store
-from edgeinfer.commands.model_shelf import ModelShelf
-from edgeinfer.commands.serve import pulled_models
+from edgeinfer.commands.answering.serve import pulled_models
+from edgeinfer.commands.catalog.model_shelf import ModelShelf
 from edgeinfer.config import Config
 from edgeinfer.host import Host
 from edgeinfer.runtime.engine import load_engine

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from edgeinfer.arguments import launch_args
-from edgeinfer.commands.serve import limits, make_gate
+from edgeinfer.commands.answering.serve import limits, make_gate
 from edgeinfer.config import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host

@@ -181,17 +181,17 @@ def make_mamba(path: Path, vocabulary_of: Path) -> Path:
     return made.finish()
 
 
-def make_lfm2(path: Path, vocabulary_of: Path) -> Path:
+def make_lfm2(path: Path, vocabulary_of: Path, layers: int = 4) -> Path:
     """Write a hybrid model: short convolutions, and attention in between."""
-    attention = (1, 3)
-    made = _Decoder(path, "lfm2", vocabulary_of, layers=4)
+    attention = range(1, layers, 2)
+    made = _Decoder(path, "lfm2", vocabulary_of, layers=layers)
     made.writer.add_feed_forward_length(_FEED_FORWARD)
     made.writer.add_head_count(_HEADS)
-    made.writer.add_head_count_kv([int(number in attention) for number in range(4)])
+    made.writer.add_head_count_kv([int(number in attention) for number in range(layers)])
     made.writer.add_rope_freq_base(1e4)
     made.writer.add_shortconv_l_cache(3)
     made.norm("token_embd_norm")
-    for number in range(4):
+    for number in range(layers):
         norms = {"attn_norm": _EMBEDDING, "ffn_norm": _EMBEDDING}
         if number in attention:
             width = _HEADS * _HEAD_LENGTH

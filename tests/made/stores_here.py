@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from other_processes import free_port
+
 _MOTO = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -49,9 +51,7 @@ def registry_program(cache: Path) -> str | None:
 @contextmanager
 def docker_registry(program: str, folder: Path, htpasswd: str = "") -> Iterator[str]:
     """HOST:PORT of a registry that keeps its blobs under `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     config: dict[str, Any] = {
         "version": "0.1",
         "log": {"level": "error", "accesslog": {"disabled": True}},

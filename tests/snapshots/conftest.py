@@ -11,11 +11,11 @@ import pwd
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from other_processes import wait_until
 
 from edgeinfer.snapshots.criu import probe
 
@@ -154,14 +154,8 @@ class Person:
     def logged(self, words: str) -> str:
         """Wait until the background warm has said something with these words; its whole log."""
         log = self.data / "state/auto-warm.log"
-        waiting = threading.Event()
-        for _ in range(1200):
-            if log.exists() and words in log.read_text():
-                return log.read_text()
-            waiting.wait(0.1)
-        raise AssertionError(
-            f"{words!r} was never logged: {log.read_text() if log.exists() else 'no log'}"
-        )
+        wait_until(lambda: log.exists() and words in log.read_text(), f"{words!r} in {log}", 120)
+        return log.read_text()
 
     def ask(self, *arguments: str, **settings) -> Outcome:
         """A short greedy answer of the small model."""
@@ -266,3 +260,15 @@ def warm(anybody) -> Person:
 def user(place, smollm2, tmp_path_factory) -> Person:
     """An ordinary user with an empty home."""
     return _user(place, smollm2, f"user-{tmp_path_factory.mktemp('u').name}")
+
+
+@pytest.fixture
+def abroad(place, smollm2, tmp_path_factory) -> Person:
+    """Another home of an ordinary user, without a model, and the program in another place."""
+    person = _user(place, smollm2, f"abroad-{tmp_path_factory.mktemp('a').name}")
+    elsewhere = person.home / "program"
+    shutil.copytree(place.sources, elsewhere)
+    person.environment["PYTHONPATH"] = str(elsewhere)
+    person.run("rm", MODEL).check()
+    person.settings("[snapshots]\nauto-warm = false\n")
+    return person

@@ -11,10 +11,10 @@ import os
 import select
 import signal
 import socket
-import threading
 from pathlib import Path
 
 import pytest
+from other_processes import engines_below, free_port, wait_until
 
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.resumed import watch_build
@@ -101,17 +101,11 @@ def test_the_background_never_fills_the_disk(user):
     assert "stay free" in user.logged("not built")
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 class Endpoint:
     """A running `serve` with the port it was given."""
 
     def __init__(self, person, *words: str, **settings) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.log = person.home / "serve.log"
         with open(self.log, "wb") as log:
             self.process = person.popen(
@@ -135,21 +129,17 @@ class Endpoint:
             return json.loads(content)
 
     def listening(self) -> None:
-        waiting = threading.Event()
-        for _ in range(600):
-            assert self.process.poll() is None, self.log.read_text()
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 5):
-                return
-            waiting.wait(0.02)
-        raise AssertionError("it never listened")
+        wait_until(self._listens, "it to listen")
+
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 5):
+            return True
+        return False
 
     def apps(self) -> list[int]:
         """The pids of the apps, the verb's first."""
-        return [
-            pid
-            for pid in _descendants(self.process.pid)
-            if _comm(pid) == "edgeinfer" and not _children(pid)
-        ]
+        return engines_below(self.process.pid)
 
     def __enter__(self):
         self.listening()
@@ -158,24 +148,6 @@ class Endpoint:
     def __exit__(self, *_):
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(60)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _descendants(pid: int) -> list[int]:
-    return [found for child in _children(pid) for found in (child, *_descendants(child))]
-
-
-def _comm(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
@@ -245,7 +217,7 @@ def test_a_killed_endpoint_is_resumed_and_no_client_is_refused(warm):
 
 
 def test_ollamas_place_is_held_by_a_resumed_endpoint_and_across_its_death(warm):
-    port = _free_port()
+    port = free_port()
     place = {"EDGEINFER_OLLAMA_PORT": str(port)}
     with Endpoint(warm, MODEL, "--ollama", "--resume=always", env=place) as endpoint:
         for _ in range(2):
@@ -273,13 +245,8 @@ def test_an_idle_endpoint_gives_its_memory_back_and_answers_again(warm):
         with Endpoint(warm, MODEL) as endpoint:
             endpoint.ask(tokens=30)
             app = endpoint.apps()[0]
-            waiting = threading.Event()
             before = _of_files(app)
-            for _ in range(600):
-                if _of_files(app) < before - 30_000_000:
-                    break
-                waiting.wait(0.05)
-            assert _of_files(app) < before - 30_000_000
+            wait_until(lambda: _of_files(app) < before - 30_000_000, "30 MB to be given back")
             assert endpoint.ask(tokens=30)["usage"]["completion_tokens"] == 30
     finally:
         warm.settings("[snapshots]\nauto-warm = false\n")

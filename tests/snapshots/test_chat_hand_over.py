@@ -11,6 +11,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from other_processes import has_ended, private_bytes, wait_until
 from terminal import Terminal, shell_environment
 
 from edgeinfer.snapshots.launching import hand_over, supervise
@@ -18,8 +19,7 @@ from edgeinfer.snapshots.launching.apps import App
 from edgeinfer.snapshots.launching.launch import Launcher
 
 from .test_by_itself import MODEL
-from .test_hand_over import IDLE_BYTES, cold, ended, until  # noqa: F401  a fixture
-from .test_resume import _private_bytes
+from .test_hand_over import IDLE_BYTES, cold  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.criu
 
@@ -64,7 +64,7 @@ class Chat:
 
     def private(self):
         """Private memory of the launch."""
-        return sum(_private_bytes(pid) for pid, _, _ in self.terminal.children())
+        return sum(private_bytes(pid) for pid, _, _ in self.terminal.children())
 
     def leave(self):
         self.terminal.press("C-q")
@@ -124,13 +124,13 @@ def test_a_chat_goes_on_in_a_resumed_process_and_nobody_notices(cold, tmp_path):
             return found and first not in found
 
         chat.terminal.until(handed_over)
-        until(lambda: ended(first), "the first process never ended")
+        wait_until(lambda: has_ended(first), "the first process never ended")
         chat.terminal.until_shown("resumed in")
         chat.terminal.until_shown(typed)
         now = chat.terminal.screen().replace(typed, typed[:8].ljust(len(typed))).splitlines()
         assert now[:-1] == screen[:-1]  # the last line says how this process started
         assert chat.terminal.modes() == before_all
-        until(lambda: chat.private() <= IDLE_BYTES, f"{chat.private()} bytes of its own")
+        wait_until(lambda: chat.private() <= IDLE_BYTES, f"{chat.private()} bytes of its own")
         print(f"private memory: {before / 1e6:.0f} MB, then {chat.private() / 1e6:.0f} MB")
         chat.ask(SECOND[len(typed) :])
         assert chat.answer() == answered_cold(cold, tmp_path)
@@ -176,8 +176,8 @@ def test_a_successor_that_dies_with_the_terminal_loses_nothing(user, tmp_path):
     with chatting(user, tmp_path, program) as chat:
         chat.terminal.type("Name")
         apps = chat.apps()
-        until(lambda: (user.home / "took").exists(), "no successor was asked")
-        until(lambda: (user.home / "took").read_bytes() == b"t", "it was not given the terminal")
+        wait_until(lambda: (user.home / "took").exists(), "no successor was asked")
+        wait_until(lambda: (user.home / "took").read_bytes() == b"t", "it was not given the terminal")
         chat.terminal.type(" three colours.")  # nobody reads the terminal now
         open(user.home / "die", "wb").close()  # its end is what the other reads
         chat.terminal.until_shown("Name three colours.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,12 +14,10 @@ from typing import IO
 
 import httpx2
 import pytest
+from other_processes import descendants, engines_below, free_port, wait_until
 
 from edgeinfer.process_notes import COPIES, left_by
 from edgeinfer.runtime.options import CopiesInfo
-
-from .test_by_itself import _descendants
-from .test_hand_over import until
 
 #: At most three conversations of so many tokens: an f16 cache of fewer cells gives the same bits in any company.
 _FEW = 16
@@ -28,12 +25,6 @@ pytestmark = [pytest.mark.model, pytest.mark.criu]
 
 MODEL = "small"
 _CHAT = "/v1/chat/completions"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Serving:
@@ -57,12 +48,7 @@ class Serving:
     @property
     def apps(self) -> list[int]:
         """The processes with a model, the endpoint's first."""
-        found = [
-            pid
-            for pid in _descendants(self.launcher.pid)
-            if Path(f"/proc/{pid}/comm").read_text() == "edgeinfer\n"
-            and Path(f"/proc/{pid}/task/{pid}/children").read_text() == ""
-        ]
+        found = engines_below(self.launcher.pid)
         return sorted(found, key=lambda pid: left_by(pid, COPIES, CopiesInfo) is None)
 
     def cached(self, text: str) -> int:
@@ -90,7 +76,7 @@ class Serving:
 
 @contextmanager
 def _serving(person, *words: str) -> Iterator[Serving]:
-    port = _free_port()
+    port = free_port()
     arguments = ("serve", MODEL, "--port", str(port), "--log", "json", *words)
     with tempfile.TemporaryFile("w+") as log:
         launcher = person.popen(*arguments, stderr=log)
@@ -101,16 +87,16 @@ def _until_it_ends(launcher, port: int, log: IO[str]) -> Iterator[Serving]:
     here = Serving(launcher, port)
     below: list[int] = []
     try:
-        until(lambda: _is_ready(here), "the endpoint")
+        wait_until(lambda: _is_ready(here), "the endpoint")
         yield here
-        below = _descendants(launcher.pid)
+        below = descendants(launcher.pid)
     finally:
         here.client.close()
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(60)
     log.seek(0)
     here.said = log.read()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "every process to end")
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "every process to end")
 
 
 def _is_ready(here: Serving) -> bool:
@@ -125,7 +111,7 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
     with _serving(warm, "--threads", "2") as alone:
         expected = [alone.stream(text, _FEW)[0] for text in questions[:3]]
     with _serving(warm, "--threads", "2", "--copies", "2") as here:
-        until(lambda: here.has(2), "two copies")
+        wait_until(lambda: here.has(2), "two copies")
         assert {copy["how"] for copy in here.copies["running"]} == {"resumed"}
         answers: dict[str, tuple[str, str]] = {}
 
@@ -150,8 +136,10 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
         clients = [threading.Thread(target=ask, args=(text, 64)) for text in questions]
         for client in clients:
             client.start()
-        until(lambda: sum(c["inside"] for c in here.copies["running"]) == 20, "all to be in a copy")
-        until(lambda: len(here.begun) > 8, "each to have begun: one computes eight at once")
+        wait_until(
+            lambda: sum(c["inside"] for c in here.copies["running"]) == 20, "all to be in a copy"
+        )
+        wait_until(lambda: len(here.begun) > 8, "each to have begun: one computes eight at once")
         endpoint, victim, _ = here.apps
         assert left_by(endpoint, COPIES, CopiesInfo) is not None
         os.kill(victim, signal.SIGKILL)
@@ -161,7 +149,7 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
         assert len(codes) == 20
         assert 1 <= codes.count("model_unavailable") <= 8  # those it had begun
         assert codes.count("") == 20 - codes.count("model_unavailable")
-        until(lambda: here.has(2), "another copy")
+        wait_until(lambda: here.has(2), "another copy")
         assert here.copies["crashed_total"] == 1
         assert [copy["number"] for copy in here.copies["running"]] in ([1, 3], [2, 3])
         assert not Path(f"/proc/{victim}").exists()
@@ -184,14 +172,14 @@ def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
             clients = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
             for client in clients:
                 client.start()
-            until((warm.data / "cache/copies-trials.json").exists, "a trial of two")
+            wait_until((warm.data / "cache/copies-trials.json").exists, "a trial of two")
             stop.set()
             for client in clients:
                 client.join()
             assert set(codes) == {""}
-            until(lambda: here.has(1), "one to be left")
+            wait_until(lambda: here.has(1), "one to be left")
             assert "edgeinfer_copies_tokens_per_second" in here.client.get("/metrics").text
-            until(lambda: "small: 1 copy of 1 to 2: " in warm.run("ps").out, "ps to tell of it")
+            wait_until(lambda: "small: 1 copy of 1 to 2: " in warm.run("ps").out, "ps to tell of it")
     finally:
         warm.settings("[snapshots]\nauto-warm = false\n")
     lines = [json.loads(line) for line in here.said.splitlines() if line.startswith("{")]
@@ -202,6 +190,6 @@ def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
 
 def test_copies_of_a_model_without_a_snapshot_are_loaded(warm):
     with _serving(warm, "--resume", "never", "--copies", "2", "--ctx", "1024") as here:
-        until(lambda: here.has(2), "two copies")
+        wait_until(lambda: here.has(2), "two copies")
         assert {copy["how"] for copy in here.copies["running"]} == {"cold"}
         assert here.stream("Hello", 4)[1] == ""

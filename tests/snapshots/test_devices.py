@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import urllib.request
 from pathlib import Path
 
 import pytest
+from other_processes import wait_until
 
 from edgeinfer.runtime.backends import files
 
@@ -68,13 +68,12 @@ def place(endpoint: Endpoint) -> str:
 
 def on_device(endpoint: Endpoint) -> str:
     """Wait until layers are on a device; where they lie."""
-    waiting = threading.Event()
-    for _ in range(10 * PATIENCE_S):
-        if (found := place(endpoint)) != "none":
-            return found
+
+    def found() -> str:
         assert endpoint.process.poll() is None, endpoint.log.read_text()
-        waiting.wait(0.1)
-    raise AssertionError(f"no device was attached: {endpoint.log.read_text()}")
+        return place(endpoint).replace("none", "")
+
+    return wait_until(found, "a device", PATIENCE_S)
 
 
 def mapped(endpoint: Endpoint) -> str:

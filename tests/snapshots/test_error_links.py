@@ -25,7 +25,7 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.building import build_order, builder
 from edgeinfer.snapshots.launching.launch import Launcher
 from edgeinfer.snapshots.resumed import watch_build
-from edgeinfer.snapshots.resumed.app_process import AppHost
+from edgeinfer.snapshots.resumed.app_host import AppHost
 from edgeinfer.snapshots.shelf.choose import LaunchChoice
 from edgeinfer.workers.client import RemoteEngine
 from edgeinfer.workers.server import serve

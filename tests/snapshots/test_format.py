@@ -76,6 +76,8 @@ def test_two_files_of_the_same_name_have_different_snapshots():
 def test_names_carry_the_options_or_what_was_given():
     assert format.snapshot_name("m", {"n_ctx": "8192", "kv_type": "q8_0"}) == "m,kv_typeq8_0,ctx8192"
     assert format.snapshot_name("m", {"n_ctx": "8192"}, "work") == "m,work"
+    adapters = {"lora": "/a/red.gguf:0.5,/b/v1.2-blue.gguf"}
+    assert format.snapshot_name("m", adapters).startswith("m,lora+red+v1.2-blue+")
     assert format.model_part("m,work") == "m"
 
 

@@ -9,18 +9,17 @@ import http.client
 import json
 import socket
 import threading
-from pathlib import Path
 
 import pytest
+from other_processes import descendants, has_ended, private_bytes, wait_until
 
 from edgeinfer.config import Config, SnapshotsConfig
 from edgeinfer.host import Start
-from edgeinfer.snapshots.resumed.app_process import AppHost
+from edgeinfer.snapshots.resumed.app_host import AppHost
 from edgeinfer.snapshots.shelf import format
 
 from .conftest import Person
-from .test_by_itself import MODEL, Endpoint, _descendants
-from .test_resume import _private_bytes
+from .test_by_itself import MODEL, Endpoint
 
 pytestmark = pytest.mark.criu
 
@@ -81,23 +80,6 @@ class Caller:
         self._thread.join(60)
 
 
-def until(condition, what: str) -> None:
-    """Wait for a condition, two minutes at most."""
-    waiting = threading.Event()
-    for _ in range(2400):
-        if condition():
-            return
-        waiting.wait(0.05)
-    raise AssertionError(what)
-
-
-def ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
-    except OSError:
-        return True
-
-
 def starts(endpoint: Endpoint) -> list[str]:
     """How the processes of this endpoint began, in the order in which they could answer."""
     lines = [line for line in endpoint.log.read_text().splitlines() if line.startswith("{")]
@@ -106,8 +88,8 @@ def starts(endpoint: Endpoint) -> list[str]:
 
 
 def private(endpoint: Endpoint) -> int:
-    tree = [endpoint.process.pid, *_descendants(endpoint.process.pid)]
-    return sum(_private_bytes(pid) for pid in tree)
+    tree = [endpoint.process.pid, *descendants(endpoint.process.pid)]
+    return sum(private_bytes(pid) for pid in tree)
 
 
 @contextlib.contextmanager
@@ -136,21 +118,21 @@ def test_an_endpoint_goes_on_in_a_resumed_process_and_no_client_notices(cold):
         text = endpoint.ask()["choices"][0]["text"]
         first = endpoint.apps()[0]
         before = private(endpoint)
-        until(lambda: list(cold.snapshots.glob("*")), "no build began")
+        wait_until(lambda: list(cold.snapshots.glob("*")), "no build began")
         with stream(endpoint) as hang_up, Caller(endpoint, kept=True) as kept:
             cold.logged("built in")
-            until(lambda: kept.answers > 5, "the client was not answered")
+            wait_until(lambda: kept.answers > 5, "the client was not answered")
             assert starts(endpoint) == ["cold"]  # the stream goes on, so does its process
             with Caller(endpoint, kept=False) as fresh:
                 hang_up()
-                until(lambda: starts(endpoint) == ["cold", "resumed"], "nothing was handed over")
-                until(lambda: ended(first), "the first process never ended")
+                wait_until(lambda: starts(endpoint) == ["cold", "resumed"], "nothing was handed over")
+                wait_until(lambda: has_ended(first), "the first process never ended")
                 before_end = fresh.answers
-                until(lambda: fresh.answers > before_end + 3, "the client was not answered")
+                wait_until(lambda: fresh.answers > before_end + 3, "the client was not answered")
         assert (kept.failures, fresh.failures) == ([], [])
         assert kept.texts | fresh.texts == {text}
         assert kept.closes >= 1  # told to come again, instead of cut off
-        until(lambda: private(endpoint) <= IDLE_BYTES, f"{private(endpoint)} bytes of its own")
+        wait_until(lambda: private(endpoint) <= IDLE_BYTES, f"{private(endpoint)} bytes of its own")
         print(
             f"private memory of the tree: {before / 1e6:.0f} MB, then {private(endpoint) / 1e6:.0f} MB"
         )
@@ -162,16 +144,16 @@ def test_a_successor_that_does_not_begin_leaves_everything_as_it_was(cold):
     with Endpoint(cold, MODEL) as endpoint:
         text = endpoint.ask()["choices"][0]["text"]
         apps = endpoint.apps()
-        until(lambda: list(cold.snapshots.glob("*")), "no build began")
+        wait_until(lambda: list(cold.snapshots.glob("*")), "no build began")
         with stream(endpoint) as hang_up, Caller(endpoint, kept=True) as kept:
             cold.logged("built in")
             for image in (cold.snapshot() / format.IMAGES).glob("core-*.img"):
                 with image.open("r+b") as file:  # in place: the launcher may look at its size right now
                     file.write(bytes(image.stat().st_size))
             hang_up()
-            until(lambda: "no hand-over" in endpoint.log.read_text(), "it was not tried")
+            wait_until(lambda: "no hand-over" in endpoint.log.read_text(), "it was not tried")
             answers = kept.answers
-            until(lambda: kept.answers > answers + 3, "the client was not answered")
+            wait_until(lambda: kept.answers > answers + 3, "the client was not answered")
         assert (kept.failures, kept.texts, kept.closes) == ([], {text}, 0)
         assert endpoint.apps() == apps
         assert starts(endpoint) == ["cold"]

@@ -15,13 +15,15 @@ import threading
 import pytest
 
 from edgeinfer import places
+from edgeinfer.commands.snapshots.snapshots import SnapshotsResult
 from edgeinfer.config import SnapshotsConfig
+from edgeinfer.disk import locked
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.loading.mappings import LARGE_BYTES
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.snapshots.building import digests
+from edgeinfer.snapshots.building import build_order, digests
 from edgeinfer.snapshots.resumed import freshness, loaded_model, prefetch, residency
 from edgeinfer.snapshots.resumed.idle import IdleWatch
 from edgeinfer.snapshots.shelf import choose, fingerprint, format, prune, records
@@ -103,6 +105,16 @@ def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
 def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
     publish(root, format.snapshot_name(made_of, {}), model=made_of)
     assert choose.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
+
+
+def test_what_is_being_built_is_said(root):
+    assert build_order.being_built() == []
+    with locked(build_order.build_lock(root, "small,ctx512")):
+        assert build_order.being_built() == ["small,ctx512"]
+        said = SnapshotsResult(
+            snapshots=(), disk_bytes=0, limit_bytes=0, building=tuple(build_order.being_built())
+        )
+        assert said.human() == "small,ctx512 is being built"
 
 
 def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):

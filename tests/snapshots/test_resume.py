@@ -10,10 +10,9 @@ import select
 import shutil
 import signal
 import subprocess
-import threading
-from pathlib import Path
 
 import pytest
+from other_processes import command_name, descendants, private_bytes, wait_until
 
 pytestmark = pytest.mark.criu
 
@@ -221,7 +220,7 @@ def test_a_signal_reaches_the_app_and_its_answer_comes_back(warm, number):
 def test_killing_the_launcher_ends_the_app(warm):
     process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
     assert select.select([process.stdout], [], [], 60)[0]
-    handles = [os.pidfd_open(pid) for pid in _descendants(process.pid)]
+    handles = [os.pidfd_open(pid) for pid in descendants(process.pid)]
     assert len(handles) == 2
     process.kill()
     process.communicate(timeout=60)
@@ -233,7 +232,7 @@ def test_killing_the_launcher_ends_the_app(warm):
 def test_the_launcher_reports_an_app_that_was_killed(warm):
     process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
     assert select.select([process.stdout], [], [], 60)[0]
-    os.kill(_descendants(process.pid)[-1], signal.SIGKILL)
+    os.kill(descendants(process.pid)[-1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
     assert "killed by signal 9" in err
@@ -253,47 +252,19 @@ def test_an_app_that_stops_stops_its_launcher_and_both_go_on(warm):
 
 def test_an_idle_resumed_process_has_little_memory_of_its_own(warm):
     process = warm.popen("run", MODEL, "--max-tokens", "4", stdin=subprocess.PIPE)
-    waiting = threading.Event()
-    for _ in range(200):  # it is idle once it waits for its prompt: a moment after its restore
-        private = sum(_private_bytes(pid) for pid in (process.pid, *_wait_for_app(process)))
-        if private < 80_000_000:
-            break
-        waiting.wait(0.05)
+
+    def private() -> int:
+        return sum(private_bytes(pid) for pid in (process.pid, *_wait_for_app(process)))
+
+    # it is idle once it waits for its prompt: a moment after its restore
+    wait_until(lambda: private() < 80_000_000, "little memory")
     out, err = process.communicate("Hello", timeout=60)
-    assert (process.returncode, private < 80_000_000) == (0, True), (private, out, err)
+    assert process.returncode == 0, (out, err)
 
 
 def _wait_for_app(process) -> list[int]:
     while True:
         assert process.poll() is None, process.communicate()
-        found = _descendants(process.pid)
-        if len(found) == 2 and _name(found[1]) == "edgeinfer":
+        found = descendants(process.pid)
+        if len(found) == 2 and command_name(found[1]) == "edgeinfer":
             return found
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def _private_bytes(pid: int) -> int:
-    """What this process alone holds and the kernel cannot take back: clean file pages are neither, and
-    `Anonymous` would count dirty pages a second time.
-    """
-    try:
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return sum(
-        int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Private_Dirty:", "Swap:"))
-    )
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):  # a helper that has ended since it was listed
-        return []
-    return [found for child in children for found in (child, *_descendants(child))]

@@ -23,9 +23,9 @@ from edgeinfer.snapshots.building.relocating import Places
 from edgeinfer.snapshots.transfer import description as described
 from edgeinfer.snapshots.transfer import importing, packing, signing, trust
 from edgeinfer.snapshots.transfer.layout import Layout
+from edgeinfer.snapshots.transfer.offer import offered
 
 from ..conftest import BUILD_CACHE
-from .conftest import _user
 
 MODEL = "small"
 
@@ -41,18 +41,6 @@ def exported(warm) -> Path:
 @pytest.fixture(scope="module")
 def signer(warm, exported) -> str:
     return warm.run("snapshots", "trust", "--json").result["own"]
-
-
-@pytest.fixture
-def abroad(place, smollm2, tmp_path_factory):
-    """Another home of an ordinary user, without a model, and the program in another place."""
-    person = _user(place, smollm2, f"abroad-{tmp_path_factory.mktemp('a').name}")
-    elsewhere = person.home / "program"
-    shutil.copytree(place.sources, elsewhere)
-    person.environment["PYTHONPATH"] = str(elsewhere)
-    person.run("rm", MODEL).check()
-    person.settings("[snapshots]\nauto-warm = false\n")
-    return person
 
 
 @pytest.mark.criu
@@ -101,7 +89,7 @@ def test_where_it_does_not_fit_the_same_is_built(exported, abroad):
     assert "kernel: it was made with 1.2.3, here is" in refused["message"]
     assert "--rebuild" in refused["hint"]
 
-    assert abroad.run(*words, "--rebuild", "--json").result["rebuilt"]
+    assert abroad.run(*words, "--rebuild", "--wait", "--json").result["rebuilt"]
     assert abroad.ask().start["how"] == "resumed"
     shutil.rmtree(folder)
 
@@ -279,6 +267,17 @@ TAMPERINGS = {
 }  # fmt: skip
 
 
+def refused(folder: Path) -> EdgeInferError:
+    """What an import of a folder ends with; nothing is published."""
+    source = Layout(folder)
+    with pytest.raises(EdgeInferError) as error:
+        importing.Importing(
+            source, offered(source), SnapshotsConfig(), lambda _stage, _fraction: None
+        ).run()
+    assert not list(paths.snapshots_dir().glob("*@*"))
+    return error.value
+
+
 @pytest.mark.criu
 def test_what_was_altered_is_refused_by_name_and_nothing_is_published(exported, signer):
     key = signing.Key(os.urandom(32))
@@ -287,16 +286,8 @@ def test_what_was_altered_is_refused_by_name_and_nothing_is_published(exported, 
     for number, (what, (tamper, code, words)) in enumerate(TAMPERINGS.items()):
         folder = exported.with_name(f"altered-{number}")
         tamper(exported, folder, key)
-        source = Layout(folder)
-        with pytest.raises(EdgeInferError) as refused:
-            importing.Importing(
-                source, importing.offered(source), SnapshotsConfig(), lambda _stage, _fraction: None
-            ).run()
-        assert (refused.value.code, words in refused.value.message) == (code, True), (
-            what,
-            refused.value,
-        )
-        assert not list(paths.snapshots_dir().glob("*@*")), what
+        error = refused(folder)
+        assert (error.code, words in error.message) == (code, True), (what, error)
         shutil.rmtree(folder)
 
 

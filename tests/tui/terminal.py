@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from other_processes import descendants
+
 PROMPT = "ready$ "
 
 
@@ -108,21 +110,9 @@ class Terminal:
     def children(self, pid=None):
         """Processes below the shell, depth first: (pid, name, command)."""
         found = []
-        for child in _children(pid or self.shell_pid()):
+        for child in descendants(pid or self.shell_pid()):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 name = Path(f"/proc/{child}/comm").read_text().strip()
                 command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                 found.append((child, name, command))
-            found += self.children(child)
         return found
-
-
-def _children(pid):
-    found = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found += [
-                    int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-                ]
-    return found

@@ -5,8 +5,8 @@ import threading
 import pytest
 from fixed_chat import MODEL, SHELF, FixedHost
 
-from edgeinfer.catalog.progress import PullProgress
-from edgeinfer.catalog.progress_text import progress_text
+from edgeinfer.catalog.progress.job import PullProgress
+from edgeinfer.catalog.progress.text import progress_text
 from edgeinfer.config import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.runtime.fake import FakeEngine

@@ -19,9 +19,9 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, CopiesInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.workers.client import RemoteEngine
-from edgeinfer.workers.copies.copies_engine import Copy
 from edgeinfer.workers.copies.growth import Bounds, Growth, Seen
 from edgeinfer.workers.copies.minding import Minder
+from edgeinfer.workers.copies.one_copy import Copy
 from edgeinfer.workers.copies.remembered import everything
 from edgeinfer.workers.copies.ticket import Ticket
 from edgeinfer.workers.server import serve
@@ -141,7 +141,7 @@ def test_one_less_when_fewer_were_enough_for_a_while():
 
 def _ticket(ended: list[str]) -> Ticket:
     return Ticket(
-        GenerateRequest(prompt="x"), (), lambda _: ended.append("end"), lambda _: ended.append("lost")
+        GenerateRequest(prompt="x"), lambda _: ended.append("end"), lambda _: ended.append("lost")
     )
 
 

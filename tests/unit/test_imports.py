@@ -41,7 +41,7 @@ def modules_after(statement):
         # it clones into namespaces, where a lock that another thread holds is never released
         ("import edgeinfer.snapshots.building.builder", HEAVY),
         ("import edgeinfer.snapshots.resumed.app_process", HEAVY),
-        ("import edgeinfer.commands.show, edgeinfer.chat.shelf", ("llama_cpp", "numpy")),
+        ("import edgeinfer.commands.catalog.show, edgeinfer.chat.shelf", ("llama_cpp", "numpy")),
     ],
 )
 def test_importing_stays_light(statement, forbidden):

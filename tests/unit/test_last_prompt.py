@@ -6,7 +6,7 @@ import sys
 import msgspec
 import pytest
 
-from edgeinfer.commands.ps import PsResult
+from edgeinfer.commands.snapshots.ps import PsResult
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.process_notes import LAST_PROMPT, left_by
 from edgeinfer.runtime.events import Divergence, Usage

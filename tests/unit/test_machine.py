@@ -6,8 +6,8 @@ import subprocess
 import pytest
 
 from edgeinfer import cli, paths
-from edgeinfer.commands import doctor as doctor_module
-from edgeinfer.commands.doctor import Check, DoctorResult
+from edgeinfer.commands.machine import doctor as doctor_module
+from edgeinfer.commands.machine.doctor import Check, DoctorResult
 from edgeinfer.errors import EngineError
 
 DEFAULT = "smollm2-135m-instruct"

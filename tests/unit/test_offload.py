@@ -5,14 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.machine import Machine, Memory
-from edgeinfer.runtime.attaching.remembered import Rates, Trial, remember, remembered
-from edgeinfer.runtime.loading.choices import choose_repack
-from edgeinfer.runtime.offload import Offload, Room, fewer, make_offload
+from edgeinfer.runtime.attaching.remembered import Rates, Trial
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.plan import Plan, make_plan
-from edgeinfer.runtime.shape import Shape
+from edgeinfer.runtime.planning.choices import choose_repack
+from edgeinfer.runtime.planning.offload import Offload, Room, fewer, make_offload
+from edgeinfer.runtime.planning.plan import Plan, make_plan
+from edgeinfer.runtime.planning.shape import Shape
 
 GIB = 1 << 30
 #: An 8B of 32 layers in four bits: 4.6 GiB of weights, 128 KiB of cache a token.
@@ -25,13 +24,13 @@ DENSE = Shape(
     n_embd=4096,
     n_ff=14_336,
     n_query=4096,
-    kv_elements=65_536,
+    kv_rows=(65_536,),
     n_layer=32,
     embedding_bytes=int(0.3 * GIB),
 )
 #: 48 layers whose experts are nearly all of 17 GiB.
 EXPERTS = msgspec.structs.replace(
-    DENSE, weights_bytes=17 * GIB, expert_bytes=16 * GIB, n_layer=48, n_ff=6144, kv_elements=49_152
+    DENSE, weights_bytes=17 * GIB, expert_bytes=16 * GIB, n_layer=48, n_ff=6144, kv_rows=(49_152,)
 )
 #: 30 layers in 90 MB.
 TINY = msgspec.structs.replace(
@@ -43,7 +42,7 @@ TINY = msgspec.structs.replace(
     n_ff=1536,
     n_query=576,
     n_vocab=49_152,
-    kv_elements=11_520,
+    kv_rows=(11_520,),
 )
 
 
@@ -160,12 +159,3 @@ def test_a_trial_chooses_what_takes_least_time_for_a_turn(
     )
     assert trial.best == best
     assert str(trial).startswith(f"all {words}")
-
-
-def test_a_trial_is_kept_where_others_may_list_the_cache() -> None:
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    paths.cache_dir().chmod(0o755)
-    rates = Rates(prefill=10.0, decode=5.0)
-    trial = Trial(model="m", place="1 of 2 on Vulkan0", cpu=rates, devices=rates, both=None, at=1.0)
-    remember("key", trial)
-    assert remembered() == {"key": trial}

@@ -1,7 +1,11 @@
 """docs/processes.md names every program that this project starts as a process of its own."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs/processes.md").read_text()
@@ -34,3 +38,30 @@ def test_every_log_of_the_table_is_written_by_the_code():
     logs = set(re.findall(r"`([a-z-]+\.log)`", TABLE))
     assert logs == {"auto-warm.log", "builder.log", "park.log", "dump.log"}
     assert all(f'"{log}"' in code for log in logs)
+
+
+SESSION = Path("/proc/self/autogroup")
+STEP_BACK = """
+import os
+from edgeinfer import process
+process.step_back()
+try:
+    session = open("/proc/self/autogroup").read()
+except OSError:
+    session = ""
+print(os.getpriority(os.PRIO_PROCESS, 0), session.partition("nice")[2].strip())
+"""
+
+
+@pytest.mark.skipif(
+    not SESSION.exists(), reason="this kernel shares the processor among processes alone"
+)
+def test_what_runs_in_the_background_steps_back_with_its_session_and_with_no_other():
+    def found(leads):
+        command = [sys.executable, "-c", STEP_BACK]
+        run = subprocess.run(command, start_new_session=leads, capture_output=True, text=True)
+        return run.stdout.split()
+
+    own = SESSION.read_text().partition("nice")[2].split()  # none where a session has no such group
+    assert found(leads=True) == ["19", "10"]
+    assert found(leads=False) == ["19", *own]

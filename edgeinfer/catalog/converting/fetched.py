@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress.job import Job
 from edgeinfer.disk import sha256_of
 from edgeinfer.errors import UsageError
 

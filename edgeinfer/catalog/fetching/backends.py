@@ -14,7 +14,7 @@ import msgspec
 
 from edgeinfer import paths
 from edgeinfer.catalog.fetching import local
-from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job
+from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job
 from edgeinfer.disk import locked, room_errors, sha256_of, sync, write_whole
 from edgeinfer.errors import CatalogError, ChecksumError, SourceNotFoundError
 from edgeinfer.runtime.backends import files

@@ -10,7 +10,7 @@ from edgeinfer.catalog import names, sources
 from edgeinfer.catalog.fetching import local
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.plan import Plan
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress.job import Job
 from edgeinfer.disk import need_room
 from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from edgeinfer.catalog import names
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress.job import Job
 from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
 from edgeinfer.errors import SourceNotFoundError, UsageError
 

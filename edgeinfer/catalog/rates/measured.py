@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
-from edgeinfer import paths
-from edgeinfer.disk import write_whole
-from edgeinfer.errors import DiskFullError
+from edgeinfer.cache_files import CacheTable
 
 #: Fewer tokens say little of a rate.
 ENOUGH_TOKENS = 16
@@ -22,27 +18,18 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     decode: float
 
 
-def _place() -> Path:
-    return paths.cache_dir() / "measured-rates.json"
+_RATES = CacheTable("measured-rates.json", dict[str, Measured])
 
 
 def measured_rates() -> dict[str, Measured]:
     """What is known, by the model's name."""
-    try:
-        return msgspec.json.decode(_place().read_bytes(), type=dict[str, Measured])
-    except (OSError, msgspec.MsgspecError):
-        return {}
+    return _RATES.read()
 
 
 def remember(model: str, decode: float, n_tokens: int) -> None:
-    """Keep the rate of an answer of `n_tokens`, unless it is short or the disk refuses."""
+    """Keep the rate of an answer of `n_tokens`, unless it is short or as before."""
     if n_tokens < ENOUGH_TOKENS or decode <= 0:
         return
-    known = measured_rates()
-    if model in known and abs(known[model].decode / decode - 1) < _SAME:
-        return
-    try:
-        paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(_place(), msgspec.json.encode(known | {model: Measured(decode=round(decode, 2))}))
-    except (OSError, DiskFullError):
-        return
+    known = _RATES.read().get(model)
+    if known is None or abs(known.decode / decode - 1) >= _SAME:
+        _RATES.put(model, Measured(decode=round(decode, 2)))

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer import paths
-from edgeinfer.catalog import children
+from edgeinfer.cache_files import CacheFile
 from edgeinfer.catalog.ggml_types import TENSOR_TYPES, file_type
-from edgeinfer.catalog.progress import Job
-from edgeinfer.catalog.quantize import QuantizeOptions, run_quantizer
+from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.quantizing import children
+from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 from edgeinfer.catalog.rates import matrix_model
-from edgeinfer.disk import write_whole
 from edgeinfer.errors import QuantizeError
 
 #: Tensor types that files are mostly made of, and the file type whose matrices are of that alone.
@@ -59,6 +59,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         return max(rate * per_weight[name] for name, rate in self.decode.items())
 
 
+_KEPT = CacheFile("type-rates.json", Rates)
+
+
 def _machine() -> str:
     """This processor, how much of it we may use, and the llama.cpp that computes."""
     wanted = ("vendor_id", "model name", "flags", "CPU part", "Features")
@@ -74,17 +77,10 @@ def _machine() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _place() -> Path:
-    return paths.cache_dir() / "type-rates.json"
-
-
 def kept() -> Rates | None:
     """What was measured on this CPU with this build, None when nothing was."""
-    try:
-        rates = msgspec.json.decode(_place().read_bytes(), type=Rates)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    return rates if rates.machine == _machine() else None
+    rates = _KEPT.read()
+    return rates if rates and rates.machine == _machine() else None
 
 
 def measure(job: Job) -> Rates:
@@ -111,7 +107,7 @@ def measure(job: Job) -> Rates:
     if not decode:
         raise QuantizeError("no type could be measured on this machine")
     rates = Rates(machine=_machine(), busy=busy, prefill=prefill, decode=decode)
-    write_whole(_place(), msgspec.json.format(msgspec.json.encode(rates), indent=1))
+    _KEPT.write(rates)
     return rates
 
 

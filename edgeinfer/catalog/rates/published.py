@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.catalog import names, sources
 from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.rates import probe
 from edgeinfer.catalog.rates.fits import active_parameters, parameters
 from edgeinfer.catalog.rates.purpose import Purpose

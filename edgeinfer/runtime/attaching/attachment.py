@@ -24,7 +24,7 @@ from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.attaching.blocks import EngineBlocks
 from edgeinfer.runtime.attaching.reader import DeviceReader
-from edgeinfer.runtime.attaching.remembered import Trial, remember, remembered, trial_key
+from edgeinfer.runtime.attaching.remembered import TRIALS, Trial, trial_key
 from edgeinfer.runtime.attaching.target import NoTarget, Target, load_target, move_state
 from edgeinfer.runtime.attaching.trial import Probe
 from edgeinfer.runtime.attaching.wishes import Wishes
@@ -35,18 +35,15 @@ from edgeinfer.runtime.backends.devices import Loaded as LoadedBackend
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.blocks.block_opening import can_cut, make_states, sliding_window
-from edgeinfer.runtime.decoding.scheduling.idle_cells import pieces
 from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
 from edgeinfer.runtime.loading.lora import LoraAdapters
 from edgeinfer.runtime.loading.mappings import DONTNEED, advise
-from edgeinfer.runtime.offload import Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
-from edgeinfer.runtime.shape import CELL_STEP
+from edgeinfer.runtime.planning.offload import Offload, make_offload
+from edgeinfer.runtime.planning.shape import CELL_STEP
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: Beside the backend libraries that came with the program; its source is tools/guard.cpp.
-GUARD = "libedgeinfer-guard.so.1"
 
 
 class Attachment:
@@ -123,7 +120,7 @@ class Attachment:
         rooms = tuple(wishes.room(device) for device in devices)
         planned = make_offload(self._cpu.shape, self._cpu.plan, rooms, wishes.layers)
         key = self._trial_key(planned, devices) if wishes.layers == "auto" else ""
-        known = remembered().get(key)
+        known = TRIALS.read().get(key)
         if known is not None:
             self._refuse_if_no_faster(known)
         target = load_target(
@@ -175,7 +172,7 @@ class Attachment:
         found = Trial(
             model=self._files.name, place=place, cpu=cpu, devices=devices, both=both, at=time.time()
         )
-        remember(key, found)
+        TRIALS.put(key, found)
         return found
 
     def _can_read_there(self) -> bool:
@@ -205,7 +202,7 @@ class Attachment:
         self._scheduler.on_failed_step = self._failed
         self._target = target
         libllama.L.llama_memory_clear(self._cpu.memory, False)
-        advise(pieces(self._cpu.cells), DONTNEED)
+        advise(self._cpu.cells.pages(), DONTNEED)
         self._enter(target.loaded)
 
     def _read_there(self, target: Target) -> None:
@@ -284,7 +281,7 @@ def find_devices(wishes: Wishes) -> tuple[Device, ...]:
     """
     reasons = []
     for file in backend_files.available():
-        libllama.guard_decode(backend_files.shipped_dir() / GUARD)
+        libllama.guard_decode()
         answer = loading.load(file.name)
         if isinstance(answer, LoadedBackend):
             if chosen := wishes.chosen(answer.devices):

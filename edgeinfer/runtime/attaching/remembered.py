@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from edgeinfer import paths
-from edgeinfer.disk import write_whole
-from edgeinfer.errors import DiskFullError
+from edgeinfer.cache_files import CacheTable
 from edgeinfer.runtime.backends.devices import Device
-from edgeinfer.runtime.offload import Offload
+from edgeinfer.runtime.planning.offload import Offload
 
 #: What CPU and devices are compared by: a turn of so many tokens read and written.
 _TURN_READ, _TURN_WRITTEN = 512, 128
-#: Trials that are kept.
-_MOST = 200
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,30 +65,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.place} {verb}: {self.devices} read and written, the CPU {self.cpu}"
 
 
+#: Every trial by its key.
+TRIALS = CacheTable("gpu-trials.json", dict[str, Trial])
+
+
 def trial_key(model: str, devices: Sequence[Device], builds: str, offload: Offload) -> str:
     """The name under which a trial is remembered."""
     seen = [f"{d.name} {d.description} {d.driver}" for d in devices]
     return hashlib.sha256("\n".join([model, builds, str(offload), *seen]).encode()).hexdigest()[:32]
-
-
-def remembered() -> dict[str, Trial]:
-    """Every trial by its key, the oldest first; none where they cannot be read."""
-    try:
-        return msgspec.json.decode(_file().read_bytes(), type=dict[str, Trial])
-    except (OSError, msgspec.MsgspecError):
-        return {}
-
-
-def remember(key: str, trial: Trial) -> None:
-    """Keep a trial for later processes; where that fails, it is made again."""
-    known = remembered()
-    known.pop(key, None)
-    known[key] = trial
-    recent = dict(list(known.items())[-_MOST:])
-    with contextlib.suppress(OSError, DiskFullError):
-        paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(_file(), msgspec.json.encode(recent))
-
-
-def _file() -> Path:
-    return paths.cache_dir() / "gpu-trials.json"

@@ -14,12 +14,12 @@ from edgeinfer.machine import read_machine
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.backends.devices import Device
 from edgeinfer.runtime.decoding.active import ActiveContext
-from edgeinfer.runtime.loading.choices import choose_repack
 from edgeinfer.runtime.loading.load import Loaded, open_model, with_another_context
 from edgeinfer.runtime.loading.lora import Held, LoraAdapters
 from edgeinfer.runtime.loading.placement import Placement
-from edgeinfer.runtime.offload import Offload, Room, fewer
 from edgeinfer.runtime.options import Chosen, LoadOptions
+from edgeinfer.runtime.planning.choices import choose_repack
+from edgeinfer.runtime.planning.offload import Offload, Room, fewer
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
@@ -91,15 +91,13 @@ def _load(
     repack = choose_repack(options.repack, rest, read_machine())
     options = msgspec.structs.replace(options, repack=repack.value)
     model = open_model(paths, options, placement=placement)
-    whole_batches = Chosen(cpu.plan.n_batch, "devices like whole batches")
-    plan = msgspec.structs.replace(cpu.plan, n_ubatch=whole_batches)
     try:
-        loaded = with_another_context(cpu, model, options, plan)
+        loaded = with_another_context(cpu, model, options)
     except BaseException:
         libllama.L.llama_model_free(model)
         raise
     layers = Chosen(str(offload), offload.reason)
-    loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers, "n_ubatch": whole_batches})
+    loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers})
     return Target(
         loaded, ActiveContext(loaded.context, loaded.memory, loaded.cells), offload, placement
     )

@@ -8,7 +8,7 @@ import msgspec
 
 from edgeinfer import machine
 from edgeinfer.runtime.backends.devices import Device
-from edgeinfer.runtime.offload import Room
+from edgeinfer.runtime.planning.offload import Room
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):

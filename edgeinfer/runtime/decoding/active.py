@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from edgeinfer.runtime.loading.mappings import Range
+from edgeinfer.runtime.loading.cell_memory import NO_CELLS, CellMemory
 
 
 class ActiveContext:
     """llama.cpp's pointers of one context, for whoever would otherwise keep them. One thread.
 
-    `cells` is where its KV cache lies, as far as its pages can be given back; `adapters` are the LoRA
-    adapters of its model by the stamps of their files.
+    `cells` is where its KV cache lies; `adapters` are the LoRA adapters of its model by the stamps of
+    their files.
     """
 
     __slots__ = ("adapters", "cells", "context", "memory")
 
-    def __init__(self, context: Any, memory: Any = None, cells: Sequence[Range] = ()) -> None:
+    def __init__(self, context: Any, memory: Any = None, cells: CellMemory = NO_CELLS) -> None:
         self.context = context
         self.memory = memory
-        self.cells = tuple(cells)
+        self.cells = cells
         self.adapters: dict[str, Any] = {}
 
     def become(self, other: ActiveContext) -> None:

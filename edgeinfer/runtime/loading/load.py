@@ -16,13 +16,14 @@ from edgeinfer import load_options
 from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
 from edgeinfer.machine import read_machine, read_rate
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.loading.choices import choose_repack
+from edgeinfer.runtime.loading.cell_memory import NO_CELLS, CellMemory, cell_memory
 from edgeinfer.runtime.loading.mappings import HugePages, Range
 from edgeinfer.runtime.loading.placement import Placement
 from edgeinfer.runtime.loading.sparse_buffers import sparse_buffers
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
-from edgeinfer.runtime.plan import Plan, disk_warning, make_plan
-from edgeinfer.runtime.shape import Shape, make_shape
+from edgeinfer.runtime.planning.choices import choose_repack
+from edgeinfer.runtime.planning.plan import Plan, disk_warning, make_plan
+from edgeinfer.runtime.planning.shape import Shape, make_shape
 from edgeinfer.runtime.vocab import Vocab
 
 Progress = Callable[[str, float | None], None]
@@ -34,8 +35,7 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 class Loaded:
     """A model and its main context. Pointers are llama.cpp's; `free` ends them. Sizes in bytes.
 
-    `cells` is where the KV cache lies, as far as its pages can be given back; `plan` is what the
-    context was made by.
+    `cells` is where the KV cache lies; `plan` is what the context was made by.
     """
 
     model: Any
@@ -56,7 +56,7 @@ class Loaded:
     least_kv_bytes: int
     load_ms: float
     plan: Plan
-    cells: tuple[Range, ...] = ()
+    cells: CellMemory = NO_CELLS
     choices: dict[str, Chosen] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -227,6 +227,8 @@ def _with_context(
     llama = libllama.lib()
     options = msgspec.structs.replace(options, kv_type=plan.kv_type.value)
     context, lines, buffers = _make_context(model, _planned_params(options, plan))
+    choices = _choices(plan, options, lines)
+    n_cells = int(llama.llama_n_ctx(context))
     return Loaded(
         model=model,
         context=context,
@@ -234,8 +236,8 @@ def _with_context(
         vocab=Vocab(model),
         meta=meta,
         shape=shape,
-        n_ctx=min(plan.n_ctx.value, int(llama.llama_n_ctx(context))),
-        n_cells=int(llama.llama_n_ctx(context)),
+        n_ctx=min(plan.n_ctx.value, n_cells),
+        n_cells=n_cells,
         n_parallel=plan.n_parallel.value,
         n_seq_max=plan.n_seq_max,
         n_batch=int(llama.llama_n_batch(context)),
@@ -244,21 +246,21 @@ def _with_context(
         kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
         compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
         least_kv_bytes=plan.least_kv_bytes,
-        cells=_cells(buffers, lines),
+        cells=_cells(buffers, lines, shape, n_cells, choices),
         load_ms=0.0,
         plan=plan,
-        choices=_choices(plan, options, lines),
+        choices=choices,
     )
 
 
-def with_another_context(loaded: Loaded, model: Any, options: LoadOptions, plan: Plan) -> Loaded:
+def with_another_context(loaded: Loaded, model: Any, options: LoadOptions) -> Loaded:
     """`loaded` with a context of `model`, the same weights elsewhere, that takes the state of its own.
 
     Raises ModelLoadError, OutOfMemoryError.
     """
     llama = libllama.lib()
-    kept = {"kv_type": plan.kv_type.value, "flash_attention": loaded.choices["flash_attention"].value}
-    params = _planned_params(msgspec.structs.replace(options, **kept), plan)
+    kept = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
+    params = _planned_params(msgspec.structs.replace(options, **kept), loaded.plan)
     params.n_threads = params.n_threads_batch = loaded.n_threads
     context, lines, buffers = _make_context(model, params)
     return replace(
@@ -268,7 +270,7 @@ def with_another_context(loaded: Loaded, model: Any, options: LoadOptions, plan:
         memory=llama.llama_get_memory(context),
         kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
         compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
-        cells=_cells(buffers, lines),
+        cells=_cells(buffers, lines, loaded.shape, loaded.n_cells, loaded.choices),
     )
 
 
@@ -277,7 +279,6 @@ def _planned_params(options: LoadOptions, plan: Plan) -> Any:
         options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
     )
     params.n_outputs_max = plan.n_outputs
-    params.n_ubatch = plan.n_ubatch.value
     return params
 
 
@@ -287,7 +288,6 @@ def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Ch
         "n_parallel": plan.n_parallel,
         "n_ctx": plan.n_ctx,
         "n_cells": plan.n_cells,
-        "n_ubatch": plan.n_ubatch,
         "kv_type": plan.kv_type,
         "repack": plan.repack,
         "gpu_layers": Chosen("none", "models are loaded for the CPU; devices are attached afterwards"),
@@ -340,13 +340,18 @@ def _make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Range]]
     raise ModelLoadError(f"llama.cpp could not make a context: {words}")
 
 
-def _cells(buffers: list[Range], lines: list[str]) -> tuple[Range, ...]:
+def _cells(
+    buffers: list[Range], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
+) -> CellMemory:
     """Those of the buffers that are the KV cache's, by the sizes that llama.cpp says.
 
-    They live as long as the context; others may be replaced.
+    They live as long as the context; others may be replaced. Without flash attention V is transposed.
     """
+    is_flash = choices["flash_attention"].value == "on"
+    rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
     sizes = {m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))}
-    return tuple(b for b in buffers if f"{(b.high - b.low) / (1 << 20):.2f}" in sizes)
+    own = [b for b in buffers if f"{(b.high - b.low) / (1 << 20):.2f}" in sizes]
+    return cell_memory(own, rows, n_cells)
 
 
 def _sum_mib(lines: list[str], pattern: str) -> int:

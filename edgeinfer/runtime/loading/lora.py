@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from edgeinfer.blocks.names import stamps
+from edgeinfer.disk import stamps
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext

@@ -17,6 +17,7 @@ from typing import NamedTuple
 DONTNEED = 4
 HUGEPAGE = 14
 PAGEOUT = 21
+POPULATE_WRITE = 23
 #: Smaller allocations and mappings are not worth the trouble.
 LARGE_BYTES = 32 << 20
 #: /proc/self/pagemap has an entry of so many bytes a page; the least of its highest bits that say the

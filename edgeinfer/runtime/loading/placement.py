@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.offload import Offload
+from edgeinfer.runtime.planning.offload import Offload
 
 #: llama.cpp's names of the tensors that are a layer's experts.
 _EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from edgeinfer.agents import changing_lines
 from edgeinfer.config import SettledLine
 from edgeinfer.errors import (
     EngineClosedError,
@@ -24,7 +25,6 @@ from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import Message
-from edgeinfer.server.core import changing_lines
 from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.keep_alive import keep_alive_s
 from edgeinfer.server.core.kept import Kept, KeptAnswers

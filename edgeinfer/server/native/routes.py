@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer import __version__
+from edgeinfer.agents.elsewhere import begin_elsewhere
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.interface import Engine, HasCopies
@@ -18,7 +19,6 @@ from edgeinfer.runtime.options import CopiesInfo, EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode, decode_query
-from edgeinfer.server.core.elsewhere import begin_elsewhere
 from edgeinfer.server.core.exchange import Endpoint, exchange_of, with_engine
 from edgeinfer.server.core.problems import no_such_model
 from edgeinfer.server.core.renderer import wire_timings

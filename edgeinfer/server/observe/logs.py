@@ -15,7 +15,6 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 Style = Literal["json", "text", "off"]
-_LOGGER = "edgeinfer.server"
 
 
 class Log:

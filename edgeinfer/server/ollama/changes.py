@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress import OnProgress, PullProgress
+from edgeinfer.catalog.progress.job import OnProgress, PullProgress
 from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.connection import disconnected

@@ -321,9 +321,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     messages: Messages
     max_completion_tokens: TokenCount | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = (
-        None
-    )
+    tool_choice: ToolChoiceParam | None = None
     functions: Annotated[list[FunctionTool], Meta(max_length=256)] | None = None
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None

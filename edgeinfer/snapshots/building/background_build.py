@@ -1,13 +1,14 @@
-"""Build the snapshot that would have served a cold launch, in the background, at its end.
+"""Build a snapshot in the background: one that would have served a cold launch, or one that is ordered.
 
 `python -m edgeinfer.snapshots.building.background_build MODEL OPTIONS`, started by the launcher when
-its app has ended, so a foreground that is still there is somebody else's. It runs as idle-class work:
-any other process of the machine goes first. What it did, or why it did nothing, goes to one line of
-`auto-warm.log` in the state directory.
+its app has ended, so a foreground that is still there is somebody else's; without words, of the order
+on stdin (`order`). It runs as idle-class work: any other process of the machine goes first. What it
+did, or why it did nothing, goes to one line of `auto-warm.log` in the state directory.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -22,6 +23,7 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.building import build_order
+from edgeinfer.snapshots.launching import surroundings
 from edgeinfer.snapshots.shelf import build_log, choose, failures
 from edgeinfer.units import format_bytes
 
@@ -55,21 +57,41 @@ def build(model: str, options: LoadOptions) -> str:
         chosen, _ = build_order.repack_choice(options, files, host.config.snapshots)
         order = msgspec.structs.replace(order, options=chosen)
         why_not = reason_not_to(host.config, order, options)
-        if why_not:
-            return f"{name}: nothing built: {why_not}"
-        began = time.monotonic()
-        details = build_order.build(order, host.config.snapshots, lambda _stage, _fraction: None)
     except EdgeInferError as error:
         return f"{model}: not built: {error.message}"
+    return f"{name}: nothing built: {why_not}" if why_not else build_ordered(order, host.config)
+
+
+def build_ordered(order: build_order.Order, config: Config) -> str:
+    """Build it whatever there is; a sentence about what happened. Raises nothing of ours."""
+    began = time.monotonic()
+    try:
+        details = build_order.build(order, config.snapshots, lambda _stage, _fraction: None)
+    except EdgeInferError as error:
+        return f"{order.name}: not built: {error.message}"
     took = f"{time.monotonic() - began:.1f} s"
     return f"{details.name}: built in {took}, {format_bytes(details.disk_bytes)} on disk"
+
+
+def order(wanted: build_order.Order) -> None:
+    """Have this built by a process that outlives this one. Raises OSError."""
+    descriptor = os.memfd_create("order")  # a system prompt may be longer than an argument
+    with open(descriptor, "wb", buffering=0) as file:
+        file.write(msgspec.json.encode(wanted))
+        file.seek(0)
+        surroundings.detach(__name__, stdin=descriptor)
 
 
 def main() -> None:
     """The background process; one at a time."""
     build_order.step_back()
     with locked(paths.private_dir(paths.state_dir()) / build_order.BACKGROUND_LOCK):
-        build_log.add(build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions)))
+        if len(sys.argv) > 1:
+            said = build(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions))
+        else:
+            ordered = msgspec.json.decode(sys.stdin.buffer.read(), type=build_order.Order)
+            said = build_ordered(ordered, Host().config)
+        build_log.add(said)
 
 
 if __name__ == "__main__":

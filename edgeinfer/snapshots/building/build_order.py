@@ -73,8 +73,7 @@ def step_back() -> None:
     """Give this process and its children idle-class scheduling and the lowest niceness."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    with contextlib.suppress(OSError):
-        os.nice(19)
+    process.step_back()
 
 
 def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
@@ -156,6 +155,13 @@ def _need_bytes(order: Order) -> int:
 def is_building(name: str) -> bool:
     """Whether somebody builds this snapshot now."""
     return is_locked(build_lock(paths.snapshots_dir(), name))
+
+
+def being_built() -> list[str]:
+    """The names of what this program builds now, in whatever process."""
+    end = f"-{fingerprint.program_tag()}.lock"
+    found = sorted(paths.snapshots_dir().glob(f".*{end}"))
+    return [path.name[1 : -len(end)] for path in found if is_locked(path)]
 
 
 def build_lock(root: Path, name: str) -> Path:

@@ -143,12 +143,7 @@ class Builder:
         """Init of the namespaces: starts the process that parks, then CRIU when told to."""
         try:
             process.die_with_parent()
-            if flags & linux.CLONE_NEWUSER:
-                linux.map_this_user(user, group)
-            if flags:
-                linux.own_proc()
-            else:
-                linux.adopt_orphans()
+            linux.become_init(flags, user, group)
             self._start(flags, link.fileno())
             link.close()
             os.close(self._wake_read)
@@ -169,6 +164,7 @@ class Builder:
         try:
             linux.drop_privileges()
             os.setsid()
+            process.stay_back()
             os.chdir("/")
             os.umask(0o077)
             null = os.open("/dev/null", os.O_RDONLY)

@@ -263,13 +263,15 @@ def _relocate(loaded: LoadedModel, fields: dict[str, bytes], fds: list[int]) -> 
     os.close(fds[0])
     relocating.relocate(msgspec.json.decode(fields["moved"], type=dict[str, str]))
     relocating.own_pages(os.fsdecode(fields["memory"]))
+    adapters: tuple[str, ...] = ()
     if loaded.description is not None:
         loaded.description = loaded.description.of_this_home()
+        adapters = loaded.description.options.adapter_paths(loaded.description.files)
     parked = Parked(
         info=loaded.engine.info,
         actual=actual(loaded.engine),
         canary=b"",
-        files=mapped_files(),
+        files=(*mapped_files(), *adapters),
         system_tokens=0,
         spilled=Spilled(0, 0, ""),
         stages_ms={},

@@ -127,7 +127,10 @@ def _holders(places: Places) -> list[Any]:
 
 
 def _holds(holder: Any, places: Places) -> bool:
-    return any(places.value(one) is not one for one in gc.get_referents(holder))
+    held = gc.get_referents(holder)
+    if isinstance(holder, dict):
+        held += dict.keys(holder)  # a dict whose keys are all texts tells the collector its values only
+    return any(places.value(one) is not one for one in held)
 
 
 def _kind(one: Any) -> str:

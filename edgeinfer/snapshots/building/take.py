@@ -7,13 +7,11 @@ docs/decisions/091-a-snapshot-of-a-running-service.md.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
+from edgeinfer import paths, process
 from edgeinfer.config import SnapshotsConfig
 from edgeinfer.disk import locked
 from edgeinfer.errors import EdgeInferError, SnapshotStaleError
@@ -22,9 +20,6 @@ from edgeinfer.snapshots.building import build_order
 from edgeinfer.snapshots.process_description import Description, stamps_of
 from edgeinfer.snapshots.shelf import fingerprint, format, records
 from edgeinfer.snapshots.shelf.records import Details
-
-#: The idle class takes half as long again beside streams that keep every core busy (decision 091).
-_NICENESS = 19
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +37,7 @@ def take(
     It runs at the lowest niceness, one at a time. Raises SnapshotStaleError when a file is another than
     the one that was loaded, and what `build_order.build` raises.
     """
-    with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
+    process.step_back()
     lock = paths.private_dir(paths.state_dir()) / build_order.BACKGROUND_LOCK
     with locked(lock, lambda: progress("wait for another build", None)):
         _refuse_changed(found)

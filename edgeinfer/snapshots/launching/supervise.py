@@ -56,12 +56,7 @@ def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
     os.write(wake_write, b"!")  # the restored process finds it there and goes on
 
     def work(tell: Callable[[str], None]) -> NoReturn:
-        if flags & linux.CLONE_NEWUSER:
-            linux.map_this_user(user, group)
-        if flags:
-            linux.own_proc()
-        else:
-            linux.adopt_orphans()
+        linux.become_init(flags, user, group)
         log = os.memfd_create("criu")
         _supervise(
             tell,
@@ -187,12 +182,11 @@ def _report(tell: Callable[[str], None], status: int) -> None:
 def _try_namespaces(tier: str) -> None:
     """Exit 0 when a process may have this tier's namespaces; the reason goes to stderr."""
     user, group = os.getuid(), os.getgid()
-    pid = linux.clone(criu.NAMESPACES[tier])
+    flags = criu.NAMESPACES[tier]
+    pid = linux.clone(flags)
     if pid == 0:
         try:
-            if tier == criu.UNPRIVILEGED:
-                linux.map_this_user(user, group)
-            linux.own_proc()
+            linux.become_init(flags, user, group)
             if tier == criu.UNPRIVILEGED:
                 linux.keep_capabilities(linux.CRIU_CAPABILITIES)
             os._exit(0)

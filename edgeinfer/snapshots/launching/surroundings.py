@@ -88,12 +88,14 @@ def _bound(host: str, port: str) -> list[_socket.socket]:
     return found
 
 
-def detach(module: str, *arguments: str) -> int:
-    """Start a module of ours that outlives us, with none of our descriptors; its pid."""
+def detach(module: str, *arguments: str, stdin: int = -1) -> int:
+    """Start a module of ours that outlives us, with none of our descriptors but `stdin`; its pid."""
 
     def prepare() -> None:
         os.setsid()
         process.silence()
+        if stdin >= 0:
+            os.dup2(stdin, 0)
         process.close_all_but()
         for number in supervise.FORWARDED:
             _signal.signal(number, _signal.SIG_DFL)

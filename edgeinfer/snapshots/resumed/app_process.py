@@ -10,35 +10,23 @@ launcher learns how they ended from the supervisor.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Mapping
+from typing import NoReturn
 
 import msgspec
 
 from edgeinfer import process
-from edgeinfer.config import Config, LoadConfig
-from edgeinfer.errors import EngineClosedError, SnapshotStaleError, UsageError, from_fields
-from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
-from edgeinfer.load_options import snapshot_options
-from edgeinfer.runtime.interface import Engine
+from edgeinfer.host import Start
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import frames, linux
-from edgeinfer.snapshots.launching import kept_connections
-from edgeinfer.snapshots.process_description import Description, describe, stamps_of
-from edgeinfer.snapshots.resumed import freshness, taking
-from edgeinfer.snapshots.resumed.hand_over import HandOver
-from edgeinfer.snapshots.resumed.idle import IdleWatch
-from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable
-
-if TYPE_CHECKING:
-    from edgeinfer.workers.client import RemoteEngine
+from edgeinfer.snapshots.resumed import freshness
+from edgeinfer.snapshots.resumed.app_host import AppHost
+from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
 
 #: Roles of a launch request.
 VERB = b"verb"
@@ -46,214 +34,6 @@ WORKER = b"worker"
 CANARY = b"canary"
 FACTS = b"facts"
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
-#: Seconds of rest after which a cold chat or endpoint has its next start's snapshot built.
-REST_S = 15.0
-
-
-class AppHost(Host):
-    """A process with a launcher: it may hold a resumed model, and gets others from workers."""
-
-    def __init__(
-        self,
-        start: Start,
-        link: socket.socket,
-        loaded: LoadedModel | None,
-        listeners: tuple[socket.socket, ...] = (),
-        *,
-        exec_ns: int = 0,
-        named: bool = False,
-        succeeds: bool = False,
-        predecessor: socket.socket | None = None,
-        long_lived: bool = True,
-        is_worker: bool = False,
-    ) -> None:
-        super().__init__(start, exec_ns=exec_ns)
-        self._link = link
-        self._named = named
-        self._succeeds = succeeds
-        self._predecessor = predecessor
-        self._loaded = loaded
-        self._listeners = listeners
-        self._long_lived = long_lived
-        self._is_worker = is_worker
-        self._asking = threading.Lock()
-        self._description = taking.OwnDescription()
-
-    @property
-    def listeners(self) -> tuple[socket.socket, ...]:
-        return self._listeners
-
-    @property
-    def config(self) -> Config:
-        """The configuration; a named snapshot's model and load options are its defaults."""
-        config = super().config
-        if self._named:
-            config = msgspec.structs.replace(config, default_model=self.loaded_model, load=LoadConfig())
-        return config
-
-    @property
-    def loaded_model(self) -> str:
-        """The model this process was resumed with, or ""."""
-        return self._loaded.model if self._loaded and self._loaded.is_open else ""
-
-    def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """The resumed engine when it fits, else a worker's; loaded here when cold.
-
-        Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
-        """
-        if self._loaded is None:
-            self._reached("load")
-            engine = self._load_and_describe(model, options, progress)
-            self._ask_for_warming(engine, model, options)
-            return engine
-        self._reached("load")
-        if self._loaded.serves(model, options, named=self._named):
-            self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
-            engine = self._loaded.take(options)
-            self._describe(self._loaded.engine, self._loaded.description)
-            self.keep_blocks(self._loaded.engine)
-            self.attach_devices(self._loaded.engine, options)
-        elif self._named:
-            raise UsageError(
-                f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {model}",
-                hint="leave the model out, or name a snapshot of it",
-            )
-        elif self._succeeds:
-            raise SnapshotStaleError(f"the snapshot {self.start.snapshot} does not fit: no hand-over")
-        else:  # the launcher guessed wrong: what counts is how the worker came to be
-            engine = remote = self.worker(model, options, progress)
-            how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
-            self.start = msgspec.structs.replace(self.start, **how)
-        self._reached("ready")
-        return engine
-
-    def _load_and_describe(
-        self, model: str, options: LoadOptions, progress: LoadProgress | None
-    ) -> Engine:
-        from edgeinfer.catalog.store import full_name  # in a cold process alone
-
-        files = self.files(model, options.draft, progress)
-        stamps = stamps_of(files, options)
-        engine = self._load(files, options, progress)
-        name, system = full_name(model), files.system_prompt
-        self._describe(engine, describe(engine, name, files, options, system=system, stamps=stamps))
-        return engine
-
-    def _describe(self, engine: Parkable, found: Description | None) -> None:
-        self._description.write(found, self.start.snapshot, is_worker=self._is_worker)
-        engine.on_new_adapters = self._description.has_adapters
-
-    def listens_at(self, url: str) -> None:
-        self._description.listens_at(url)
-
-    def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        return taking.take(self._tell, model, name)
-
-    def keep_taking(self, every_s: float, model: str, name: str) -> None:
-        taking.keep_taking(self._tell, every_s, model, name)
-
-    def worker(
-        self, model: str, options: LoadOptions, progress: LoadProgress | None = None
-    ) -> RemoteEngine:
-        """Start the engine of `model` in its own process, resumed if warm; closing ends it.
-
-        Raises what loading it raises there, EngineClosedError when that process dies before it is
-        ready.
-        """
-        from edgeinfer.workers.client import RemoteEngine  # 5 ms in a cold process
-
-        with self._asking:
-            requested = frames.join(word for item in snapshot_options(options).items() for word in item)
-            raw = msgspec.json.encode(options)
-            frames.send(
-                self._link, {"op": "worker", "model": model, "options": raw, "requested": requested}
-            )
-            answer = frames.receive(self._link)
-        if answer is None:
-            raise EngineClosedError("the launcher is gone")
-        if not answer[1]:
-            raise from_fields(answer[0])
-        return RemoteEngine(socket.socket(fileno=answer[1][0]), progress)
-
-    def worker_start(self, engine: Engine) -> Start | None:
-        from edgeinfer.workers.client import RemoteEngine  # as in `worker`
-
-        return engine.start if isinstance(engine, RemoteEngine) else None
-
-    def warm_models(self) -> frozenset[str]:
-        # reads every manifest: only the model picker asks
-        from edgeinfer.snapshots.shelf.records import listed
-
-        return frozenset(one.details.model for one in listed() if one.fresh)
-
-    def warm(
-        self,
-        model: str,
-        options: LoadOptions,
-        progress: LoadProgress | None = None,
-        cancel: threading.Event | None = None,
-    ) -> None:
-        """Run `edgeinfer warm` in a process of the launcher's, outside our namespaces."""
-        from edgeinfer.snapshots.resumed.watch_build import (  # only the model picker asks
-            listen,
-            warm_argv,
-        )
-
-        read_fd, write_fd = os.pipe()
-        with self._asking:
-            frames.send(
-                self._link,
-                {"op": "warm-now", "argv": frames.join(warm_argv(model, options))},
-                [write_fd],
-            )
-        os.close(write_fd)
-        listen(model, read_fd, progress, cancel, self._stop_warming)
-
-    def _stop_warming(self) -> None:
-        with self._asking:
-            frames.send(self._link, {"op": "warm-stop"})
-
-    def keep_copies(self, replies: Sequence[bytes]) -> kept_connections.Copies:
-        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        states_fd = os.memfd_create("states")
-        self._tell({"op": "copies", "replies": b"\0".join(replies)}, [theirs.fileno(), states_fd])
-        theirs.close()
-        return kept_connections.Copies(channel, states_fd)
-
-    def hand_over(self) -> HandOver | None:
-        """None where the configuration says so, or where nothing would be gained."""
-        wanted = self.start.how == "cold" and self.config.snapshots.hand_over
-        if not (wanted or self._succeeds):
-            return None
-        return HandOver(self._tell, is_successor=self._succeeds, predecessor=self._predecessor)
-
-    def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
-        """Tell the launcher which snapshot would have served this cold start.
-
-        It has one built when this verb has ended, or, of a verb that goes on for long, as soon as the
-        engine has rested for a while.
-        """
-        if not self.config.snapshots.auto_warm or self.start.how != "cold":
-            return
-        request: dict[str, frames.Value] = {
-            "op": "warm",
-            "model": model,
-            "options": msgspec.json.encode(options),
-            "now": 0,
-        }
-        self._tell(request)
-        if self._long_lived:
-
-            def rested() -> None:
-                self._tell(request | {"now": 1})
-                watch.stop()
-
-            watch = IdleWatch(engine, REST_S, rested)
-            watch.start()
-
-    def _tell(self, message: Mapping[str, frames.Value], fds: Sequence[int] = ()) -> None:
-        with self._asking, contextlib.suppress(OSError):
-            frames.send(self._link, message, fds)
 
 
 def run_app(
@@ -371,6 +151,7 @@ def _play(
         )
         return 0
     if role == CANARY and loaded is not None:
+        process.stay_back()
         frames.send(link, {"op": "canary", "value": loaded.canary()})
         return 0
     if role == FACTS:

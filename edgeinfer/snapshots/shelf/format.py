@@ -250,7 +250,7 @@ def given_part(name: str, model: str, requested: dict[str, str]) -> str:
 def _option_part(name: str, value: str) -> str:
     """An option in a snapshot's name: `ctx8192`; of paths the file names and a hash of it all."""
     if "/" in value:
-        files = "+".join(os.path.splitext(os.path.basename(path))[0] for path in value.split(","))
+        files = "+".join(os.path.basename(path).partition(".gguf")[0] for path in value.split(","))
         value = f"+{files}+{short_hash(value)}"
     return name.removeprefix("n_") + value
 

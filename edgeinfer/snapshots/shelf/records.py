@@ -166,5 +166,6 @@ def find(name: str) -> Path:
             f"{name} has several snapshots", hint=f"name one: {', '.join(sorted(of_model))}"
         )
     raise SnapshotMissingError(
-        f"there is no snapshot called {name}", hint="run `edgeinfer snapshots list`"
+        f"there is no snapshot called {name}",
+        hint="`edgeinfer snapshots list` shows them; `edgeinfer warm MODEL` builds one",
     )

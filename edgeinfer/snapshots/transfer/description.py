@@ -27,6 +27,10 @@ LOOSE = "snapshot/buffers.img"
 Size = Annotated[int, msgspec.Meta(ge=0)]
 #: A snapshot's name is a folder's: no separators, and nothing hidden.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,-]*\Z", max_length=200)]
+#: An adapter's name is its file's: what `pull` would store it under.
+AdapterName = Annotated[
+    str, msgspec.Meta(pattern=r"\A(?!.*\.\.)[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?\Z")
+]
 #: A manifest or a config larger than this is none.
 MAX_BYTES = 8 << 20
 
@@ -39,8 +43,9 @@ def sha256(content: bytes) -> str:
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A layer: the digest of its archive, the archive's bytes, and the files in it with theirs.
 
-    `role` is "model" (a file of the model, under its SHA-256 in `models/`), "weights" (a stretch of
-    llama.cpp's buffers) or "snapshot" (everything else).
+    `role` is "model" (a file of the model or of its draft model, under its SHA-256 in `models/`),
+    "adapter" (likewise in `adapters/`), "weights" (a stretch of llama.cpp's buffers) or "snapshot"
+    (everything else).
     """
 
     role: str
@@ -58,7 +63,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of the model: its path at the exporter's, its size and SHA-256 in hexadecimal.
+    """A file of a model: its path at the exporter's, its size and SHA-256 in hexadecimal.
 
     `mapped` is the path without symlinks.
     """
@@ -67,6 +72,37 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
     mapped: str
     size: Size
     sha256: str
+
+    @property
+    def member(self) -> str:
+        """What it is called in its layer."""
+        return f"models/{self.sha256}.gguf"
+
+
+class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The draft model that was loaded beside the model."""
+
+    name: str
+    files: tuple[ModelFile, ...]
+
+
+class AdapterFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter: its name and scale, its path at the exporter's, its size and SHA-256.
+
+    `stamp` is what the process knows the file by (`disk.stamps`).
+    """
+
+    name: AdapterName
+    scale: float
+    path: str
+    stamp: str
+    size: Size
+    sha256: str
+
+    @property
+    def member(self) -> str:
+        """What it is called in its layer."""
+        return f"adapters/{self.sha256}.gguf"
 
 
 class Sleeper(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +161,14 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     pieces: tuple[Piece, ...]
     requirements: Requirements
     layers: tuple[Layer, ...]
+    draft: DraftModel | None = None
+    adapters: tuple[AdapterFile, ...] = ()
+
+    @property
+    def models(self) -> dict[str, tuple[ModelFile, ...]]:
+        """The files of the model and of its draft model, by the models' names."""
+        found = {self.model: self.model_files}
+        return found if self.draft is None else found | {self.draft.name: self.draft.files}
 
 
 def config_bytes(description: Description) -> bytes:
@@ -200,7 +244,11 @@ def read_manifest(content: bytes) -> Manifest:
         raise SnapshotCorruptError(f"this is no manifest of an image: {error}", hint="") from error
 
 
-def paired(manifest: Manifest, description: Description) -> list[tuple[Layer, Descriptor]]:
+#: A layer, and what it lies in.
+LayerBlob = tuple[Layer, Descriptor]
+
+
+def paired(manifest: Manifest, description: Description) -> list[LayerBlob]:
     """Every layer with the blob that holds it. Raises SnapshotCorruptError when they cannot be so."""
     if len(manifest.layers) != len(description.layers):
         raise SnapshotCorruptError(

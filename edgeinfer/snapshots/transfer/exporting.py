@@ -12,13 +12,11 @@ from typing import Protocol
 import msgspec
 
 from edgeinfer import paths
-from edgeinfer.catalog import names, store
 from edgeinfer.disk import sha256_of_part
-from edgeinfer.errors import SnapshotCorruptError, SnapshotError
-from edgeinfer.load_options import DRAFT, LORA
+from edgeinfer.errors import SnapshotCorruptError
 from edgeinfer.snapshots.building import verify
 from edgeinfer.snapshots.resumed import facts
-from edgeinfer.snapshots.shelf import format, records
+from edgeinfer.snapshots.shelf import fingerprint, format, records
 from edgeinfer.snapshots.transfer import packing, requirements, rewriting, signing
 from edgeinfer.snapshots.transfer.description import (
     FORMAT,
@@ -26,13 +24,13 @@ from edgeinfer.snapshots.transfer.description import (
     SIGNATURE,
     SIGNER,
     Description,
-    ModelFile,
     Piece,
     Sleeper,
     config_bytes,
     manifest_bytes,
     sha256,
 )
+from edgeinfer.snapshots.transfer.inputs import Inputs, gather
 from edgeinfer.snapshots.transfer.packing import Member, Packed
 
 #: Stretches of llama.cpp's buffers from this size on are layers of their own: repacked weights.
@@ -63,31 +61,35 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 def export(folder: Path, where: Store, name: str, progress: Progress) -> Exported:
     """Export the snapshot in `folder` under `name`.
 
-    Raises what `verify.wrong_files` raises, SnapshotCorruptError, SnapshotError for one that does not
-    travel, RestoreError, and what the store raises.
+    Raises what `verify.wrong_files` raises, SnapshotCorruptError, SnapshotStaleError for one that could
+    not be resumed here, SnapshotError for one that does not travel, RestoreError, and what the store
+    raises.
     """
     key = signing.own_key(make=True)
     assert key is not None
+    manifest = format.read_manifest(str(folder))
+    fingerprint.refuse_stale(manifest, str(folder))
+    inputs = gather(manifest)
     progress("verify", None)
     wrong = verify.wrong_files(folder)
     if wrong:
         raise SnapshotCorruptError(f"{', '.join(wrong)} of {folder.name} is not what was built")
     with tempfile.TemporaryDirectory(dir=paths.cache_dir(), prefix="export-") as scratch:
         progress("pack", None)
-        description, layers = _described(folder, Path(scratch))
+        description, layers = _described(folder, inputs, Path(scratch))
         config = config_bytes(description)
         annotations = {
             SIGNER: base64.b64encode(key.public).decode(),
             SIGNATURE: base64.b64encode(key.sign(config)).decode(),
         }
-        manifest = manifest_bytes(config, [one.blob for one in layers], annotations)
+        image = manifest_bytes(config, [one.blob for one in layers], annotations)
         progress("write", None)
         written = _put_layers(layers, where)
         where.put(sha256(config), len(config), iter([config]))
-        where.put_manifest(name, manifest)
+        where.put_manifest(name, image)
     return Exported(
         name=name,
-        digest=sha256(manifest),
+        digest=sha256(image),
         signer=key.fingerprint,
         layers_bytes=sum(one.blob.size for one in layers),
         written_bytes=written,
@@ -104,15 +106,11 @@ def _put_layers(layers: list[Packed], where: Store) -> int:
     return written
 
 
-def _described(folder: Path, scratch: Path) -> tuple[Description, list[Packed]]:
+def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description, list[Packed]]:
     manifest, details = format.read_manifest(str(folder)), records.read_details(folder)
-    model_files = _model_files(manifest)
     places = requirements.places(str(folder))
     pieces, dense, packed_size = _buffers(folder)
-    layers = [
-        packing.stored("model", [packing.whole(Path(one.path), f"models/{one.sha256}.gguf")])
-        for one in model_files
-    ]
+    layers = inputs.layers()
     buffers = folder / format.BUFFERS
     layers += [
         packing.stored(
@@ -143,45 +141,21 @@ def _described(folder: Path, scratch: Path) -> tuple[Description, list[Packed]]:
             sleeper=Sleeper(pid=manifest.pid, link=manifest.link_inode, wake=manifest.wake_inode),
             places=places,
             real_places=requirements.real(places),
-            model_files=model_files,
+            model_files=inputs.model,
             buffers_bytes=manifest.images.get(format.BUFFERS, 0),
             pieces=tuple(pieces),
-            requirements=requirements.gather(_libraries(folder, model_files), manifest.keys["criu"]),
+            requirements=requirements.gather(_libraries(folder, inputs), manifest.keys["criu"]),
             layers=tuple(one.layer for one in layers),
+            draft=inputs.draft,
+            adapters=inputs.adapters,
         ),
         layers,
     )
 
 
-def _model_files(manifest: format.Manifest) -> tuple[ModelFile, ...]:
-    """The model's files, which must be a pulled model's. Raises SnapshotError for another."""
-    is_file = names.is_path(manifest.model) or "/" in manifest.model
-    pulled = None if is_file else store.find_pulled(manifest.model)
-    if pulled is None:
-        raise SnapshotError(
-            f"{manifest.model} has no name that another machine could know it by",
-            hint=f"`edgeinfer pull {manifest.model} --name NAME`, then `edgeinfer warm NAME`",
-        )
-    found = tuple(
-        ModelFile(
-            path=str(path), mapped=os.path.realpath(path), size=file.size_bytes, sha256=file.sha256
-        )
-        for path, file in zip(pulled.paths, pulled.files, strict=True)
-    )
-    own = {path for one in found for path in (one.path, one.mapped)}
-    others = [path for path in manifest.files if path.endswith(".gguf") and path not in own]
-    named = {manifest.requested.get(option.field, "") for option in (LORA, DRAFT)}
-    if others or named - {"", "none"}:
-        raise SnapshotError(
-            f"{manifest.name} was made with adapters or a draft model: such a snapshot does not travel",
-            hint=f"build one without: `edgeinfer warm {manifest.model} --lora none --draft none`",
-        )
-    return found
-
-
-def _libraries(folder: Path, model_files: tuple[ModelFile, ...]) -> list[str]:
-    """The files that the process maps, besides its own and the model's."""
-    own = {one.mapped for one in model_files}
+def _libraries(folder: Path, inputs: Inputs) -> list[str]:
+    """The files that the process maps, besides its own and the models'."""
+    own = {one.mapped for one in inputs.models}
     return [
         path
         for path in rewriting.paths(folder / format.IMAGES)

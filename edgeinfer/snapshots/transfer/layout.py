@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,11 +55,12 @@ class Layout:
         """
         index = self._index()
         found = [one for one in index if name in ("", one.annotations.get(_NAME, ""))]
-        names = ", ".join(sorted(one.annotations.get(_NAME, "?") for one in index)) or "nothing"
         if len(found) != 1:
+            names = sorted(one.annotations.get(_NAME, "?") for one in index)
+            typed = shlex.join(["edgeinfer", "snapshots", "import", str(self), "--name", *names[:1]])
             raise SnapshotMissingError(
-                f"{self} holds {names}" + (f", not {name}" if name else ""),
-                hint="name one: `edgeinfer snapshots import FOLDER --name NAME`",
+                f"{self} holds {', '.join(names) or 'nothing'}" + (f", not {name}" if name else ""),
+                hint=f"name one: `{typed}`" if names else "export one to it first",
             )
         return self.read(found[0].digest, found[0].size)
 
@@ -67,8 +69,10 @@ class Layout:
         try:
             return msgspec.json.decode(path.read_bytes(), type=_Index).manifests
         except FileNotFoundError as error:
+            no_layout = "is no image layout: it has no index.json"
             raise SnapshotMissingError(
-                f"{self} is no image layout: it has no index.json", hint="name the folder of an export"
+                f"{self} {no_layout if self.folder.is_dir() else 'is not there'}",
+                hint="name the folder of an export, or oci://REGISTRY/NAME:TAG",
             ) from error
         except (OSError, msgspec.MsgspecError) as error:
             raise SnapshotCorruptError(f"{path} cannot be understood: {error}", hint="") from error

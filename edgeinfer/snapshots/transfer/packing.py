@@ -12,9 +12,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO
 
 from edgeinfer.disk import CHUNK_BYTES
 from edgeinfer.errors import SnapshotCorruptError
@@ -26,7 +24,8 @@ _GZIP = 31
 _BLOCK = 512
 
 Chunks = Callable[[], Iterator[bytes]]
-Opened = Callable[[str], AbstractContextManager[BinaryIO]]
+#: Where each file of a layer is written, and from which offset on.
+Targets = dict[str, tuple[Path, int]]
 
 
 class Member:
@@ -149,21 +148,20 @@ def verify(layer: Layer, blob: Descriptor, chunks: Iterator[bytes]) -> None:
         )
 
 
-def unpack(layer: Layer, blob: Descriptor, chunks: Iterator[bytes], opened: Opened) -> None:
-    """Write a layer's files where `opened` says, by name.
+def unpack(layer: Layer, blob: Descriptor, chunks: Iterator[bytes], places: Targets) -> None:
+    """Write a layer's files where `places` says, by name.
 
     Raises SnapshotCorruptError when the archive holds anything else than the files that the layer
     lists, or is not the one that was signed.
     """
     hashed = hashlib.sha256()
     archive_bytes = _hashing(_archive(layer, blob, chunks), hashed.update)
-    waiting = dict(layer.files)
+    waiting = {name: size for name, size in layer.files.items() if name in places}
     try:
         with tarfile.open(fileobj=io.BufferedReader(_Stream(archive_bytes)), mode="r|") as archive:
             for member in archive:
                 _refuse_unexpected(member, waiting, blob)
-                with opened(member.name) as out:
-                    _copy(archive, member, out)
+                _write(archive, member, *places[member.name])
     except tarfile.TarError as error:
         raise SnapshotCorruptError(f"{blob.digest} is no archive: {error}", hint="") from error
     for _ in archive_bytes:
@@ -181,10 +179,12 @@ def _refuse_unexpected(member: tarfile.TarInfo, waiting: dict[str, int], blob: D
         raise SnapshotCorruptError(f"{member.name} in {blob.digest} is not expected there", hint="")
 
 
-def _copy(archive: tarfile.TarFile, member: tarfile.TarInfo, out: BinaryIO) -> None:
+def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path, offset: int) -> None:
     content = archive.extractfile(member)
-    while content is not None and (chunk := content.read(CHUNK_BYTES)):
-        out.write(chunk)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as out:
+        out.seek(offset)
+        while content is not None and (chunk := content.read(CHUNK_BYTES)):
+            out.write(chunk)
 
 
 def _hashing(chunks: Iterator[bytes], update: Callable[[bytes], None]) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ import httpx2  # 75–120 ms: imported for a registry only
 
 from edgeinfer.catalog.fetching import answers, download
 from edgeinfer.catalog.fetching.oci import Registry
-from edgeinfer.catalog.progress import Job
+from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.sources import OciArtifact
 from edgeinfer.errors import (
     DownloadError,

@@ -18,12 +18,12 @@ from textual.widgets import Static, TextArea
 
 from edgeinfer import paths
 from edgeinfer.blocks.forget import forget_conversation
-from edgeinfer.chat.complete import complete
+from edgeinfer.chat.commands.complete import complete
+from edgeinfer.chat.commands.slash import is_command
 from edgeinfer.chat.history import library
 from edgeinfer.chat.history.values import Conversation
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
-from edgeinfer.chat.slash import is_command
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.conversation.answering import Answering

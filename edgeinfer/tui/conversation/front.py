@@ -8,12 +8,12 @@ from typing import Any
 from textual.app import App
 
 from edgeinfer.chat.answer import Answer
-from edgeinfer.chat.commander import Commander, stats_text
-from edgeinfer.chat.complete import Names
+from edgeinfer.chat.commands.commander import Commander, stats_text
+from edgeinfer.chat.commands.complete import Names
+from edgeinfer.chat.commands.settings import save
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.presets import describe
-from edgeinfer.chat.settings import save
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.tui.conversation import clipboard, editing
 from edgeinfer.tui.conversation.answering import Answering

@@ -14,7 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from edgeinfer.catalog.progress_text import progress_text
+from edgeinfer.catalog.progress.text import progress_text
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved, shelf, size_words
 from edgeinfer.error_text import hint
@@ -22,7 +22,7 @@ from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.tui.bindings import bindings
 
 if TYPE_CHECKING:
-    from edgeinfer.catalog.progress import PullProgress
+    from edgeinfer.catalog.progress.job import PullProgress
 
 _KEYS = "Enter uses or pulls · w warm · x stop · Esc"
 

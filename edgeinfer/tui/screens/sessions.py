@@ -14,8 +14,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat import export
-from edgeinfer.chat.commander import Commander
+from edgeinfer.chat.commands import export
+from edgeinfer.chat.commands.commander import Commander
 from edgeinfer.chat.history import library, tree
 from edgeinfer.chat.history.values import Summary
 from edgeinfer.chat.session import ChatSession

@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat.complete import Completion
+from edgeinfer.chat.commands.complete import Completion
 
 
 class Completions(OptionList, can_focus=False):

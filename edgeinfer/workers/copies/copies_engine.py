@@ -12,50 +12,19 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from edgeinfer import beginnings
 from edgeinfer.errors import EngineClosedError, EngineError
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, CopiesInfo, CopyInfo, EngineInfo, EngineMetrics
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
+from edgeinfer.workers.copies.one_copy import Copy, CopyEngine
 from edgeinfer.workers.copies.ticket import Ticket
 
 T = TypeVar("T")
-
-
-class CopyEngine(Engine, Protocol):
-    """What the engine of a copy does besides."""
-
-    def submit(self, request: GenerateRequest) -> EventStream: ...
-
-    def use_threads(self, n_threads: int) -> None: ...
-
-
-class Copy:
-    """One of them. `how` it came to be: "resumed" or "cold"."""
-
-    def __init__(self, engine: CopyEngine, how: str, n_threads: int) -> None:
-        self.engine = engine
-        self.how = how
-        self.n_threads = n_threads
-        self.number = 0
-        self.tickets: set[Ticket] = set()
-        self.calls = 0
-        self.is_leaving = False
-
-    @property
-    def inside(self) -> int:
-        """Requests that run or wait in it."""
-        return len(self.tickets) + self.calls
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it may be given requests."""
-        return self.engine.is_open and not self.is_leaving
 
 
 class CopiesEngine:
@@ -95,7 +64,7 @@ class CopiesEngine:
 
     def submit(self, request: GenerateRequest) -> EventStream:
         """Validate in a copy and queue there; see `Engine.submit`. Waits while no copy runs."""
-        ticket = Ticket(request, _names(request), self._ended, self._move)
+        ticket = Ticket(request, self._ended, self._move)
         self._place(ticket)
         return ticket.stream
 
@@ -150,7 +119,7 @@ class CopiesEngine:
 
     def metrics(self) -> EngineMetrics:
         """Sums over all copies, those that have ended included."""
-        return _sum([self._gone, *(now for _, now in self._asked())])
+        return EngineMetrics.sum([self._gone, *(now for _, now in self._asked())])
 
     def copies(self) -> CopiesInfo:
         """See `HasCopies`."""
@@ -360,7 +329,7 @@ class CopiesEngine:
     def _end(self, copy: Copy) -> None:
         with contextlib.suppress(EngineClosedError):  # it ended by itself
             last = msgspec.structs.replace(copy.engine.metrics(), kv_used_tokens=0, kv_total_tokens=0)
-            self._gone = _sum([self._gone, last])
+            self._gone = EngineMetrics.sum([self._gone, last])
         copy.engine.close()
 
     def _ask(self, call: Callable[[CopyEngine], T]) -> T:
@@ -391,24 +360,3 @@ class CopiesEngine:
 
 def _closed() -> EngineClosedError:
     return EngineClosedError("no copy of the model runs", hint="ask again: it is started anew")
-
-
-def _names(request: GenerateRequest) -> tuple[int, ...]:
-    """Name what a request begins with; its salt first, for nothing is shared with others."""
-    prompt = request.prompt
-    text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))
-    read = msgspec.to_builtins([request.tools, request.messages, request.infill])
-    return beginnings.names(request.cache_salt, read, text)
-
-
-def _sum(parts: Sequence[EngineMetrics]) -> EngineMetrics:
-    """Field by field; of latencies all samples."""
-    names = EngineMetrics.__struct_fields__
-    return EngineMetrics(
-        **{
-            name: type(getattr(parts[0], name))(
-                sum((getattr(part, name) for part in parts[1:]), getattr(parts[0], name))
-            )
-            for name in names
-        }
-    )

@@ -11,8 +11,9 @@ from edgeinfer.machine import read_memory
 from edgeinfer.runtime.options import CopiesInfo, CopyInfo, EngineInfo
 from edgeinfer.units import format_bytes
 from edgeinfer.workers.copies import remembered
-from edgeinfer.workers.copies.copies_engine import CopiesEngine, Copy
+from edgeinfer.workers.copies.copies_engine import CopiesEngine
 from edgeinfer.workers.copies.growth import Bounds, Growth, Seen
+from edgeinfer.workers.copies.one_copy import Copy
 
 #: Seconds between two looks at what waits.
 _LOOK_S = 0.25

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import msgspec
+
+from edgeinfer import beginnings
 from edgeinfer.errors import EngineClosedError, EngineError
 from edgeinfer.runtime.events import Finished, Progress
 from edgeinfer.runtime.generation import EventStream, Item
@@ -23,12 +26,11 @@ class Ticket:
     def __init__(
         self,
         request: GenerateRequest,
-        beginnings: Sequence[int],
         on_end: Callable[[Ticket], None],
         on_lost: Callable[[Ticket], None],
     ) -> None:
         self.request = request
-        self.beginnings = beginnings
+        self.beginnings = _names(request)
         self.stream = EventStream(self.cancel)
         self.since = time.monotonic()
         #: Tokens that were generated; while it runs, the pieces in which they came.
@@ -99,3 +101,11 @@ class Ticket:
         else:
             self._is_begun = True
             self.n_tokens += 1
+
+
+def _names(request: GenerateRequest) -> tuple[int, ...]:
+    """Name what a request begins with; its salt first, for nothing is shared with others."""
+    prompt = request.prompt
+    text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))
+    read = msgspec.to_builtins([request.tools, request.messages, request.infill])
+    return beginnings.names(request.cache_salt, read, text)

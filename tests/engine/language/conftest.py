@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from llama_cpp import llama_cpp as L
 
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.language.constraints import Constraints
+from edgeinfer.runtime.language.prepared import Lark
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import Constraint
 from edgeinfer.runtime.vocab import Vocab
 
 
@@ -51,6 +54,29 @@ def engine(smollm2: Path) -> Iterator[LlamaEngine]:
     )
     yield made
     made.close()
+
+
+def draw_text(
+    constraints: Constraints, vocab: Vocab, constraint: Constraint | Lark, seed: int, limit: int = 600
+) -> str | None:
+    """A text drawn at random from what the masks allow; None when it takes more than `limit` steps."""
+    rng = np.random.default_rng(seed)
+    matcher = constraints.compile(constraint, vocab).start()
+    text = b""
+    for _ in range(limit):
+        forced = list(matcher.forced())
+        if not forced:
+            logits = np.zeros(vocab.n_vocab, np.float32)
+            matcher.mask_into(logits)
+            forced = [int(rng.choice(np.flatnonzero(logits == 0)))]
+        for token in forced:
+            if token in vocab.eos_tokens:
+                return text.decode()
+            assert matcher.accept(token)
+            text += vocab.piece(token, special=True)
+        if matcher.is_done:
+            return text.decode()
+    return None
 
 
 def _schemas() -> Any:

@@ -15,7 +15,6 @@ from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.language.constraints import Constraints, whole
 from edgeinfer.runtime.language.gbnf import to_lark
-from edgeinfer.runtime.language.prepared import Lark
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,
@@ -26,6 +25,8 @@ from edgeinfer.runtime.requests import (
     Regex,
     Sampling,
 )
+
+from .conftest import draw_text
 
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(80):
@@ -125,29 +126,6 @@ def test_other_constraints_are_refused_up_front(constraints, vocab, constraint, 
     assert caught.value.param == param
 
 
-def walk(
-    constraints: Constraints, vocab: Any, constraint: Constraint | Lark, seed: int, limit: int = 400
-) -> str | None:
-    """A text drawn at random from what the masks allow; None when it got too long."""
-    rng = np.random.default_rng(seed)
-    matcher = constraints.compile(constraint, vocab).start()
-    tokens: list[int] = []
-    for _ in range(limit):
-        forced = list(matcher.forced())
-        if not forced:
-            logits = np.zeros(vocab.n_vocab, np.float32)
-            matcher.mask_into(logits)
-            forced = [int(rng.choice(np.flatnonzero(logits == 0)))]
-        for token in forced:
-            if token in vocab.eos_tokens:
-                return b"".join(map(vocab.piece, tokens)).decode()
-            tokens.append(token)
-            assert matcher.accept(token)
-        if matcher.is_done:
-            return b"".join(map(vocab.piece, tokens)).decode()
-    return None
-
-
 def test_when_nothing_can_follow_it_is_said(constraints, vocab):
     matcher = constraints.compile(Choice(("yes",)), vocab).start()
     matcher._matcher.consume_token(
@@ -185,7 +163,7 @@ def test_large_constraints_stay_within_the_limits(constraints, vocab):
         JsonSchema({"type": "object", "properties": members, "additionalProperties": False}),
         JsonSchema({"anyOf": [{**kind, "additionalProperties": False} for kind in kinds]}),
     ):
-        assert walk(constraints, vocab, constraint, 1, limit=4000)
+        assert draw_text(constraints, vocab, constraint, 1, limit=4000)
 
 
 def valid(schema: dict[str, Any], text: str) -> None:
@@ -196,7 +174,7 @@ def valid(schema: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_random_walks_validate(constraints, vocab, generated, seed):
     schema = generated(seed)
-    text = walk(constraints, vocab, JsonSchema(schema), seed)
+    text = draw_text(constraints, vocab, JsonSchema(schema), seed)
     assert text is not None
     valid(schema, text)
 
@@ -206,7 +184,7 @@ def test_schemas_thrown_together_are_refused_or_their_output_validates(constrain
     for seed in range(400):
         schema = wild(seed)
         try:
-            text = walk(constraints, vocab, JsonSchema(schema), seed)
+            text = draw_text(constraints, vocab, JsonSchema(schema), seed)
         except UnsupportedConstraintError:
             refused += 1
             continue
@@ -221,7 +199,7 @@ def test_random_walks_validate_with_a_sentencepiece_vocabulary(big_vocab, genera
     constraints = Constraints()
     for seed in range(20):
         schema = generated(seed)
-        text = walk(constraints, big_vocab, JsonSchema(schema), seed)
+        text = draw_text(constraints, big_vocab, JsonSchema(schema), seed)
         assert text is not None
         valid(schema, text)
 
@@ -231,13 +209,13 @@ def test_random_walks_validate_with_a_sentencepiece_vocabulary(big_vocab, genera
 )
 def test_random_walks_match_the_expression(constraints, vocab, pattern):
     for seed in range(5):
-        text = walk(constraints, vocab, Regex(pattern), seed)
+        text = draw_text(constraints, vocab, Regex(pattern), seed)
         assert text is None or re.fullmatch(pattern, text)
 
 
 def test_random_walks_choose(constraints, vocab):
     options = ("yes", "yes please", 'no "thanks"', "größer", "a\nb")
-    seen = {walk(constraints, vocab, Choice(options), seed) for seed in range(60)}
+    seen = {draw_text(constraints, vocab, Choice(options), seed) for seed in range(60)}
     assert seen <= set(options)
     assert len(seen) > 2
 
@@ -255,7 +233,7 @@ GRAMMARS = {
 @pytest.mark.parametrize(("gbnf", "pattern"), GRAMMARS.items())
 def test_random_walks_follow_the_grammar(constraints, vocab, gbnf, pattern):
     for seed in range(5):
-        text = walk(constraints, vocab, Grammar(gbnf), seed)
+        text = draw_text(constraints, vocab, Grammar(gbnf), seed)
         assert text is None or re.fullmatch(pattern, text)
 
 
@@ -269,12 +247,12 @@ def test_annotations_and_unknown_formats_restrict_nothing(constraints, vocab):
         "minimum": 7,
         "maximum": 7,
     }
-    assert walk(constraints, vocab, JsonSchema(schema), 0) == "7"
+    assert draw_text(constraints, vocab, JsonSchema(schema), 0) == "7"
 
 
 def test_const_null_is_a_restriction(constraints, vocab):
     assert (
-        walk(
+        draw_text(
             constraints,
             vocab,
             JsonSchema(
@@ -298,7 +276,7 @@ def test_json_is_written_on_one_line(constraints, vocab):
         "required": ["a", "b"],
         "additionalProperties": False,
     }
-    assert walk(constraints, vocab, JsonSchema(schema), 0) == '{"a": 1, "b": [1, 2]}'
+    assert draw_text(constraints, vocab, JsonSchema(schema), 0) == '{"a": 1, "b": [1, 2]}'
 
 
 def test_a_refused_token_changes_nothing(constraints, vocab):

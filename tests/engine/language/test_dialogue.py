@@ -5,7 +5,6 @@ and reasoning.
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
@@ -23,6 +22,8 @@ from edgeinfer.runtime.requests import (
     ToolCall,
     ToolChoice,
 )
+
+from .conftest import draw_text
 
 FOLDER = Path(__file__).with_name("templates")
 USER = (Message(role="user", content="Weather in Paris?"),)
@@ -260,26 +261,6 @@ def test_reasoning_that_the_prompt_has_opened():
     assert events == [ReasoningDelta("hm"), TextDelta("Yes")]
 
 
-def walk(constraints: Any, vocab: Any, constraint: Any, seed: int) -> str:
-    rng = np.random.default_rng(seed)
-    matcher = constraints.compile(constraint, vocab).start()
-    text = b""
-    for _ in range(600):
-        forced = list(matcher.forced())
-        if not forced:
-            logits = np.zeros(vocab.n_vocab, np.float32)
-            matcher.mask_into(logits)
-            forced = [int(rng.choice(np.flatnonzero(logits == 0)))]
-        for token in forced:
-            if token in vocab.eos_tokens:
-                return text.decode()
-            assert matcher.accept(token)
-            text += vocab.piece(token, special=True)
-        if matcher.is_done:
-            return text.decode()
-    raise AssertionError("it does not end")
-
-
 def parsed(parser: Any, text: str) -> list[Any]:
     return [*parser.feed(text), *parser.finish()]
 
@@ -306,7 +287,8 @@ def test_whatever_a_required_call_s_grammar_allows_is_read_as_calls(constraints,
     )
     for seed in range(8):
         prepared = talk(name, vocab).prepare(request)
-        text = walk(constraints, vocab, prepared.constraint, seed)
+        text = draw_text(constraints, vocab, prepared.constraint, seed)
+        assert text is not None
         events = parsed(prepared.parser, text)
         calls = [event for event in events if isinstance(event, ToolCallDelta) and event.name]
         assert all(isinstance(event, ToolCallDelta) for event in events), text
@@ -372,7 +354,8 @@ def test_with_tools_and_a_constraint_the_answer_is_a_call_or_follows_it(constrai
     seen = set()
     for seed in range(12):
         prepared = talk(name, vocab).prepare(request)
-        text = walk(constraints, vocab, prepared.constraint, seed)
+        text = draw_text(constraints, vocab, prepared.constraint, seed)
+        assert text is not None
         events = parsed(prepared.parser, text)
         if isinstance(events[0], TextDelta):
             assert text in ("yes", "no")

@@ -10,8 +10,11 @@ window hides at its end, which shows only when a later request is cut inside it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from edgeinfer.blocks.format import Block
 from edgeinfer.blocks.store import ModelBlocks
+from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
 from edgeinfer.runtime.decoding.blocks.block_writing import BlockWriting
@@ -37,20 +40,21 @@ def block_tokens(window: int) -> int:
 
 
 class BlockCache:
-    """`check` is this model's, not yet begun."""
+    """`active` is where blocks are put back; `check` is this model's, not yet begun."""
 
     def __init__(
         self,
         *,
         blocks: ModelBlocks,
         states: SequenceStates,
+        active: ActiveContext,
         kv: KvCache,
         block_tokens: int,
         check: BlockCheck,
     ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
-        self._states = states
+        self._states, self._active = states, active
         self._kv = kv
         self.names = BlockNames(blocks, block_tokens)
         self.proof = Proof(blocks, check)
@@ -91,7 +95,16 @@ class BlockCache:
             return None
         wanted = [*chain[1 + first : 1 + n_full], *([tail] if n_tail else [])]
         self.blocks.touch([*chain[1 : 1 + n_full], tail])
-        return Restore(self.blocks.read_ahead(wanted), first * size, end)
+        return Restore(self.blocks.read_ahead(wanted, self._populating()), first * size, end)
+
+    def _populating(self) -> Callable[[int], None]:
+        """Has the kernel give the memory that the blocks of a restore go to, of each as it is read.
+
+        llama.cpp takes the lowest free cells. Where they lie otherwise this is of no use, and no harm.
+        """
+        at, size = self._kv.used_cells, self.block_tokens
+        cells = self._active.cells
+        return lambda i: cells.populate(at + i * size, at + (i + 1) * size)
 
     def _last_point(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
         """The last point of a state that cannot be cut: the whole blocks before it, its name, and its
@@ -111,6 +124,21 @@ class BlockCache:
             while not self.proof.found:
                 self.proof.go_on()
         return self.proof.found == "exact"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is written now comes back as it was."""
+        return self.proof.found == "exact" and self.blocks.can_write
+
+    def can_come_back(self, resident: Resident) -> bool:
+        """Whether the store has, or takes at once, what an idle conversation holds, and nobody reckons
+        with it in memory.
+        """
+        if resident.active or resident.pinned or resident.is_read_ahead:
+            return False
+        if len(resident.cells) < self.block_tokens:
+            return False
+        return self.keeps and self.writing.takes(resident)
 
     def keep_preamble(self, request: GenerateRequest, tokens: list[int], adapters: AdapterKey) -> None:
         """Note how a session of an agent begins; the blocks themselves are written as all are."""

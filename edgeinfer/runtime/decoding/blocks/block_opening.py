@@ -45,6 +45,7 @@ def open_blocks(
     return BlockCache(
         blocks=blocks,
         states=make_states(loaded, active),
+        active=active,
         kv=kv,
         block_tokens=size,
         check=_check(options, loaded),
@@ -108,6 +109,7 @@ def identity(loaded: Loaded, size: int) -> dict[str, str]:
     return chosen | {
         "llama": f"{build.binding_version} {build.llama_version} {build.ggml_commit}",
         "cpu": build.cpu_variant,
+        "attention": f"{build.attention} {build.attention_version}".strip(),
         "flash": str(loaded.choices["flash_attention"].value),
         # factors for long contexts are another set than those for short ones
         "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",

@@ -82,6 +82,12 @@ class BlockWriting:
         if resident.conversation:
             found.conversations.add(resident.conversation)
 
+    def takes(self, resident: Resident) -> bool:
+        """Whether all of `resident` may be written, and would be if it went now."""
+        if resident.is_shifted or resident.memory_only_from is not None:
+            return False
+        return resident not in self._passes or self._blocks.writer.has_room
+
     def work(self, *, is_idle: bool) -> None:
         """Do one piece of what waits: copy a block out, or check this model a little further.
 

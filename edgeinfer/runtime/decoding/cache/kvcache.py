@@ -92,7 +92,8 @@ class Resident:
     next cell. Requests with another `salt` cannot use it. `conversation` is whose it was last.
     One that was shifted has keys that were turned, or brought from another context, not computed where
     they are. Of its tokens the first `n_unchanged` have stood since whoever writes them last looked;
-    those from `memory_only_from` on are not to be written.
+    those from `memory_only_from` on are not to be written. One `is_read_ahead` waits for a request
+    that is yet to come.
     """
 
     seq_id: int
@@ -107,6 +108,7 @@ class Resident:
     cells: list[int] = field(default_factory=list)
     active: bool = True
     pinned: bool = False
+    is_read_ahead: bool = False
     ghost: bool = False
     used_at: int = 0
 

@@ -11,14 +11,8 @@ from dataclasses import dataclass
 #: tokens.
 _CHUNK_S = 0.1
 _CHUNK_MIN = 32
-#: From this many tokens on attention is computed in tiles; a chunk is stretched to one when that takes
-#: no longer (seconds), or hardly longer than a smaller chunk: so it is in a deep cache (decision 020).
-_TILE = 64
-_TILE_S = 0.3
-_HARDLY_LONGER = 1.5
 #: While nobody decodes, a prompt longer than `SHORT_TOKENS` is computed in pieces of this length, for
-#: those who may come: 128 at a time give 95 % of the rate that 512 give. Not by time: the size decides
-#: bits.
+#: those who may come (decision 081). Not by time: with repacked weights the size decides bits.
 _ALONE = 128
 #: A prompt that is computed before longer ones, whoever came first.
 SHORT_TOKENS = 256
@@ -28,8 +22,8 @@ SHORT_TOKENS = 256
 class Exactness:
     """Up to what a step in company computes the very bits that one alone does (decision 022).
 
-    `rows`: tokens in the batch, beyond which llama.cpp's kernels round otherwise. `cells`: used cells,
-    beyond which a lone token's attention does; None for no such bound.
+    `rows`: tokens in the batch, beyond which kernels round otherwise. `cells`: used cells, beyond which
+    a lone token's attention does; None for no such bound.
     """
 
     rows: int
@@ -37,14 +31,16 @@ class Exactness:
 
 
 class Chunks:
-    """Learns what a token of prefill costs, and says how many fit into the next step."""
+    """Learns what a token of prefill costs, and says how many fit into the next step.
 
-    def __init__(self, exactness: Exactness) -> None:
+    `s_per_token` is what it is taken for (seconds) before any was computed.
+    """
+
+    def __init__(self, exactness: Exactness, s_per_token: float = 0.001) -> None:
         self._exact_rows = exactness.rows
-        self._s_per_token = 0.001
-        #: The same for a long prompt's chunks below a tile, and from one on; None before there was one.
-        self._small_s: float | None = None
-        self._tiled_s: float | None = None
+        self._s_per_token = s_per_token
+        #: The same for long prompts, which attend to more; None before there was one.
+        self._long_s: float | None = None
 
     @property
     def s_per_token(self) -> float:
@@ -61,42 +57,21 @@ class Chunks:
         longest = max(pending, default=0)
         budget = room
         if n_decoding:
-            budget = min(room, self._beside_decoding(n_decoding))
+            within = int(_CHUNK_S / (self._long_s or self._s_per_token))
+            budget = min(room, max(_CHUNK_MIN, within))
         elif longest > SHORT_TOKENS:
             budget = min(room, _ALONE)
         exact = self._exact_rows - n_decoding
         return min(budget, exact) if longest <= exact else budget
 
-    def _beside_decoding(self, n_decoding: int) -> int:
-        tiled_s = self._tiled_s or self._s_per_token
-        within = int(_CHUNK_S / tiled_s)
-        if within >= _TILE:
-            return within
-        small_s = self._small_s or tiled_s
-        smaller = max(_CHUNK_MIN, int(_CHUNK_S / small_s))
-        if _TILE * tiled_s <= max(_TILE_S, _HARDLY_LONGER * smaller * small_s):
-            # the rows that decode in the same tile: a second one takes as long as the first
-            return max(_TILE - n_decoding, _CHUNK_MIN)
-        return smaller
-
-    def note(self, n_tokens: int, seconds: float, *, n_decoding: int, is_long: bool) -> None:
-        """So many tokens of prefill, of a long prompt or not, took so long beside those that decode.
-        Few say little about many.
-        """
+    def note(self, n_tokens: int, seconds: float, *, is_long: bool) -> None:
+        """Learn that so many tokens of prefill took so long. Few say little about many."""
         if n_tokens < _CHUNK_MIN:
             return
         took_s = seconds / n_tokens
         self._s_per_token = _towards(took_s, self._s_per_token)
-        if not is_long:
-            return
-        if n_tokens + n_decoding < _TILE:
-            self._small_s = _towards(took_s, self._small_s)
-            return
-        before_s, self._tiled_s = self._tiled_s, _towards(took_s, self._tiled_s)
-        if (
-            before_s and self._small_s
-        ):  # a deeper cache makes smaller chunks slower too, at least as much
-            self._small_s *= self._tiled_s / before_s
+        if is_long:
+            self._long_s = _towards(took_s, self._long_s)
 
 
 def _towards(found: float, known: float | None) -> float:

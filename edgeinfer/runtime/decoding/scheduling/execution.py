@@ -113,9 +113,7 @@ class Execution:
         self._counters.decode_s += decode_share
         self._counters.prefill_s += seconds - decode_share
         is_long = any(p.is_prefill and p.seq.prompt_tokens > SHORT_TOKENS for p in parts)
-        self._chunks.note(
-            prefill_tokens, seconds - decode_share, n_decoding=decode_tokens, is_long=is_long
-        )
+        self._chunks.note(prefill_tokens, seconds - decode_share, is_long=is_long)
 
     def compute(self, resident: Resident, tokens: list[int]) -> None:
         """Compute `tokens` behind what `resident` has, outside of any request. Raises DecodeError."""

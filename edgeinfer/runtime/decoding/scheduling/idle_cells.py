@@ -6,9 +6,7 @@ not say which cells are free, so all are emptied; a pinned prefix is put back (d
 
 from __future__ import annotations
 
-import mmap
 import time
-from collections.abc import Iterator, Sequence
 
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
@@ -23,8 +21,6 @@ _IDLE_S = 300.0
 _WRITING_S = 0.5
 #: Fewer tokens are left where they are.
 _WORTH_TOKENS = 512
-#: Pages are given back in pieces of this size: a request that comes meanwhile waits for one.
-_PIECE_BYTES = 256 << 20
 
 
 class IdleCells:
@@ -56,19 +52,19 @@ class IdleCells:
         if self._left:
             return 0.0
         blocks = self._prefixes.blocks
-        if not self._active.cells or blocks is None or not self._can_come_back(blocks):
+        if not self._active.cells.ranges or blocks is None or not self._can_come_back(blocks):
             return None
         least_s = 0.0 if blocks.blocks.writer.is_idle else _WRITING_S
         return max(least_s, self._used_at + _IDLE_S - time.monotonic())
 
     def _can_come_back(self, blocks: BlockCache) -> bool:
         """Whether enough is in the cells, and all of it goes to the store, as far as that takes it."""
-        if blocks.proof.found != "exact" or not blocks.blocks.can_write:
+        if not blocks.keeps:
             return False
         idle = [resident for resident in self._kv.residents if not resident.pinned]
         if blocks.writing.has_work or sum(len(r.cells) for r in idle) < _WORTH_TOKENS:
             return False
-        return not any(r.active or r.is_shifted or r.memory_only_from is not None for r in idle)
+        return all(not r.active and blocks.writing.takes(r) for r in idle)
 
     def work(self) -> None:
         """Give a piece of the memory back, the cells emptied first. Only while idle."""
@@ -80,7 +76,7 @@ class IdleCells:
         if pinned:
             self._give_back_around(pinned)
         else:
-            self._left = list(pieces(self._active.cells))
+            self._left = list(self._active.cells.pages())
 
     def _give_back_around(self, pinned: list[Resident]) -> None:
         """Give all back at once, and put what is pinned into the first cells."""
@@ -92,19 +88,10 @@ class IdleCells:
             kept.append((resident, state, point))
         for resident in pinned:
             self._kv.clear_cells(resident)
-        advise(pieces(self._active.cells), DONTNEED)
+        advise(self._active.cells.pages(), DONTNEED)
         for resident, state, point in kept:
             is_back = state is not None and self._states.write(resident.seq_id, state)
             if is_back and point is not None:
                 is_back = self._states.write_point(resident.seq_id, point)
             if not is_back:
                 self._kv.drop(resident)
-
-
-def pieces(pages: Sequence[Range]) -> Iterator[Range]:
-    """Whole pages of the ranges, in pieces."""
-    for start, end in pages:
-        low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        high = end // mmap.PAGESIZE * mmap.PAGESIZE
-        for at in range(low, high, _PIECE_BYTES):
-            yield Range(at, min(at + _PIECE_BYTES, high))

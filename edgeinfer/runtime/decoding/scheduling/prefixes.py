@@ -22,6 +22,8 @@ from edgeinfer.runtime.vocab import Vocab
 #: Blocks are put back for so long in a step (seconds) beside running streams, and when nobody runs.
 _RESTORE_BESIDE_S = 0.02
 _RESTORE_ALONE_S = 0.1
+#: Fewer cells of idle conversations are passed over.
+_IDLE_CELLS = 1024
 #: A step that could only wait for the disk waits so long (seconds).
 _DISK_WAIT_S = 0.02
 
@@ -76,6 +78,8 @@ class Prefixes:
         kept = common_prefix(resident.tokens, seq.tokens[:-1])
         if not self._kv.truncate(resident, kept):
             kept = 0
+        if is_alone:
+            self._make_way(seq, len(seq.tokens) - kept)
         if request.cache_prompt and self.blocks is not None:
             seq.restore = self.blocks.match(
                 seq.tokens, seq.adapters, request.cache_salt, kept, is_alone=is_alone
@@ -86,10 +90,12 @@ class Prefixes:
         if not request.cache_on_disk:
             self._kv.keep_in_memory(resident)
         if seq.restore is None:
-            self._begin(seq, kept, 0)
+            self._begin(seq, kept)
 
-    def _begin(self, seq: Sequence, cached: int, from_disk: int) -> None:
+    def _begin(self, seq: Sequence, from_memory: int) -> None:
         """What could be found is there: the rest is to be computed."""
+        cached = seq.n_past
+        from_disk = max(0, cached - from_memory)
         if not seq.clock.started:
             seq.clock.started = time.monotonic()
             seq.cached_tokens = cached
@@ -102,6 +108,19 @@ class Prefixes:
                     seq.tokens, seq.closest, cached, self._vocab.detokenize
                 )
         seq.progress()
+
+    def _make_way(self, seq: Sequence, n_new: int) -> None:
+        """Let the store alone keep idle conversations, whose cells `n_new` tokens to be brought or
+        computed, and an answer, would pass over.
+
+        One that goes on where it is would still pass over them: attention goes up to its last cell.
+        """
+        if self.blocks is None or not self._can_cut or n_new < self.blocks.block_tokens:
+            return
+        idle = [r for r in self._kv.residents if self.blocks.can_come_back(r)]
+        if sum(len(r.cells) for r in idle) >= _IDLE_CELLS:
+            for resident in idle:
+                self._kv.drop(resident)
 
     def restore(self, running: list[Sequence]) -> None:
         """Put back blocks that have been read, for a while, so that running streams do not stall."""
@@ -130,8 +149,7 @@ class Prefixes:
         restore.cancel()
         if self.blocks is not None and seq.resident is not None and not restore.has_ended_well:
             self.blocks.drop_unfinished(seq.resident)
-        from_memory = min(restore.cached, seq.n_past)
-        self._begin(seq, seq.n_past, seq.n_past - from_memory)
+        self._begin(seq, restore.cached)
 
     def wait_for_disk(self, running: list[Sequence]) -> None:
         """Nothing can be computed now: wait for a block, if one is on its way."""
@@ -174,6 +192,7 @@ class Prefixes:
             return
         resident, seq.resident = seq.resident, None
         resident.conversation = seq.request.conversation
+        resident.is_read_ahead = seq.is_prefill_only
         if keep:
             self._kv.take_point(resident)
         self._kv.release(resident, keep=keep)

@@ -44,6 +44,7 @@ class Scheduler:
         n_ctx: int,
         can_cut: bool,
         exactness: Exactness,
+        s_per_token: float,
         states: SequenceStates | None = None,
     ) -> None:
         self.kv = kv
@@ -53,7 +54,7 @@ class Scheduler:
         #: Told of a step that llama.cpp failed; True where another context is there to go on in.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
-        costs, chunks = StepCosts(), Chunks(exactness)
+        costs, chunks = StepCosts(), Chunks(exactness, s_per_token)
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab, can_cut=can_cut)
         self.roster = Roster(self.prefixes, self.counters)
         self._admission = Admission(

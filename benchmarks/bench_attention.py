@@ -1,0 +1,154 @@
+"""`make bench-attention`: whole steps of a model behind a long context, with attention of our own and llama.cpp's.
+
+Each side is a process of its own that holds the model with the same context read; steps of each length
+alternate between them. Figures are medians of `--runs` with the least and the greatest, and their ratio.
+`--variant haswell` measures another of ggml's CPU variants than the best for this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import add_out, model_path, spread, write_figure
+from memory_restart import model_of
+
+from edgeinfer.runtime import libedgeinfer, libllama
+
+SIDES = ("llama.cpp", "ours")
+_BATCH = 512
+
+
+class Steps:
+    """One side, in this process: a context of `depth` tokens, and steps behind it."""
+
+    def __init__(self, model: str, depth: int, cache: str, variant: str) -> None:
+        if variant:
+            _load_only(variant)
+        self._lib = lib = libllama.lib()
+        loaded = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
+        params = lib.llama_context_default_params()
+        params.n_ctx = depth + _BATCH
+        params.n_batch = params.n_ubatch = _BATCH
+        params.type_k = params.type_v = getattr(lib, f"GGML_TYPE_{cache.upper()}")
+        params.flash_attn_type = 1
+        params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+        self._context = lib.llama_init_from_model(loaded, params)
+        self._depth = depth
+        for first in range(0, depth, _BATCH):
+            self._decode(first, min(_BATCH, depth - first))
+
+    def step(self, rows: int) -> float:
+        """Compute so many tokens behind the context, and forget them; seconds."""
+        took_s = self._decode(self._depth, rows)
+        memory = self._lib.llama_get_memory(self._context)
+        self._lib.llama_memory_seq_rm(memory, 0, self._depth, -1)
+        return took_s
+
+    def _decode(self, first: int, n: int) -> float:
+        tokens = (self._lib.llama_token * n)(*(100 + (first + i) * 7919 % 1000 for i in range(n)))
+        batch = self._lib.llama_batch_get_one(tokens, n)
+        began = time.perf_counter()
+        code = self._lib.llama_decode(self._context, batch)
+        self._lib.llama_synchronize(self._context)
+        took_s = time.perf_counter() - began
+        if code:
+            raise SystemExit(f"error: llama_decode: {code}")
+        return took_s
+
+
+def _load_only(variant: str) -> None:
+    name = f"libggml-cpu-{variant}.so"
+    path = next(folder / name for folder in libllama.variant_dirs() if (folder / name).exists())
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(path, folder)
+        libllama.variant_dirs = lambda: [Path(folder)]
+        libllama.lib()
+
+
+def serve_steps(side: str, model: str, depth: str, cache: str, variant: str) -> None:
+    """One side, asked for steps on its standard input."""
+    if side != "ours":
+        libedgeinfer.use_attention = lambda ggml, base: libedgeinfer.Attention()
+    steps = Steps(model, int(depth), cache, variant)
+    print(libllama.build_info().attention or "-", flush=True)
+    for line in sys.stdin:
+        print(steps.step(int(line)), flush=True)
+
+
+def measure(model: Path, cache: str, options: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
+    """Seconds by rows and side."""
+    command = [sys.executable, __file__, "--side"]
+    what = [str(model), str(options.depth), cache, options.variant]
+    sides: dict[str, Any] = {}
+    for side in SIDES:
+        sides[side] = subprocess.Popen(
+            [*command, side, *what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        print(f"{model.name}, {cache}, {side}: attention {sides[side].stdout.readline()}", end="")
+    found: dict[int, dict[str, list[float]]] = {
+        rows: {side: [] for side in SIDES} for rows in options.rows
+    }
+    for _ in range(options.runs):
+        for rows, times in found.items():
+            for side, process in sides.items():
+                process.stdin.write(f"{rows}\n")
+                times[side].append(float(process.stdout.readline()))
+    for process in sides.values():
+        process.stdin.close()
+        process.wait()
+    return found
+
+
+def table(found: dict[tuple[str, str], dict[int, dict[str, list[float]]]]) -> str:
+    """The rows of the figure."""
+    lines = [
+        "| model | cache | rows | llama.cpp's attention | ours | of llama.cpp's |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (model, cache), by_rows in found.items():
+        for rows, times in by_rows.items():
+            theirs, ours = (times[side] for side in SIDES)
+            share = statistics.median(ours) / statistics.median(theirs)
+            told = (spread([s * 1000 for s in side], "ms") for side in (theirs, ours))
+            lines.append(f"| {model} | {cache} | {rows} | {' | '.join(told)} | {share:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--side"]:
+        serve_steps(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", default="small,4b", help="small: SmolLM2; 4b: random weights")
+    parser.add_argument("--caches", default="f16,q8_0")
+    parser.add_argument("--depth", type=int, default=4096)
+    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--variant", default="", help="one of ggml's CPU variants")
+    parser.add_argument("--work", type=Path, help="a folder for the model that is made, which stays")
+    add_out(parser)
+    parser.set_defaults(rows=[1, 2, 4, 8, 19, 32, 64, 512])
+    options = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory() as made:
+        for shape in options.shapes.split(","):
+            model = model_of(shape, model_path("smollm2"), options.work or Path(made))
+            for cache in options.caches.split(","):
+                found[shape, cache] = measure(model, cache, options)
+    name = "-".join(["attention", *filter(None, [options.variant]), *options.caches.split(",")])
+    print(write_figure(options.out, name, table(found)))
+
+
+if __name__ == "__main__":
+    main()

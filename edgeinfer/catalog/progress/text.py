@@ -1,0 +1,71 @@
+"""What a pull or a quantization says of its progress, in one line, for every front."""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+from edgeinfer.catalog.progress.job import PullProgress, Stage
+from edgeinfer.units import format_bytes, format_duration
+
+#: Without a bar, a line this often is enough to tell a slow download from a dead one.
+PLAIN_INTERVAL_S = 5.0
+
+STAGES: dict[Stage, str] = {
+    "resolving": "looking up",
+    "checking": "checking",
+    "downloading": "downloading",
+    "copying": "copying",
+    "verifying": "verifying",
+    "converting": "converting",
+    "quantizing": "quantizing",
+    "weighing": "weighing",
+    "scoring": "measuring",
+    "reading": "reading",
+    "probing": "measuring",
+    "done": "done",
+}
+_COUNTS: dict[Stage, str] = {"quantizing": "tensors", "weighing": "tokens", "scoring": "tokens"}
+
+
+def progress_text(now: PullProgress) -> str:
+    """Return `downloading x.gguf: 12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`, or the note of a stage."""
+    part = f" ({now.index + 1} of {now.n_files})" if now.n_files > 1 else ""
+    text = f"{STAGES[now.stage]} {now.file}{part}".rstrip()
+    return ": ".join(t for t in (text, amount_text(now), now.note) if t)
+
+
+def amount_text(now: PullProgress) -> str:
+    """Return `12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`, as far as it is known."""
+    parts: list[str] = []
+    counted = _COUNTS.get(now.stage)
+    if counted and now.total_bytes:
+        parts.append(f"{now.done_bytes} of {now.total_bytes} {counted}")
+    elif not counted and now.done_bytes:
+        of = f" of {format_bytes(now.total_bytes)}" if now.total_bytes else ""
+        parts.append(f"{format_bytes(now.done_bytes)}{of}")
+    if now.rate_bytes_per_s and not counted:
+        parts.append(f"{format_bytes(now.rate_bytes_per_s)}/s")
+    if now.left_s is not None and now.left_s >= 1:
+        parts.append(f"{format_duration(now.left_s)} left")
+    return ", ".join(parts)
+
+
+class PlainLines:
+    """Writes a line at every new stage, at every note, and every few seconds."""
+
+    def __init__(self, out: TextIO, interval_s: float = PLAIN_INTERVAL_S) -> None:
+        self._out = out
+        self._interval_s = interval_s
+        self._last: PullProgress | None = None
+        self._written_at = 0.0
+
+    def report(self, now: PullProgress) -> None:
+        last = self._last
+        new = last is None or (last.stage, last.file, last.index) != (now.stage, now.file, now.index)
+        due = time.monotonic() - self._written_at >= self._interval_s
+        if new or due or (now.note and now.note != (last.note if last else "")):
+            self._out.write(progress_text(now) + "\n")
+            self._out.flush()
+            self._written_at = time.monotonic()
+        self._last = now

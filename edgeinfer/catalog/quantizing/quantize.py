@@ -1,0 +1,237 @@
+"""Quantize stored models and what was fetched, and say what it cost.
+
+A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat
+template, stop strings and sampling defaults.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import paths
+from edgeinfer.catalog import gguf, names, store
+from edgeinfer.catalog.fetching.fetched import Fetched
+from edgeinfer.catalog.ggml_types import FILE_TYPES, FULL_PRECISION, file_type
+from edgeinfer.catalog.lock import model_lock
+from edgeinfer.catalog.names import Reference
+from edgeinfer.catalog.progress.job import Job, OnProgress
+from edgeinfer.catalog.quantizing import imatrix
+from edgeinfer.catalog.quantizing.quantizer import MAKE_IMATRIX, QuantizeOptions, run_quantizer
+from edgeinfer.catalog.quantizing.score import checked_text, scored
+from edgeinfer.catalog.rates import probe, speed
+from edgeinfer.catalog.rates.purpose import AUTO, Purpose
+from edgeinfer.catalog.store import PulledFile, PulledModel
+from edgeinfer.disk import sha256_of, sync
+from edgeinfer.errors import UsageError
+from edgeinfer.machine import read_memory
+
+#: Tokens of a user's text that are scored, and so not read for an importance matrix.
+_SCORED_TOKENS = 1024
+
+
+class Quantized(msgspec.Struct, frozen=True, kw_only=True):
+    """Before and after. Perplexities are of the text we ship, None when they were not asked for.
+
+    `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
+    the share of tokens of which both think the same is likeliest. `reason` says why AUTO took its
+    type.
+    """
+
+    model: PulledModel
+    before_bytes: int
+    before_type: str
+    before_perplexity: float | None = None
+    after_perplexity: float | None = None
+    divergence: float | None = None
+    same_top: float | None = None
+    n_scored_tokens: int = 0
+    twice: bool = False
+    reason: str = ""
+
+
+def quantize(
+    text: str,
+    type_name: str,
+    progress: OnProgress | None = None,
+    cancel: threading.Event | None = None,
+    options: QuantizeOptions | None = None,
+) -> Quantized:
+    """Quantize the pulled model (or GGUF file) `text` to `type_name` and store the result.
+
+    Raises what `model_files` raises, UsageError, ModelBusyError, QuantizeError, DiskFullError,
+    InterruptedByUser.
+    """
+    options = options or QuantizeOptions()
+    job = Job(progress, cancel)
+    source = store.model_files(text)
+    reason = ""
+    if type_name.upper() == AUTO:
+        type_name, reason = _chosen(source.paths, options.purpose, job)
+    kind = _kind(type_name)
+    origin = None if names.is_path(text) else store.find_pulled(text)
+    ref = _reference(text, FILE_TYPES[kind], origin, options)
+    with model_lock(ref):
+        work = paths.models_dir() / store.PARTIAL / ref.folder
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        before = gguf.check(source.paths[0])
+        target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
+        options = _with_imatrix(Path(source.paths[0]), work, job, options)
+        run_quantizer(Path(source.paths[0]), target, kind, job, options)
+        job.begin("verifying", target.name, total=target.stat().st_size)
+        record = publish(target, ref, origin, before, job, f"quantized from {source.name}")
+        shutil.rmtree(work, ignore_errors=True)
+    before_bytes = sum(Path(path).stat().st_size for path in source.paths)
+    result = Quantized(
+        model=record,
+        before_bytes=before_bytes,
+        before_type=before.quantization,
+        twice=before.quantization not in FULL_PRECISION,
+        reason=reason,
+    )
+    return _with_cost(result, source.paths[0], job, options) if options.perplexity else result
+
+
+def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) -> QuantizeOptions:
+    """The options with a matrix that was made, where one is to be made."""
+    if options.imatrix != MAKE_IMATRIX:
+        return options
+    made = work / "imatrix.gguf"
+    if options.text:
+        imatrix.make(source, checked_text(options.text), made, job, skipped_tokens=_SCORED_TOKENS)
+    else:
+        imatrix.make(source, imatrix.shipped_text(), made, job)
+    return msgspec.structs.replace(options, imatrix=str(made))
+
+
+def _chosen(files: Sequence[str], purpose: Purpose, job: Job) -> tuple[str, str]:
+    """The type for a purpose on this CPU, and why. Raises UsageError where the file has it already."""
+    headers = [gguf.check(path) for path in files]
+    n_params = sum(header.n_params for header in headers)
+    own = headers[0].quantization
+    per_weight = sum(header.weights_bytes for header in headers) / max(1, n_params)
+    smaller = [
+        file for file, kind in speed.CHOICES.items() if speed.bytes_per_weight(kind) < 1.05 * per_weight
+    ]
+    rates = probe.kept_or_measured(job)
+    choice = speed.choose(purpose, smaller or [own], rates, n_params, read_memory().available_bytes)
+    if choice.type == own:
+        raise UsageError(
+            f"{own} is {choice.reason}: the file is that already", hint="name another type to compare"
+        )
+    return choice.type, choice.reason
+
+
+def _kind(type_name: str) -> int:
+    kind = file_type(type_name)
+    if kind is None:
+        raise UsageError(
+            f"{type_name!r} is no type of llama.cpp", hint=f"one of {', '.join(FILE_TYPES.values())}"
+        )
+    return kind
+
+
+def _reference(
+    text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions
+) -> Reference:
+    if options.name:
+        ref = names.reference(options.name)
+    elif origin is not None:
+        ref = Reference(origin.reference.name, type_name)
+    else:
+        raise UsageError(
+            "a quantized file needs a name in the store", hint="give it one: `--name NAME`"
+        )
+    if origin is not None and ref == origin.reference:
+        raise UsageError(
+            f"{text} would be quantized over itself", hint="give the result a name: `--name NAME`"
+        )
+    return ref
+
+
+def quantize_fetched(
+    fetched: list[Fetched], type_name: str, work: Path, job: Job, purpose: Purpose = "auto"
+) -> list[Fetched]:
+    """Quantize a verified download as its catalogue entry, or who pulls it, asks.
+
+    Returns the download itself when "AUTO" has nothing better for `purpose`. Raises what `quantize`
+    does.
+    """
+    if type_name == AUTO:
+        try:
+            type_name, reason = _chosen([str(one.path) for one in fetched], purpose, job)
+        except UsageError:
+            return fetched
+        job.note(f"{type_name}: {reason}")
+    kind = _kind(type_name)
+    first = fetched[0]
+    # llama.cpp finds the other parts of a split by their names
+    for one in fetched:
+        one.path = one.path.rename(one.path.with_name(one.file_name)) if one.ours else one.path
+    name = f"{names.file_name(first.file_name).removesuffix('.gguf')}-{FILE_TYPES[kind]}.gguf"
+    target = work / (name + ".part")
+    try:
+        run_quantizer(first.path, target, kind, job, QuantizeOptions())
+    finally:
+        for one in fetched:  # what was fetched is kept under the name the next pull looks for
+            if one.ours and one.path.suffix != ".part":
+                one.path = one.path.rename(one.path.with_name(one.file_name + ".part"))
+    job.begin("verifying", name, total=target.stat().st_size)
+    digest = sha256_of(target, job.at)
+    return [Fetched(path=target, file_name=name, pinned=False, found_sha256=digest)]
+
+
+def publish(
+    target: Path,
+    ref: Reference,
+    origin: PulledModel | None,
+    before: gguf.GgufHeader,
+    job: Job,
+    source: str,
+) -> PulledModel:
+    """Store the file at `target`, which was made of a model like `before`, as the model `ref`."""
+    digest = sha256_of(target, job.at)
+    header = gguf.check(target)
+    folder = store.folder_of(ref)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / store.RECORD).unlink(missing_ok=True)
+    sync(target)
+    place = target.replace(folder / target.name.removesuffix(".part"))
+    info = place.stat()
+    record = PulledModel(
+        name=str(ref),
+        base=origin.base if origin else ref.name,
+        files=(
+            PulledFile(
+                path=place.name, size_bytes=info.st_size, sha256=digest, mtime_ns=info.st_mtime_ns
+            ),
+        ),
+        source=source,
+        quantization=header.quantization,
+        architecture=header.architecture,
+        n_params=header.n_params,
+        n_ctx_train=header.n_ctx_train,
+        pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        requantized_from=before.quantization,
+    )
+    store.write_record(record)
+    store.remove_strangers(folder, record)
+    return record
+
+
+def _with_cost(result: Quantized, before: str, job: Job, options: QuantizeOptions) -> Quantized:
+    after = str(result.model.paths[0])
+    score = scored(after, job, options, compared=before)
+    return msgspec.structs.replace(
+        result,
+        before_perplexity=score["compared_perplexity"],
+        after_perplexity=score["perplexity"],
+        divergence=score["divergence"],
+        same_top=score["same_top"],
+        n_scored_tokens=int(score["n_tokens"]),
+    )

@@ -1,0 +1,398 @@
+"""What each `/` command does to the session, for any front.
+
+A front shows things; it decides nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from edgeinfer.chat import attachments, context, presets
+from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.code import code_blocks
+from edgeinfer.chat.commands import export, settings, slash
+from edgeinfer.chat.history import library
+from edgeinfer.chat.history.values import Attachment, Turn
+from edgeinfer.chat.session import ChatSession
+from edgeinfer.config import ChatConfig
+from edgeinfer.errors import UsageError
+from edgeinfer.load_options import LORA
+from edgeinfer.runtime.options import parse_adapters
+
+
+class Front(Protocol):
+    """What a screen, or a line on a terminal, can do for a command."""
+
+    def show_text(self, text: str) -> None:
+        """Show some lines of words."""
+
+    def show_changed(self) -> None:
+        """Another conversation, or another branch, is on show."""
+
+    def show_answer(self, answer: Answer) -> None:
+        """Show this answer as it comes, to its end."""
+
+    def answer_edited(self, turn: Turn) -> None:
+        """A user's turn was stored: answer it."""
+
+    def put_back(self, text: str, editing: int | None = None) -> None:
+        """Put text where the user types; `editing` is the turn it will replace."""
+
+    def attach(self, attachment: Attachment) -> None:
+        """Ride with the next question."""
+
+    def copy(self, text: str, what: str) -> None:
+        """To the clipboard, where there is one."""
+
+    def use_model(self, name: str, n_ctx: int | None = None) -> None:
+        """Load or switch, with progress; the conversation is kept."""
+
+    def pick_model(self) -> None: ...
+
+    def pick_session(self, words: str) -> None: ...
+
+    def show_help(self, command: str) -> None: ...
+
+    def show_settings(self) -> None: ...
+
+    def show_stats(self) -> None: ...
+
+    def fold_reasoning(self) -> None: ...
+
+    def use_theme(self, name: str) -> None: ...
+
+    def edit_outside(self) -> None: ...
+
+    def summarise(self, kept: Turn) -> None:
+        """Have the turns before `kept` summarised, then cut there."""
+
+    def leave(self) -> None: ...
+
+
+class Commander:
+    """Runs parsed commands.
+
+    `config` is what the user saved; what is saved here is seen from the next command on. `deleted` is
+    the conversation that an undo brings back.
+    """
+
+    def __init__(self, session: ChatSession, front: Front, config: ChatConfig) -> None:
+        self.session = session
+        self.front = front
+        self.prompts = dict(config.system_prompts)
+        self.presets: dict[str, Mapping[str, presets.Value]] = {**presets.PRESETS, **config.presets}
+        self.deleted: int | None = None
+
+    def run(self, line: str) -> None:
+        """Run one command line.
+
+        Raises EdgeInferError with the words to show; nothing has changed then.
+        """
+        typed = slash.parse(line)
+        handler = getattr(self, f"_{typed.name.replace('-', '_')}")
+        handler(typed.argument)
+
+    # what the model is told
+
+    def _system(self, argument: str) -> None:
+        if argument:
+            text = "" if argument == "none" else self.prompts.get(argument, argument)
+            self.session.set(system_prompt=text)
+        shown = self.session.conversation.system_prompt
+        saved = f"\nSaved: {', '.join(self.prompts)}" if self.prompts else ""
+        self.front.show_text(
+            (
+                f"System prompt: {shown}"
+                if shown
+                else "No system prompt of yours; the model's own, if any."
+            )
+            + saved
+        )
+
+    def _save_system(self, argument: str) -> None:
+        text = self.session.conversation.system_prompt
+        if not text:
+            raise UsageError("there is no system prompt to keep", hint="set one: `/system TEXT`")
+        settings.save(("chat", "system-prompts", argument), text)
+        self.prompts[argument] = text
+        self.front.show_text(f"Kept. `/system {argument}` uses it.")
+
+    def _temp(self, argument: str) -> None:
+        self._set(f"temperature {argument}".strip())
+
+    def _set(self, argument: str) -> None:
+        name, _, text = argument.replace("=", " ").partition(" ")
+        if not name:
+            lines = [f"{option.label:<18} {option.help}" for option in presets.OPTIONS.values()]
+            self.front.show_text(
+                f"Sampling: {presets.describe(self.session.conversation.sampling)}\n\n"
+                + "\n".join(lines)
+            )
+            return
+        key = presets.option(name)
+        if text.strip():
+            new = presets.value(key, text.strip())
+            self.session.set(sampling=presets.changed(self.session.conversation.sampling, key, new))
+        self.front.show_text(f"Sampling: {presets.describe(self.session.conversation.sampling)}")
+
+    def _preset(self, argument: str) -> None:
+        if argument and argument not in self.presets:
+            raise UsageError(
+                f"there is no preset {argument!r}", hint=f"there are: {', '.join(self.presets)}"
+            )
+        if argument:
+            self.session.set(sampling=dict(self.presets[argument]))
+        chosen = presets.matching(self.session.conversation.sampling, self.presets)
+        lines = [
+            f"{'●' if n == chosen else ' '} {n:<12} {presets.describe(v)}"
+            for n, v in self.presets.items()
+        ]
+        self.front.show_text("\n".join(lines))
+
+    def _ctx(self, argument: str) -> None:
+        engine = self.session.engine
+        if not argument:
+            self.front.show_text(
+                f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet."
+            )
+            return
+        if not argument.isdecimal() or not 0 <= int(argument) <= 1 << 24:
+            raise UsageError(
+                "a context is a number of tokens, e.g. /ctx 4096", hint="0 fits it to memory"
+            )
+        self.front.use_model(self.session.conversation.model, int(argument))
+
+    def _model(self, argument: str) -> None:
+        if argument:
+            self.front.use_model(argument)
+        else:
+            self.front.pick_model()
+
+    def _lora(self, argument: str) -> None:
+        engine = self.session.engine
+        if engine is None:
+            raise UsageError("the model is not loaded yet", hint="wait a moment")
+        if argument and self.session.busy:
+            raise UsageError("an answer is being written", hint="stop it, or wait for its end")
+        if argument:
+            try:
+                wanted = parse_adapters(str(LORA.parse(",".join(argument.split()))))
+            except ValueError as error:
+                raise UsageError(str(error), hint="/lora red:0.5, /lora red blue, /lora none") from None
+            engine.use_adapters(wanted)
+        found = [f"{adapter.name} at {adapter.scale:g}" for adapter in engine.info.lora]
+        self.front.show_text(f"Adapters: {', '.join(found) or 'none'}")
+
+    # what rides along, what is copied
+
+    def _file(self, argument: str) -> None:
+        self.front.attach(attachments.read(Path(argument.removeprefix("@").strip('"')).expanduser()))
+
+    def _copy(self, argument: str) -> None:
+        if argument == "all":
+            self.front.copy(
+                export.to_markdown(self.session.conversation, self.session.path), "the conversation"
+            )
+            return
+        answer = self._last_answer()
+        if not argument:
+            self.front.copy(answer.content, "the answer")
+            return
+        word, _, number = argument.partition(" ")
+        blocks = code_blocks(answer.content)
+        if word != "code" or (number and not number.isdecimal()):
+            raise UsageError("copy what?", hint="/copy, /copy code, /copy code 2, /copy all")
+        if not blocks:
+            raise UsageError("the last answer holds no code", hint="")
+        index = int(number) if number else len(blocks)
+        if not 1 <= index <= len(blocks):
+            raise UsageError(f"the last answer holds {len(blocks)} code blocks", hint="")
+        self.front.copy(blocks[index - 1].text, f"code block {index}")
+
+    def _last_answer(self) -> Turn:
+        found = [t for t in self.session.path if t.role == "assistant" and t.content]
+        if not found:
+            raise UsageError("there is no answer yet", hint="ask something first")
+        return found[-1]
+
+    # conversations
+
+    def _new(self, _: str) -> None:
+        self.session.new()
+        self.front.show_changed()
+
+    def _sessions(self, argument: str) -> None:
+        self.front.pick_session(argument)
+
+    def _open(self, argument: str) -> None:
+        if not argument.isdecimal():
+            raise UsageError("a conversation's number", hint="/sessions lists them")
+        self.session.open(int(argument))
+        self.front.show_changed()
+
+    def _save(self, argument: str) -> None:
+        if argument:
+            self.session.set(title=" ".join(argument.split()))
+        self.front.show_text(f"Stored as “{self.session.conversation.title or 'untitled'}”.")
+
+    def _delete(self, _: str) -> None:
+        self.delete(self.session.conversation.id)
+        self.front.show_text("Deleted. `/undo` brings it back.")
+
+    def delete(self, conversation_id: int) -> None:
+        """Delete a conversation; the open one makes room for a new one."""
+        if not conversation_id:
+            raise UsageError("this conversation is not stored yet", hint="")
+        self.session.store.delete(conversation_id)
+        self.deleted = conversation_id
+        if conversation_id == self.session.conversation.id:
+            self.session.new()
+            self.front.show_changed()
+
+    def _undo(self, _: str) -> None:
+        self.session.open(self.undelete())
+        self.front.show_changed()
+
+    def undelete(self) -> int:
+        """Bring back what was deleted last; its number."""
+        if self.deleted is None:
+            raise UsageError("nothing was deleted", hint="")
+        found, self.deleted = self.deleted, None
+        self.session.store.undelete(found)
+        return found
+
+    def _export(self, argument: str) -> None:
+        conversation = self.session.conversation
+        if not self.session.path:
+            raise UsageError("there is nothing to export yet", hint="ask something first")
+        path = Path(argument) if argument else Path(export.file_name(conversation, ".md"))
+        as_json = path.suffix.lower() == ".json"
+        text = export.to_json(conversation, self.session.all_turns()) if as_json else ""
+        written = export.write(path, text or export.to_markdown(conversation, self.session.path))
+        self.front.show_text(f"Written to {written}")
+
+    # answers and branches
+
+    def _regen(self, _: str) -> None:
+        self.front.show_answer(self.session.regenerate())
+
+    def _continue(self, _: str) -> None:
+        self.front.show_answer(self.session.continue_cut())
+
+    def _next(self, _: str) -> None:
+        self._page(1)
+
+    def _prev(self, _: str) -> None:
+        self._page(-1)
+
+    def _page(self, step: int) -> None:
+        for turn in reversed(self.session.path):
+            if self.session.alternatives(turn.id)[1] > 1:
+                if self.session.page(turn.id, step):
+                    self.front.show_changed()
+                else:
+                    self.front.show_text(
+                        "That is the last alternative."
+                        if step > 0
+                        else "That is the first alternative."
+                    )
+                return
+        raise UsageError("there are no alternatives", hint="make one: `/regen`")
+
+    def _edit(self, argument: str) -> None:
+        questions = [t for t in self.session.path if t.role == "user"]
+        if not questions:
+            raise UsageError("there is no question to edit", hint="ask something first")
+        if argument:
+            self.front.answer_edited(self.session.edit(questions[-1].id, argument))
+        else:
+            self.front.put_back(questions[-1].content, editing=questions[-1].id)
+
+    def _fork(self, _: str) -> None:
+        self.session.fork()
+        self.front.show_changed()
+        self.front.show_text("A copy of its own; the first conversation stays as it was.")
+
+    def _drop(self, _: str) -> None:
+        if self.session.engine is None:
+            raise UsageError("the model is not loaded yet", hint="wait a moment")
+        kept = context.first_kept(self.session, self.session.engine)
+        self.session.cut(kept.id, "")
+        self.front.show_changed()
+
+    def _summarise(self, _: str) -> None:
+        if self.session.engine is None:
+            raise UsageError("the model is not loaded yet", hint="wait a moment")
+        self.front.summarise(context.first_kept(self.session, self.session.engine))
+
+    # the program
+
+    def _help(self, argument: str) -> None:
+        self.front.show_help(argument.removeprefix("/"))
+
+    def _reasoning(self, _: str) -> None:
+        self.front.fold_reasoning()
+
+    def _stats(self, _: str) -> None:
+        self.front.show_stats()
+
+    def _theme(self, argument: str) -> None:
+        self.front.use_theme(argument)
+
+    def _settings(self, _: str) -> None:
+        self.front.show_settings()
+
+    def _editor(self, _: str) -> None:
+        self.front.edit_outside()
+
+    def _quit(self, _: str) -> None:
+        self.front.leave()
+
+
+def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:
+    """Conversations as lines: number, turns, title, snippet."""
+    found = (
+        library.search(session.store, words, limit) if words else library.listing(session.store, limit)
+    )
+    if not found:
+        return "No conversation holds these words." if words else "No conversations yet."
+    clean = str.maketrans("", "", library.MARK + library.UNMARK)
+    lines = [
+        f"{s.id:>5}  {s.turns:>3} turns  {s.title}"
+        + (f"\n       {s.snippet.translate(clean)}" if s.snippet else "")
+        for s in found
+    ]
+    return "\n".join(lines) + "\nOpen one: /open NUMBER"
+
+
+def stats_text(session: ChatSession, started: str) -> str:
+    """Model, context, speed and how this process started, one a line."""
+    engine = session.engine
+    answers = [t for t in session.path if t.role == "assistant"]
+    stats = answers[-1].stats if answers else None
+    rows = [("model", session.conversation.model), ("started", started)]
+    if engine is not None:
+        used = stats.context_tokens if stats else 0
+        rows += [
+            ("context", f"{used:,} of {engine.info.n_ctx:,} tokens"),
+            ("loaded in", f"{engine.info.load_ms:,.0f} ms"),
+        ]
+    if stats:
+        rows += [
+            ("prompt", f"{stats.prompt_tokens:,} tokens, {stats.cached_tokens:,} cached"),
+            ("first", f"{stats.ttft_ms:,.0f} ms"),
+            ("speed", f"{stats.tokens_per_s:.1f} tokens/s over {stats.completion_tokens:,} tokens"),
+        ]
+    last = session.answer.last_prompt if session.answer is not None else None
+    if last is not None and last.divergence.cause != "off":
+        rows.append(("prefix", last.words))
+    rows.append(("sampling", presets.describe(session.conversation.sampling)))
+    if engine is not None:
+        rows += [
+            (name.replace("_", " "), f"{chosen.value} ({chosen.reason})")
+            for name, chosen in engine.info.choices.items()
+        ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {words}" for name, words in rows)

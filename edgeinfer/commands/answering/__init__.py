@@ -1,0 +1,1 @@
+"""Verbs by which a model answers."""

@@ -1,0 +1,1 @@
+"""Verbs about models: fetching, listing, describing, converting, removing."""

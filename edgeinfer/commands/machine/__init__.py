@@ -1,0 +1,1 @@
+"""Verbs about this machine and this program."""

@@ -1,0 +1,1 @@
+"""Verbs about snapshots and the processes that run."""

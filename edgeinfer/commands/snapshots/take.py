@@ -1,0 +1,187 @@
+"""`edgeinfer snapshots take`: a snapshot of what a running process has loaded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import ClassVar
+from urllib.parse import quote
+
+from edgeinfer.agents.endpoint import Found
+from edgeinfer.commands.snapshots.warm import StageTalk
+from edgeinfer.errors import EdgeInferError, InterruptedByUser, SnapshotError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.result import Result
+from edgeinfer.snapshots import criu, running
+from edgeinfer.snapshots.building.take import take as build
+from edgeinfer.snapshots.process_description import Description
+from edgeinfer.snapshots.shelf import build_log, fingerprint, format
+from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.units import format_bytes, format_duration
+
+_PS = "`edgeinfer ps` shows what runs"
+
+
+class TakeResult(Result, frozen=True, kw_only=True):
+    """The snapshot of process `pid`; `was_built`: it was not there already, with nothing changed."""
+
+    kind: ClassVar[str] = "snapshots-take"
+
+    pid: int
+    snapshot: Details
+    was_built: bool
+    wall_s: float
+    every_s: float | None = None
+
+    def human(self) -> str:
+        d = self.snapshot
+        size = f"{format_bytes(d.disk_bytes)} on disk"
+        said = f"was taken of process {self.pid}"
+        if not self.was_built:
+            said = f"is what process {self.pid} has loaded, nothing has changed since it was built"
+        lines = [f"{d.name} {said}; {size}, {self.wall_s:.1f} s"]
+        if self.every_s:
+            lines.append(f"again every {format_duration(self.every_s)}, where something has changed")
+        if format.is_given(d.name, d.model, d.requested):
+            lines.append(f"to start from it: edgeinfer serve --snapshot {d.name}")
+        return "\n".join(lines)
+
+
+class NoScheduleResult(Result, frozen=True, kw_only=True):
+    """The endpoint `pid` takes nothing by itself any more."""
+
+    kind: ClassVar[str] = "snapshots-schedule-ended"
+
+    pid: int
+
+    def human(self) -> str:
+        return f"process {self.pid} takes no more snapshots by itself"
+
+
+def take(options: argparse.Namespace, host: Host) -> Result:
+    """Raises UsageError when it is not clear of what, and what `building.take` raises."""
+    if not options.logged:
+        return _asked(options, host)
+    try:
+        result = _asked(options, host)
+    except EdgeInferError as error:
+        build_log.add(f"process {options.which}: no snapshot taken: {error.message}")
+        raise
+    if isinstance(result, TakeResult) and result.was_built:  # a schedule finds it unchanged all day
+        build_log.add(result.human().splitlines()[0])
+    return result
+
+
+def _asked(options: argparse.Namespace, host: Host) -> Result:
+    pid = _chosen(options.which)
+    found = _of(pid, options.model or _named_model(pid, options.which))
+    if options.every is not None:
+        _keep_taking(pid, found, options)
+    return NoScheduleResult(pid=pid) if options.every == 0 else _take(pid, found, options, host)
+
+
+def _take(pid: int, found: Description, options: argparse.Namespace, host: Host) -> TakeResult:
+    began = time.monotonic()
+    criu.available()
+    say = StageTalk(sys.stderr, quiet=options.quiet).say
+    try:
+        taken = build(found, options.name, host.config.snapshots, say)
+    except KeyboardInterrupt as error:
+        raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
+    return TakeResult(
+        pid=pid,
+        snapshot=taken.snapshot,
+        was_built=taken.was_built,
+        wall_s=round(time.monotonic() - began, 2),
+        every_s=options.every,
+    )
+
+
+def _keep_taking(pid: int, found: Description, options: argparse.Namespace) -> None:
+    """Have the endpoint keep the schedule. Raises UsageError, ServeError."""
+    url = next((one.url for one in running.loaded_below(pid) if one.url), "")
+    if not url.startswith("http://"):
+        raise UsageError(
+            f"process {pid} is no endpoint that can be asked to keep a schedule",
+            hint="set `take-every-s` under [snapshots], or have a timer type this without --every",
+        )
+    from edgeinfer.server.guards.keys import own_key  # as only this needs of the server
+
+    model = quote(found.files.name, safe="") if found.is_worker else "default"
+    body = {"name": options.name, "every_s": options.every}
+    endpoint = Found(url=url, model=found.model, key=own_key())
+    endpoint.ask("POST", f"/v1/models/{model}/snapshot/schedule", body)
+
+
+def _chosen(which: str | None) -> int:
+    """The launch that is meant. Raises UsageError."""
+    if which is not None and which.isdecimal():
+        return _refuse_strangers(int(which))
+    launches = [one for one in running.processes() if running.shares_folders(one.pid)]
+    if which is None:
+        found = [launch for launch in launches if launch.verb == "serve"]
+        missing, several = "no endpoint runs", "several endpoints run"
+    else:
+        found = [one for one in launches if which in one.arguments or _has_loaded(one.pid, which)]
+        missing, several = f"nothing that runs has {which}", f"several processes have {which}"
+    if len(found) == 1:
+        return _refuse_strangers(found[0].pid)
+    if not found:
+        raise UsageError(missing, hint=_PS)
+    pids = ", ".join(str(one.pid) for one in found)
+    raise UsageError(f"{several}: {pids}", hint="name one by its PID")
+
+
+def _has_loaded(pid: int, model: str) -> bool:
+    return any(_is_of(found, model) for found in running.loaded_below(pid))
+
+
+def _named_model(pid: int, which: str | None) -> str | None:
+    """What was typed, where it names a model that the process has loaded, and not the process."""
+    return which if which is not None and _has_loaded(pid, which) else None
+
+
+def _is_of(found: Description, model: str) -> bool:
+    return model in (found.model, found.files.name)
+
+
+def _refuse_strangers(pid: int) -> int:
+    """Raises UsageError for a process of somebody else, or one with other folders."""
+    try:
+        owner = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        raise UsageError(f"there is no process {pid}", hint=_PS) from None
+    if owner != os.getuid():
+        raise UsageError(
+            f"process {pid} belongs to another user, whose snapshots are theirs alone",
+            hint=f"as that user: `edgeinfer snapshots take {pid}`",
+        )
+    if not running.shares_folders(pid):
+        raise UsageError(
+            f"process {pid} keeps its data in another place",
+            hint="set EDGEINFER_HOME (or HOME, XDG_CACHE_HOME) as it was set for that process",
+        )
+    return pid
+
+
+def _of(pid: int, model: str | None) -> Description:
+    """What the launch has loaded: `model`, or its own. Raises UsageError, SnapshotError."""
+    everything = running.loaded_below(pid)
+    found = [one for one in everything if model is None or _is_of(one, model)]
+    own = [one for one in found if not one.is_worker] or found
+    if not own:
+        what = f"has not loaded {model}" if model and everything else "has loaded no model"
+        raise UsageError(
+            f"process {pid} {what}", hint=f"{_PS}; a model is loaded when it is first asked"
+        )
+    if len({one.model for one in own}) > 1:
+        names = ", ".join(sorted(one.model for one in own))
+        raise UsageError(f"process {pid} has several models: {names}", hint="name one with --model")
+    if own[-1].program != fingerprint.program_tag():
+        raise SnapshotError(
+            f"process {pid} is of another edgeinfer, which alone can resume what it takes",
+            hint="type the same with the `edgeinfer` that started it",
+        )
+    return own[-1]

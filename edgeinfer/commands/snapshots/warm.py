@@ -1,0 +1,121 @@
+"""`edgeinfer warm`: build a snapshot."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar, TextIO
+
+from edgeinfer import requesting
+from edgeinfer.catalog import store
+from edgeinfer.errors import InterruptedByUser, UsageError
+from edgeinfer.host import Host
+from edgeinfer.load_options import snapshot_options
+from edgeinfer.result import Result
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.snapshots.building import build_order as snapshots_warm
+from edgeinfer.snapshots.shelf import format
+from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.units import format_bytes
+
+
+class WarmResult(Result, frozen=True, kw_only=True):
+    """A published snapshot. `repack_reason` says why the weights are repacked in it or not."""
+
+    kind: ClassVar[str] = "warm"
+
+    snapshot: Details
+    repack_reason: str
+    wall_s: float
+
+    def human(self) -> str:
+        d = self.snapshot
+        stages = ", ".join(f"{name} {ms / 1000:.1f} s" for name, ms in d.stages_ms.items() if ms >= 50)
+        prefilled = f"; {d.system_tokens} tokens of system prompt computed" if d.system_tokens else ""
+        given = format.is_given(d.name, d.model, d.requested)
+        start = f"\nto start from it: edgeinfer chat --snapshot {d.name}" if given else ""
+        return (
+            f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, "
+            f"{format_bytes(d.memory_bytes)} of memory{prefilled}\n"
+            f"{stages}; {self.wall_s:.1f} s in all\n"
+            f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, "
+            f"{d.tier} tier; "
+            f"weights {self.repack_reason}{start}"
+        )
+
+
+def warm(options: argparse.Namespace, host: Host) -> Result:
+    """Raises what `build_order.build` raises, UsageError for an unreadable system prompt; with an agent
+    as `launch` does.
+    """
+    if options.agent:
+        from edgeinfer.commands.snapshots.warm_agent import warm_agent  # the server's types take 60 ms
+
+        return warm_agent(options, host)
+    began = time.monotonic()
+    model = store.full_name(options.model or host.config.default_model)
+    config = host.config.snapshots
+    asked = requesting.load_options(options, host.config.load)
+    files = host.files(model, asked.draft)
+    for path in asked.adapter_paths(files):
+        if not os.path.isfile(path):
+            raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
+    wanted, reason = snapshots_warm.repack_choice(asked, files, config)
+    order = snapshots_warm.Order(
+        model=model,
+        files=files,
+        options=wanted,
+        system=_system(options.system, files),
+        given_name=options.name or _own_name(options.system, wanted),
+    )
+    try:
+        details = snapshots_warm.build(order, config, StageTalk(sys.stderr, quiet=options.quiet).say)
+    except KeyboardInterrupt as error:
+        raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
+    return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
+
+
+def _own_name(system: str, options: LoadOptions) -> str:
+    """A name for a snapshot with a system prompt of its own: it does not replace the plain one."""
+    what = f"{system}{snapshot_options(options)}"
+    return f"system-{format.short_hash(what)}" if system else ""
+
+
+def _system(text: str, files: ModelFiles) -> str:
+    if not text.startswith("@"):
+        return text or files.system_prompt
+    try:
+        return Path(text[1:]).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the system prompt cannot be read: {error}") from error
+
+
+class StageTalk:
+    """Progress on stderr: one line a stage, rewritten in place on a terminal."""
+
+    def __init__(self, out: TextIO, *, quiet: bool) -> None:
+        self._out, self._quiet = out, quiet
+        self._stage = ""
+        self._began = time.monotonic()
+        self._shown = 0.0
+
+    def say(self, stage: str, fraction: float | None) -> None:
+        if self._quiet:
+            return
+        now = time.monotonic()
+        if stage != self._stage:
+            self._finish(now)
+            self._stage = stage
+            self._began = self._shown = now
+            self._out.write(f"{stage} …" + ("" if self._out.isatty() else "\n"))
+        elif fraction is not None and self._out.isatty() and now - self._shown > 0.1:
+            self._shown = now
+            self._out.write(f"\r{stage} … {fraction:.0%} ")
+        self._out.flush()
+
+    def _finish(self, now: float) -> None:
+        if self._stage and self._out.isatty():
+            self._out.write(f"\r\x1b[K{self._stage} {now - self._began:.1f} s\n")

@@ -1,0 +1,68 @@
+"""What an engine says of itself once its model is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+
+from edgeinfer.runtime import libllama
+from edgeinfer.runtime.embeddings import Embedder
+from edgeinfer.runtime.language.dialogue import Conversations
+from edgeinfer.runtime.loading.load import Loaded
+from edgeinfer.runtime.loading.lora import LoraAdapters
+from edgeinfer.runtime.loading.template import chat_template
+from edgeinfer.runtime.options import Chosen, EngineInfo, ModelFiles
+
+
+def make_info(
+    files: ModelFiles,
+    loaded: Loaded,
+    lora: LoraAdapters,
+    conversations: Conversations,
+    embedder: Embedder,
+) -> EngineInfo:
+    """Describe a loaded model and the choices made for it."""
+    llama = libllama.lib()
+    meta = loaded.meta
+    draft = Chosen(files.draft or "none", "as asked, or as the catalogue says")
+    return EngineInfo(
+        model=files.name,
+        sha256=files.sha256,
+        description=_description(loaded),
+        architecture=meta.get("general.architecture", ""),
+        n_params=int(llama.llama_model_n_params(loaded.model)),
+        n_vocab=loaded.vocab.n_vocab,
+        n_ctx=loaded.n_ctx,
+        n_ctx_train=int(llama.llama_model_n_ctx_train(loaded.model)),
+        n_parallel=loaded.n_parallel,
+        n_embd=int(llama.llama_model_n_embd_out(loaded.model)),
+        n_ctx_embed=embedder.max_tokens,
+        weights_bytes=loaded.shape.weights_bytes,
+        kv_bytes=loaded.kv_bytes,
+        compute_bytes=loaded.compute_bytes,
+        least_kv_bytes=loaded.least_kv_bytes,
+        chat_template=chat_template(files, loaded),
+        can_generate=loaded.can_generate,
+        can_embed=embedder.can_embed,
+        can_rerank=embedder.can_rerank,
+        can_infill=loaded.can_generate and loaded.vocab.fim is not None,
+        can_think=conversations.can_think,
+        can_shift=bool(loaded.memory and libllama.L.llama_memory_can_shift(loaded.memory)),
+        tool_format=conversations.tool_format,
+        system_prompt=files.system_prompt,
+        sampling=files.sampling,
+        lora=lora.loaded,
+        choices={
+            **loaded.choices,
+            **conversations.choices,
+            "pooling": embedder.pooling,
+            "draft": draft,
+        },
+        load_ms=loaded.load_ms,
+        warnings=loaded.warnings,
+    )
+
+
+def _description(loaded: Loaded) -> str:
+    buffer = ctypes.create_string_buffer(256)
+    libllama.lib().llama_model_desc(loaded.model, buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace")

@@ -1,0 +1,94 @@
+"""Libraries of our own C++ (native/): where they lie, and attention for ggml's CPU backend.
+
+ggml asks each "extra buffer type" for an operation before it computes that itself, which is how its
+repacked weights work. The attention library is one more of them, and no place for weights
+(docs/decisions/095-attention-of-our-own.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+#: ggml_backend_cpu_get_extra_buffer_types as C++ names it, a function of the CPU variant's library.
+_EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
+#: ggml_backend_dev_type.
+_CPU = 0
+#: ggml's CPU variant → the x86-64 level that the attention for it is compiled for.
+LEVELS = {"haswell": "v3", "alderlake": "v3"} | dict.fromkeys(
+    "skylakex cannonlake cascadelake cooperlake icelake zen4 sapphirerapids".split(), "v4"
+)
+
+
+class Attention(msgspec.Struct, frozen=True):
+    """The attention in use. `level` is "v3", "v4", or "" for llama.cpp's own, which has no `version`.
+
+    `version` is a digest of what the library was made from.
+    """
+
+    level: str = ""
+    version: str = ""
+
+
+def folder() -> Path:
+    """Where the libraries lie: in the shipped file's folder, or where native/build.sh puts them."""
+    frozen = getattr(sys, "_MEIPASS", None)
+    return Path(frozen) / "native" if frozen else Path(sys.prefix) / "lib/edgeinfer/native"
+
+
+def library(name: str) -> Path:
+    """The library of that name: "guard", "attention-v3"."""
+    return folder() / f"libedgeinfer-{name}.so.1"
+
+
+def cpu_library() -> str:
+    """The library of ggml's CPU variant that this process maps; "" where there are no variants."""
+    try:
+        maps = Path("/proc/self/maps").read_text("utf-8", "surrogateescape")
+    except OSError:
+        return ""
+    found = re.search(r"/.*libggml-cpu-\w+\.so$", maps, re.MULTILINE)
+    return found.group() if found else ""
+
+
+def variant_of(path: str) -> str:
+    """`…/libggml-cpu-zen4.so` → `zen4`; "" for ""."""
+    return Path(path).stem.removeprefix("libggml-cpu-")
+
+
+def use_attention(ggml: ctypes.CDLL, base: ctypes.CDLL) -> Attention:
+    """Have the CPU backend, which is loaded, compute attention by our library; called once.
+
+    Where it is not here or does not open, and for variants that it is not compiled for, llama.cpp's own
+    stays. `ggml` and `base` are libggml and libggml-base, with their functions declared.
+    """
+    path = cpu_library()
+    level = LEVELS.get(variant_of(path), "")
+    if not level:
+        return Attention()
+    try:
+        ours = ctypes.CDLL(str(library(f"attention-{level}")))
+        cpu = ctypes.CDLL(path)
+        functions = (getattr(cpu, name) for name in (_EXTRA_TYPES, "ggml_barrier"))
+        types, barrier = (ctypes.cast(function, ctypes.c_void_p) for function in functions)
+        hook, version = ours.edgeinfer_attention, ours.edgeinfer_version
+    except (OSError, AttributeError):
+        return Attention()
+    version.restype = ctypes.c_char_p
+    hook.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    hook.restype = None
+    _list_buffer_types(ggml, base)
+    hook(types, barrier)
+    return Attention(level, version().decode())
+
+
+def _list_buffer_types(ggml: ctypes.CDLL, base: ctypes.CDLL) -> None:
+    """Ask for the device's extra buffer types: ggml keeps its first list, and offers it for weights."""
+    device = ggml.ggml_backend_dev_by_type(_CPU)
+    registry = base.ggml_backend_dev_backend_reg(device)
+    address = base.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+    ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)(device)

@@ -1,0 +1,1 @@
+"""What a load will allocate and where, worked out before it does. Pure arithmetic."""

@@ -1,0 +1,229 @@
+"""A model's sizes, and the buffers llama.cpp allocates for them: arithmetic over a file's metadata.
+
+`show` takes the metadata from the GGUF header, the loader from the loaded model. The KV cache follows
+llama.cpp's own arithmetic (per-layer head counts, shared layers, recurrent state); sliding windows are
+kept whole, as the engine keeps them. The compute buffer is a fit to what llama.cpp reserves for a full
+micro-batch. `docs/models.md` holds the measured error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+#: Bytes of one element of the KV cache.
+_KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+#: Elements that a quantized type keeps together.
+_KV_BLOCK = 32
+#: llama.cpp pads a context to this many cells.
+CELL_STEP = 256
+#: Architectures with sliding windows whose files may not name the pattern: it is in llama.cpp's code.
+_WINDOWED = frozenset(
+    """gemma2 gemma3 gemma3n gemma-embedding cohere2 exaone4 gpt-oss llama4 olmo2 plamo3 smallthinker
+    modern-bert""".split()
+)
+#: Those that have windows even where the file gives no size.
+_WINDOW_DEFAULTS = frozenset(("gemma2", "exaone4", "llama4"))
+#: Metadata (without the architecture's prefix) that only models with recurrent layers have.
+_RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the memory of a loaded model depends on.
+
+    `kv_rows` are the elements of one token's K and V, of each layer in turn that has any,
+    `state_elements` the 32-bit floats of one sequence in the recurrent ones.
+    `weights_bytes_per_token` is what one token reads of the weights: less than all where it uses few of
+    many experts.
+    `can_quantize_kv` says whether the heads of a plain attention cache are whole blocks of a quantized
+    type. `embedding_bytes` and `expert_bytes` are what the table of tokens and all experts take of the
+    weights, by their share of the parameters.
+    """
+
+    weights_bytes: int
+    weights_bytes_per_token: int
+    file_type: int
+    n_ctx_train: int
+    n_vocab: int
+    n_embd: int
+    n_ff: int
+    n_query: int
+    kv_rows: tuple[int, ...]
+    state_elements: int = 0
+    has_windows: bool = False
+    is_recurrent: bool = False
+    can_quantize_kv: bool = True
+    n_layer: int = 0
+    embedding_bytes: int = 0
+    expert_bytes: int = 0
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of one token's K and V in all layers."""
+        return sum(self.kv_rows)
+
+    def kv_row_bytes(self, kv_type: str) -> tuple[int, ...]:
+        """Bytes of each of `kv_rows`."""
+        return tuple(int(row * _KV_BYTES[kv_type]) for row in self.kv_rows)
+
+    def kv_bytes_per_token(self, kv_type: str) -> int:
+        """Bytes that one more token of context takes in the KV cache."""
+        return int(self.kv_elements * _KV_BYTES[kv_type])
+
+
+class Buffers(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes a loaded model takes. `kv_per_1000_bytes`: what 1,000 more tokens of context take."""
+
+    n_ctx: int
+    n_parallel: int
+    kv_type: str
+    weights_bytes: int
+    kv_bytes: int
+    kv_per_1000_bytes: int
+    compute_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+
+def make_shape(
+    metadata: Mapping[str, object], *, n_vocab: int, n_params: int, weights_bytes: int
+) -> Shape:
+    """Work out a model's sizes from its metadata. What is absent or absurd counts as nothing."""
+    keys = _Keys(metadata)
+    heads = max(keys.per_layer("attention.head_count"), default=0)
+    n_embd = keys.number("embedding_length")
+    n_ff_expert = keys.number("expert_used_count") * keys.number("expert_feed_forward_length")
+    key_length = keys.number("attention.key_length")
+    kv_rows, state_elements = _kept(keys, heads)
+    experts = _expert_share(keys, n_params)
+    return Shape(
+        weights_bytes=weights_bytes,
+        weights_bytes_per_token=int(weights_bytes * (1.0 - experts * _share_unused(keys))),
+        file_type=keys.of("general.file_type", -1),
+        n_ctx_train=keys.number("context_length"),
+        n_vocab=n_vocab,
+        n_embd=n_embd,
+        n_ff=max(*keys.per_layer("feed_forward_length"), n_ff_expert, 0),
+        n_query=heads * key_length if key_length else n_embd,
+        kv_rows=kv_rows,
+        state_elements=state_elements,
+        has_windows=keys.has_windows(),
+        can_quantize_kv=_can_quantize_kv(keys, heads),
+        is_recurrent=any(keys.number(key) for key in _RECURRENT_KEYS),
+        n_layer=keys.number("block_count"),
+        embedding_bytes=int(weights_bytes * min(1.0, n_vocab * n_embd / max(1, n_params))),
+        expert_bytes=int(weights_bytes * experts),
+    )
+
+
+def make_buffers(
+    shape: Shape, n_cells: int, kv_type: str, *, n_seq_max: int, n_ubatch: int, n_outputs: int
+) -> Buffers:
+    """Work out the buffers of a context of `n_cells` for `n_seq_max` sequence ids.
+
+    A sequence has a row of logits and a recurrent state; `n_outputs` of a micro-batch get logits.
+    """
+    n_cells = padded(n_cells)
+    kv_bytes = int(n_cells * shape.kv_elements * _KV_BYTES[kv_type])
+    logits = 4 * (n_outputs * shape.n_vocab + 2 * shape.n_embd * n_ubatch)
+    middle = 4 * n_ubatch * (3 * shape.n_ff + 3 * shape.n_embd + shape.n_query)
+    masks = 2 * n_ubatch * n_cells * (2 if shape.has_windows else 1)
+    return Buffers(
+        n_ctx=n_cells,
+        n_parallel=n_seq_max,
+        kv_type=kv_type,
+        weights_bytes=shape.weights_bytes,
+        kv_bytes=kv_bytes + 4 * shape.state_elements * n_seq_max,
+        kv_per_1000_bytes=int(1000 * shape.kv_elements * _KV_BYTES[kv_type]),
+        compute_bytes=max(logits, middle + masks) + 4 * shape.n_vocab * n_seq_max,
+    )
+
+
+def padded(n_cells: int) -> int:
+    """Round cells up as llama.cpp does."""
+    return (n_cells + CELL_STEP - 1) // CELL_STEP * CELL_STEP
+
+
+class _Keys:
+    """A file's metadata, its architecture's own keys without their prefix."""
+
+    def __init__(self, metadata: Mapping[str, object]) -> None:
+        self._metadata = metadata
+        self.architecture = str(metadata.get("general.architecture", ""))
+
+    def of(self, name: str, default: int = 0) -> int:
+        """The non-negative integer at the full key `name`, or `default`."""
+        value = self._metadata.get(name)
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return int(value) if good else default  # type: ignore[call-overload]
+
+    def number(self, key: str, default: int = 0) -> int:
+        return self.of(f"{self.architecture}.{key}", default)
+
+    def per_layer(self, key: str) -> list[int]:
+        """A value that is one number for all layers, or an array with one each; [] when absent."""
+        n_layer = max(1, self.number("block_count"))
+        value = self._metadata.get(f"{self.architecture}.{key}")
+        if isinstance(value, tuple):
+            numbers = [n if isinstance(n, int) and n >= 0 else 0 for n in value]
+            return (numbers + [0] * n_layer)[:n_layer]
+        return [self.number(key)] * n_layer if self.number(key) else []
+
+    def has_windows(self) -> bool:
+        """Whether some layers attend to a window only."""
+        pattern = self._metadata.get(f"{self.architecture}.attention.sliding_window_pattern")
+        window = self.number("attention.sliding_window")
+        if window and isinstance(pattern, tuple):
+            return any(pattern)
+        return self.architecture in _WINDOWED and (window > 0 or self.architecture in _WINDOW_DEFAULTS)
+
+
+def _head_lengths(keys: _Keys, n_heads: int) -> tuple[int, int]:
+    """(elements of a head's K, of its V)."""
+    default = keys.number("embedding_length") // n_heads if n_heads else 0
+    k_length = keys.number("attention.key_length", default)
+    v_length = keys.number("attention.value_length", default)
+    return k_length, v_length
+
+
+def _can_quantize_kv(keys: _Keys, n_heads: int) -> bool:
+    has_blocks = all(length % _KV_BLOCK == 0 for length in _head_lengths(keys, n_heads))
+    return has_blocks and not keys.number("attention.kv_lora_rank")
+
+
+def _kept(keys: _Keys, n_heads: int) -> tuple[tuple[int, ...], int]:
+    """(elements of K and V that each layer keeps for a token, floats of all recurrent states)."""
+    n_layer = max(0, keys.number("block_count") - keys.number("attention.shared_kv_layers"))
+    k_length, v_length = _head_lengths(keys, n_heads)
+    if keys.number("attention.kv_lora_rank"):  # latent attention: V is a view of K
+        v_length = 0
+    kv_heads = keys.per_layer("attention.head_count_kv") or keys.per_layer("attention.head_count")
+    kv_heads = (kv_heads or [0] * n_layer)[:n_layer]
+    rows = (n * length for n in kv_heads for length in (k_length, v_length))
+    return tuple(row for row in rows if row), _state_elements(keys) * kv_heads.count(0)
+
+
+def _state_elements(keys: _Keys) -> int:
+    """32-bit floats of a recurrent layer's state for one sequence: Mamba's or a short convolution's."""
+    inner, n_state = keys.number("ssm.inner_size"), keys.number("ssm.state_size")
+    kernel, groups = keys.number("ssm.conv_kernel"), keys.number("ssm.group_count")
+    convolution = max(0, keys.number("shortconv.l_cache") - 1) * keys.number("embedding_length")
+    return max(0, kernel - 1) * (inner + 2 * groups * n_state) + n_state * inner + convolution
+
+
+def _expert_share(keys: _Keys, n_params: int) -> float:
+    """The part of the weights that experts take, from 0 to 1."""
+    count = keys.number("expert_count")
+    n_layer = max(0, keys.number("block_count") - keys.number("leading_dense_block_count"))
+    length = keys.number("expert_feed_forward_length") or keys.number("feed_forward_length")
+    experts = n_layer * count * 3 * keys.number("embedding_length") * length
+    return min(1.0, experts / n_params) if n_params else 0.0
+
+
+def _share_unused(keys: _Keys) -> float:
+    """The part of the experts that one token does not read, from 0 to 1."""
+    count, used = keys.number("expert_count"), keys.number("expert_used_count")
+    return 1 - used / count if count and used < count else 0.0

@@ -1,0 +1,454 @@
+// libedgeinfer-attention.so.1: flash attention for ggml's CPU backend, many rows at a time.
+//
+// ggml computes GGML_OP_FLASH_ATTN_EXT row by row where there are fewer than 64, and always where the cache is
+// quantized. Here the rows that read the same head of the cache (query heads of a group, tokens) are the lanes of
+// vectors, so that what is read and converted once serves all of them. A row's bits depend on its query and on the cells
+// that it sees, in their order: not on where these lie, how many rows there are, which lanes they have, or how many threads
+// compute them. What is not seen adds exact zeros, and what is summed shrinks by powers of two alone, which rounds nothing.
+//
+// It hooks into ggml as its repacked weights do: an "extra buffer type" is asked for each operation of a graph, in ggml's
+// own threads. This one is never a place for weights. The online softmax is that of Milakov and Gimelshein,
+// https://arxiv.org/abs/1805.02867.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+struct ggml_threadpool;
+struct ggml_compute_params {  // ggml-cpu-impl.h
+    int ith, nth;
+    size_t wsize;
+    void *wdata;
+    ggml_threadpool *threadpool;
+    bool use_ref;
+};
+namespace ggml::cpu {  // traits.h
+class tensor_traits {
+public:
+    virtual ~tensor_traits() {}
+    virtual bool work_size(int n_threads, const ggml_tensor *op, size_t &size) = 0;
+    virtual bool compute_forward(ggml_compute_params *params, ggml_tensor *op) = 0;
+};
+class extra_buffer_type {
+public:
+    virtual ~extra_buffer_type() {}
+    virtual bool supports_op(ggml_backend_dev_t device, const ggml_tensor *op) = 0;
+    virtual tensor_traits *get_tensor_traits(const ggml_tensor *op) = 0;
+};
+}  // namespace ggml::cpu
+struct ggml_backend_buffer_type {  // ggml-backend-impl.h
+    void *interface[6];
+    ggml_backend_dev_t device;
+    void *context;
+};
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16, kMostVectors = 5;
+typedef float Vector __attribute__((vector_size(64)));
+typedef int32_t Integers __attribute__((vector_size(64)));
+inline Vector from_halves(const void *x) { return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
+inline Vector from_bytes(const void *x) {
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
+}
+inline Vector all(float x) { return (Vector)_mm512_set1_ps(x); }
+inline Vector larger(Vector a, Vector b) { return (Vector)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Integers nearest(Vector a) { return (Integers)_mm512_cvtps_epi32((__m512)a); }
+inline Vector floats(Integers a) { return (Vector)_mm512_cvtepi32_ps((__m512i)a); }
+#else
+constexpr int kWidth = 8, kMostVectors = 3;
+typedef float Vector __attribute__((vector_size(32)));
+typedef int32_t Integers __attribute__((vector_size(32)));
+inline Vector from_halves(const void *x) { return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)); }
+inline Vector from_bytes(const void *x) {
+    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+}
+inline Vector all(float x) { return (Vector)_mm256_set1_ps(x); }
+inline Vector larger(Vector a, Vector b) { return (Vector)_mm256_max_ps((__m256)a, (__m256)b); }
+inline Integers nearest(Vector a) { return (Integers)_mm256_cvtps_epi32((__m256)a); }
+inline Vector floats(Integers a) { return (Vector)_mm256_cvtepi32_ps((__m256i)a); }
+#endif
+
+inline Vector load(const float *x) {
+    Vector v;
+    memcpy(&v, x, sizeof v);
+    return v;
+}
+inline void store(float *x, Vector v) { memcpy(x, &v, sizeof v); }
+
+constexpr int kBlock = 64;     // cells whose scores are computed at a time
+constexpr int kMostLanes = 80;  // rows at a time
+constexpr int kMostHead = 256;  // elements of a head
+constexpr size_t kMostShared = 16 << 20;  // bytes of scores that threads share
+constexpr int kKeyStride = kMostHead + 16;  // floats: known when compiling, and not a power of two
+constexpr int kAhead = 64;
+constexpr float kLowest = -2e4f;  // scores from here down are of cells that are not seen
+constexpr float kNoBase = -3e4f;  // less than any score's exponent of two
+
+// the whole number n for which e^x is 2^n times something between 0.7 and 1.5
+inline Integers exponent(Vector x) { return nearest(x * 1.44269504f); }
+
+// 2^n for n <= 0; 0 where that is below the least normal number
+inline Vector power(Integers n) {
+    n = n < -127 ? Integers{} - 127 : n;
+    return (Vector)((n + 127) << 23);
+}
+
+// e^x / 2^base, for a base of exponent(x) or more; exactly 0 for cells that are not seen (Cephes' expf)
+inline Vector exponential(Vector x, Integers base) {
+    const Integers is_seen = x > all(kLowest);
+    x = larger(x, all(kLowest));
+    const Integers n = exponent(x);
+    const Vector whole = floats(n);
+    const Vector r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    return (Vector)((Integers)(p * power(n - base)) & is_seen);
+}
+
+// c[i][lane] (+)= sum over k of a[i * kAI + k * ak] * b[k][lane], for kI rows of c and kN vectors of lanes;
+// rows of b and c are `lanes` apart
+template <int kN, int kI, int kAI>
+inline void product_tile(int n_k, const float *a, size_t ak, const float *b, float *c, size_t lanes, bool add) {
+    Vector sums[kI][kN];
+    for (int i = 0; i < kI; i++)
+        for (int j = 0; j < kN; j++) sums[i][j] = add ? load(c + i * lanes + j * kWidth) : Vector{};
+    for (int k = 0; k < n_k; k++, a += ak, b += lanes) {
+        Vector row[kN];
+#pragma GCC unroll 8
+        for (int j = 0; j < kN; j++) row[j] = load(b + j * kWidth);
+#pragma GCC unroll 16
+        for (int i = 0; i < kI; i++) {
+            const Vector x = all(a[i * kAI]);
+#pragma GCC unroll 8
+            for (int j = 0; j < kN; j++) sums[i][j] += x * row[j];
+        }
+    }
+    for (int i = 0; i < kI; i++)
+        for (int j = 0; j < kN; j++) store(c + i * lanes + j * kWidth, sums[i][j]);
+}
+
+template <int kN, int kI, int kAI>
+void product_lanes(int n_i, int n_k, const float *a, size_t ak, const float *b, float *c, size_t lanes, bool add) {
+    for (int i = 0; i < n_i; i += kI) product_tile<kN, kI, kAI>(n_k, a + i * kAI, ak, b, c + i * lanes, lanes, add);
+}
+
+// as above for the lanes from `low` to `high`, and n_i that are a multiple of 16
+template <int kAI>
+void product(int n_i, int n_k, const float *a, size_t ak, const float *b, float *c, size_t lanes, int low, int high,
+             bool add) {
+    for (int j = low; j < high;) {
+        const int n = std::min((high - j) / kWidth, kMostVectors);
+        switch (n) {
+            case 1: product_lanes<1, kWidth == 16 ? 16 : 8, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
+            case 2: product_lanes<2, kWidth == 16 ? 8 : 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
+            case 3: product_lanes<3, kWidth == 16 ? 8 : 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
+#if defined(__AVX512F__)
+            case 4: product_lanes<4, 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
+            case 5: product_lanes<5, 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
+#endif
+        }
+        j += n * kWidth;
+    }
+}
+
+void to_floats(ggml_type type, const char *from, float *to, int n) {
+    if (type == GGML_TYPE_F16) {
+        for (int i = 0; i < n; i += kWidth) store(to + i, from_halves(from + 2 * i));
+    } else if (type == GGML_TYPE_Q8_0) {  // blocks of 32: a half, which scales as many bytes
+        for (int i = 0; i < n; i += 32, from += 34) {
+            uint16_t scale;
+            memcpy(&scale, from, 2);
+            for (int j = 0; j < 32; j += kWidth) store(to + i + j, from_bytes(from + 2 + j) * _cvtsh_ss(scale));
+        }
+    } else if (type == GGML_TYPE_F32) {
+        memcpy(to, from, n * sizeof(float));
+    } else {
+        ggml_get_type_traits(type)->to_float(from, to, n);
+    }
+}
+
+// One operation: how much there is of what, and how it is shared out.
+struct Operation {
+    const ggml_tensor *q, *k, *v, *mask, *sinks;
+    ggml_tensor *out;
+    int key_size, value_size, n_tokens, n_heads, n_cells, group, n_streams;
+    float scale;
+    int n_chunks, lanes, n_units;  // a unit: a chunk of the tokens for one head of the cache
+    int n_parts;                   // of a unit's values, each by a thread, where there are few units
+
+    Operation(const ggml_tensor *op, int n_threads)
+        : q(op->src[0]), k(op->src[1]), v(op->src[2]), mask(op->src[3]), sinks(op->src[4]), out((ggml_tensor *)op) {
+        key_size = k->ne[0], value_size = v->ne[0], n_tokens = q->ne[1], n_heads = k->ne[2], n_cells = k->ne[1];
+        group = q->ne[2] / n_heads, n_streams = q->ne[3];
+        memcpy(&scale, op->op_params, sizeof scale);
+        const int most = std::max(1, kMostLanes / group);
+        n_chunks = (n_tokens + most - 1) / most;
+        lanes = ((n_tokens + n_chunks - 1) / n_chunks * group + kWidth - 1) / kWidth * kWidth;
+        n_units = n_chunks * n_heads * n_streams;
+        const bool is_even = n_units % n_threads == 0 || n_units >= 4 * n_threads;
+        const bool is_small = n_units * shared_size() * sizeof(float) <= kMostShared;
+        n_parts = is_even || !is_small ? 1 : std::max(1, std::min(n_threads, value_size / 32));
+    }
+
+    static bool accepts(const ggml_tensor *op) {
+        const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
+        float bias, cap;
+        memcpy(&bias, op->op_params + 1, sizeof bias);
+        memcpy(&cap, op->op_params + 2, sizeof cap);
+        return bias == 0 && cap == 0 && q->type == GGML_TYPE_F32 && k->ne[0] % 16 == 0 && k->ne[0] <= kMostHead &&
+               v->ne[0] % 16 == 0 && v->ne[0] <= kMostHead && v->ne[2] == k->ne[2] && k->ne[3] == q->ne[3] &&
+               v->ne[3] == q->ne[3] && q->ne[2] / k->ne[2] <= kMostLanes && (!mask || mask->ne[2] == 1);
+    }
+
+    size_t scratch_size() const {  // floats
+        return (size_t)(key_size + kBlock + value_size + 2) * lanes + kBlock * (kKeyStride + value_size);
+    }
+    size_t shared_size() const { return (size_t)(n_cells + kBlock) * lanes; }  // floats: the scores of one unit
+    size_t work_size(int n_threads) const {                                    // bytes
+        return sizeof(float) * (n_threads * scratch_size() + (n_parts > 1 ? n_units * shared_size() : 0)) + 64;
+    }
+    const uint16_t *mask_of(int token, int stream) const {
+        return (const uint16_t *)((const char *)mask->data + token * mask->nb[1] + stream % mask->ne[3] * mask->nb[3]);
+    }
+};
+
+enum class Seen { none, some, every };
+
+class Unit {
+public:
+    Unit(const Operation &o, int index, float *scratch) : o_(o), queries_(scratch) {
+        const int chunk = index % o.n_chunks;
+        head_ = index / o.n_chunks % o.n_heads, stream_ = index / o.n_chunks / o.n_heads;
+        first_ = (int64_t)o.n_tokens * chunk / o.n_chunks, end_ = (int64_t)o.n_tokens * (chunk + 1) / o.n_chunks;
+        scores_ = queries_ + o.key_size * o.lanes;
+        keys_ = scores_ + kBlock * o.lanes;
+        cells_ = keys_ + kBlock * kKeyStride;
+        base_ = cells_ + kBlock * o.value_size;
+        sum_ = base_ + o.lanes;
+        values_ = sum_ + o.lanes;
+    }
+
+    // all of it
+    void compute() {
+        read_queries();
+        clear(o_.value_size);
+        for (int cell = 0; cell < o_.n_cells; cell += kBlock) {
+            const Seen seen = look(cell);
+            if (seen == Seen::none) continue;
+            score(cell, seen, scores_);
+            weigh(scores_, o_.value_size);
+            add_values(cell, 0, o_.value_size);
+        }
+        write(0, o_.value_size);
+    }
+
+    // the scores of one block alone, to where all threads find them
+    void compute_scores(int cell, float *shared) {
+        const Seen seen = look(cell);
+        if (seen != Seen::none) score(cell, seen, shared + (size_t)cell * o_.lanes);
+    }
+
+    // one part of the values, from the scores of all blocks
+    void compute_part(int part, const float *shared) {
+        const int pieces = o_.value_size / 32;  // quantized elements are stored by 32
+        const int from = pieces * part / o_.n_parts * 32;
+        const int to = part + 1 == o_.n_parts ? o_.value_size : pieces * (part + 1) / o_.n_parts * 32;
+        clear(to - from);
+        for (int cell = 0; cell < o_.n_cells; cell += kBlock) {
+            if (look(cell) == Seen::none) continue;
+            memcpy(scores_, shared + (size_t)cell * o_.lanes, sizeof(float) * kBlock * o_.lanes);
+            weigh(scores_, to - from);
+            add_values(cell, from, to - from);
+        }
+        write(from, to - from);
+    }
+
+    void read_queries() {
+        memset(queries_, 0, (size_t)o_.key_size * o_.lanes * sizeof(float));
+        for (int r = 0; r < n_rows(); r++) {
+            const float *q = (const float *)((const char *)o_.q->data + token(r) * o_.q->nb[1] +
+                                             head(r) * o_.q->nb[2] + stream_ * o_.q->nb[3]);
+            for (int d = 0; d < o_.key_size; d++) queries_[d * o_.lanes + r] = q[d] * o_.scale;
+        }
+    }
+
+private:
+    int n_rows() const { return (end_ - first_) * o_.group; }
+    int token(int row) const { return first_ + row / o_.group; }
+    int head(int row) const { return head_ * o_.group + row % o_.group; }
+    const char *at(const ggml_tensor *t, int cell) const {
+        return (const char *)t->data + cell * t->nb[1] + head_ * t->nb[2] + stream_ * t->nb[3];
+    }
+
+    void clear(int n_values) {
+        for (int l = 0; l < o_.lanes; l++) base_[l] = kNoBase;
+        memset(sum_, 0, (size_t)(n_values + 1) * o_.lanes * sizeof(float));
+    }
+
+    int count(int cell) const { return std::min(kBlock, o_.n_cells - cell); }
+
+    // elements of the cells of a block, `size` from `first` on
+    void read(const ggml_tensor *t, int cell, int first, int size, float *to, int stride) const {
+        const int bytes = ggml_row_size(t->type, size), skipped = ggml_row_size(t->type, first);
+        for (int c = 0; c < count(cell); c++) {
+            const char *ahead = at(t, std::min(cell + c + kAhead, o_.n_cells - 1)) + skipped;
+            for (int i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i);
+            to_floats(t->type, at(t, cell + c) + skipped, to + c * stride, size);
+        }
+    }
+
+    // whether the unit's tokens see the cells of a block; what follows is for the lanes of those that do
+    Seen look(int cell) {
+        low_ = 0, high_ = o_.lanes;
+        if (!o_.mask) return Seen::every;
+        int from = end_, to = first_;
+        uint16_t others = 0;  // -inf is 0xfc00, and what is added to a cell that is seen 0
+        for (int t = first_; t < end_; t++) {
+            const uint16_t *mask = o_.mask_of(t, stream_) + cell;
+            uint16_t hidden = 0xffff;
+            for (int c = 0; c < count(cell); c++) hidden &= mask[c] == 0xfc00 ? 0xffff : 0, others |= mask[c];
+            if (!hidden) from = std::min(from, t), to = t + 1;
+        }
+        if (to == first_) return Seen::none;
+        low_ = (from - first_) * o_.group / kWidth * kWidth;
+        high_ = ((to - first_) * o_.group + kWidth - 1) / kWidth * kWidth;
+        return others ? Seen::some : Seen::every;
+    }
+
+    void score(int cell, Seen seen, float *scores) {
+        const int n = count(cell);
+        read(o_.k, cell, 0, o_.key_size, keys_, kKeyStride);
+        product<kKeyStride>((n + 15) / 16 * 16, o_.key_size, keys_, 1, queries_, scores, o_.lanes, low_, high_, false);
+        if (seen == Seen::some)
+            for (int r = low_; r < std::min(high_, n_rows()); r++) {
+                const uint16_t *mask = o_.mask_of(token(r), stream_) + cell;
+                for (int c = 0; c < n; c++) scores[c * o_.lanes + r] += _cvtsh_ss(mask[c]);
+            }
+        for (int i = n * o_.lanes; i < kBlock * o_.lanes; i++) scores[i] = -INFINITY;
+    }
+
+    // scores become weights; what was summed shrinks where a larger score was found
+    void weigh(float *scores, int n_values) {
+        for (int l = low_; l < high_; l += kWidth) {
+            Vector most = all(kLowest);
+            for (int c = 0; c < kBlock; c++) most = larger(most, load(scores + c * o_.lanes + l));
+            const Vector before = load(base_ + l), after = larger(before, floats(exponent(most)));
+            const Vector shrink = power(nearest(before - after));
+            const Integers base = nearest(after);
+            Vector sum = load(sum_ + l) * shrink;
+            for (int c = 0; c < kBlock; c++) {
+                float *x = scores + c * o_.lanes + l;
+                const Vector weight = exponential(load(x), base);
+                store(x, weight);
+                sum += weight;
+            }
+            store(base_ + l, after);
+            store(sum_ + l, sum);
+            if (!memcmp(&before, &after, sizeof before)) continue;
+            for (int d = 0; d < n_values; d++) {
+                float *x = values_ + d * o_.lanes + l;
+                store(x, load(x) * shrink);
+            }
+        }
+    }
+
+    void add_values(int cell, int first, int size) {
+        read(o_.v, cell, first, size, cells_, size);
+        product<1>(size, count(cell), cells_, size, scores_, values_, o_.lanes, low_, high_, true);
+    }
+
+    void write(int first, int size) const {
+        for (int r = 0; r < n_rows(); r++) {
+            float sum = sum_[r], scale = 1;
+            if (o_.sinks) {
+                const float sink = ((const float *)o_.sinks->data)[head(r)], base = base_[r] * 0.69314718f;
+                const float most = std::max(sink, base);
+                scale = std::exp(base - most);
+                sum = sum * scale + std::exp(sink - most);
+            }
+            scale = sum == 0 ? 0 : scale / sum;
+            float *out = (float *)((char *)o_.out->data + head(r) * o_.out->nb[1] + token(r) * o_.out->nb[2] +
+                                   stream_ * o_.out->nb[3]);
+            for (int d = 0; d < size; d++) out[first + d] = values_[d * o_.lanes + r] * scale;
+        }
+    }
+
+    const Operation &o_;
+    int head_, stream_, first_, end_;
+    int low_, high_;  // the lanes that see a block
+    float *queries_, *scores_, *keys_, *cells_;
+    float *base_, *sum_, *values_;  // by rows, of 2^base: the exponent of the largest score, the sum of weights, weighted values
+};
+
+void (*g_barrier)(ggml_threadpool *);
+
+class Attention : public ggml::cpu::tensor_traits {
+    bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
+        if (!Operation::accepts(op)) return false;
+        // a graph may be computed with fewer threads than it was planned for, and share its work otherwise
+        size = 0;
+        for (int n = 1; n <= n_threads; n++) size = std::max(size, Operation(op, n).work_size(n));
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        if (!Operation::accepts(op)) return false;
+        const Operation o(op, params->nth);
+        float *work = (float *)(((uintptr_t)params->wdata + 63) / 64 * 64);
+        float *scratch = work + params->ith * o.scratch_size(), *shared = work + params->nth * o.scratch_size();
+        if (o.n_parts > 1) {
+            compute_parts(o, params, scratch, shared);
+            return true;
+        }
+        for (int u = params->ith; u < o.n_units; u += params->nth) Unit(o, u, scratch).compute();
+        return true;
+    }
+
+    static void compute_parts(const Operation &o, ggml_compute_params *params, float *scratch, float *shared) {
+        const int n_blocks = (o.n_cells + kBlock - 1) / kBlock, n = o.n_units * n_blocks;
+        int unit_read = -1;
+        for (int i = (int64_t)n * params->ith / params->nth; i < (int64_t)n * (params->ith + 1) / params->nth; i++) {
+            Unit unit(o, i / n_blocks, scratch);
+            if (unit_read != i / n_blocks) unit.read_queries();
+            unit_read = i / n_blocks;
+            unit.compute_scores(i % n_blocks * kBlock, shared + unit_read * o.shared_size());
+        }
+        g_barrier(params->threadpool);
+        for (int i = params->ith; i < o.n_units * o.n_parts; i += params->nth)
+            Unit(o, i / o.n_parts, scratch).compute_part(i % o.n_parts, shared + i / o.n_parts * o.shared_size());
+    }
+};
+
+class Hook : public ggml::cpu::extra_buffer_type {
+    bool supports_op(ggml_backend_dev_t, const ggml_tensor *) override { return false; }
+    ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {
+        return op->op == GGML_OP_FLASH_ATTN_EXT ? &attention_ : nullptr;
+    }
+    Attention attention_;
+};
+
+Hook g_hook;
+ggml_backend_buffer_type g_entry;
+
+}  // namespace
+
+// `types` is ggml_backend_cpu_get_extra_buffer_types, `barrier` ggml_barrier. A second call does nothing.
+extern "C" void edgeinfer_attention(std::vector<ggml_backend_buffer_type *> &(*types)(),
+                                    void (*barrier)(ggml_threadpool *)) {
+    if (g_entry.context) return;
+    g_barrier = barrier;
+    g_entry.context = static_cast<ggml::cpu::extra_buffer_type *>(&g_hook);
+    types().push_back(&g_entry);
+}

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# build.sh: the libraries of our own C++, into .venv/lib/edgeinfer/native. Seconds; again when a source, the compiler or
+# llama.cpp's version is another. A file that comes out the same stays: snapshots map it.
+#
+#   libedgeinfer-guard.so.1           guard.cpp
+#   libedgeinfer-attention-v3.so.1    attention.cpp for AVX2 (x86-64-v3), and
+#   libedgeinfer-attention-v4.so.1    for AVX-512 (x86-64-v4); on x86-64 alone
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+site=$(echo .venv/lib/python3*/site-packages)
+out=.venv/lib/edgeinfer/native
+llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
+made_from() { cat "$@" native/build.sh; printf '%s\n' "$llama" "$(uname -sm)" "$(g++ --version 2>&1 | head -1)"; }
+want=$(made_from native/*.cpp | cksum)
+[ "$(cat "$out/.built" 2>/dev/null)" != "$want" ] || exit 0
+command -v g++ >/dev/null || { echo "error: g++ is missing" >&2; exit 1; }
+
+mkdir -p "$out"
+work=$(mktemp -d "$out/.build.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+library() {  # NAME SOURCE OPTION...
+  local file=libedgeinfer-$1.so.1 source=native/$2 version; shift 2
+  version=$(made_from "$source" | sha256sum | cut -c1-12)
+  g++ -shared -fPIC -s -DEDGEINFER_VERSION="\"$version\"" -o "$work/$file" "$source" native/version.cpp "$@"
+  cmp -s "$work/$file" "$out/$file" || mv "$work/$file" "$out/$file"
+}
+
+library guard guard.cpp -O2
+if [ "$(uname -sm)" = "Linux x86_64" ]; then
+  for level in v3 v4; do
+    # no -Wall: gcc 12 warns of variables in the intrinsics' headers
+    library attention-$level attention.cpp -O3 -march=x86-64-$level -I"$site/include" \
+      -L"$site/llama_cpp/lib" -l:libggml-base.so.0
+  done
+fi
+printf '%s' "$want" >"$out/.built"

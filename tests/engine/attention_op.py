@@ -1,0 +1,280 @@
+"""ggml's attention on made tensors, beside the same in float64.
+
+A program, because a process has one attention.
+
+usage: attention_op.py v3|v4|none: a JSON object, case → Outcome
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import sys
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runtime import libedgeinfer, libllama
+
+Floats = NDArray[np.float32]
+
+TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: `rows` tokens against `cells` of the cache, whose elements are of type `kind`.
+
+    `mask` is "none", "causal", "holes" or "sequences"; `head_v` 0 is `head`, the elements of a head.
+    """
+
+    head: int = 64
+    group: int = 4
+    rows: int = 8
+    cells: int = 256
+    kind: str = "f16"
+    mask: str = "causal"
+    heads: int = 2
+    streams: int = 1
+    head_v: int = 0
+    sinks: bool = False
+    bias: float = 0
+    softcap: float = 0
+
+    def __str__(self) -> str:
+        usual = asdict(Case())
+        named = {name: value for name, value in asdict(self).items() if value != usual[name]}
+        return " ".join(f"{name}={value}" for name, value in named.items()) or "usual"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case came out. `error` is the largest difference from float64, in standard deviations of that.
+
+    `digest` is of the result's bytes. `same` says whether rows have the same bits in smaller batches, with
+    other numbers of threads, and where the cells that they see lie elsewhere, among others.
+    """
+
+    error: float
+    digest: str
+    same: bool
+
+
+#: What is computed by the attention of our own.
+OURS = (
+    *(Case(head=head, kind=kind) for head in (64, 80, 96, 128, 256) for kind in ("f16", "q8_0") if head % 32 == 0 or kind == "f16"),
+    *(Case(kind=kind, mask="holes", cells=200) for kind in ("f32", "bf16", "q4_0", "q8_0")),
+    *(Case(group=group, heads=heads, rows=5, mask="holes") for group, heads in ((1, 3), (2, 2), (3, 3), (7, 2), (8, 1), (16, 1), (40, 1))),
+    *(Case(rows=rows, cells=320, kind=kind) for rows in (2, 3, 17, 33, 64, 70) for kind in ("f16", "q8_0")),
+    *(Case(rows=rows, cells=cells, group=3, mask="holes") for rows in (2, 9) for cells in (1, 31, 63, 65, 130, 511, 513, 1100)),
+    *(Case(rows=21, cells=1500, kind=kind, mask=mask, heads=1) for kind in ("f16", "q8_0") for mask in ("holes", "sequences", "none")),
+    *(Case(streams=streams, rows=6, mask=mask, cells=600) for streams in (2, 3) for mask in ("holes", "none")),
+    *(Case(sinks=True, rows=rows, mask=mask, group=8) for rows in (2, 40) for mask in ("causal", "holes")),
+    Case(head=128, head_v=64, rows=9),
+    Case(head=64, head_v=128, rows=9, kind="q8_0"),
+)  # fmt: skip
+#: What is left to llama.cpp's.
+LEFT = (Case(bias=8), Case(softcap=30), Case(head=576, head_v=512, group=4, heads=1, cells=64))
+
+
+class Params(ctypes.Structure):
+    """ggml_init_params."""
+
+    _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+class Ggml:
+    """The functions of ggml that make a graph and compute it."""
+
+    def __init__(self) -> None:
+        libllama.lib()
+        base = libllama.base_library()
+        cpu = ctypes.CDLL(libedgeinfer.cpu_library())
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        self.init = _declared(base.ggml_init, pointer, Params)
+        self.free = _declared(base.ggml_free, None, pointer)
+        self.tensor = _declared(
+            base.ggml_new_tensor_4d, pointer, pointer, integer, *[ctypes.c_int64] * 4
+        )
+        self.permute = _declared(base.ggml_permute, pointer, pointer, pointer, *[integer] * 4)
+        self.data = _declared(base.ggml_get_data, pointer, pointer)
+        self.attend = _declared(
+            base.ggml_flash_attn_ext, pointer, *[pointer] * 5, *[ctypes.c_float] * 3
+        )
+        self.add_sinks = _declared(base.ggml_flash_attn_ext_add_sinks, None, pointer, pointer)
+        self.graph = _declared(base.ggml_new_graph, pointer, pointer)
+        self.expand = _declared(base.ggml_build_forward_expand, None, pointer, pointer)
+        self.compute = _declared(cpu.ggml_graph_compute_with_ctx, integer, pointer, pointer, integer)
+
+
+def _declared(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+class Inputs:
+    """What a case attends to: the tensors as ggml gets them, and the floats that they stand for."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        digest = hashlib.sha256(str(case).encode()).digest()
+        random = np.random.default_rng(int.from_bytes(digest[:4], "little"))
+        head_v = case.head_v or case.head
+        shape = (case.streams, case.cells, case.heads)
+        self.scale = 2 / case.head**0.5  # some cells weigh much more than others
+        self.q: Floats = random.normal(
+            size=(case.streams, case.rows, case.heads * case.group, case.head)
+        ).astype(np.float32)
+        self.k_raw, self.k = _stored(random.normal(size=(*shape, case.head)), case.kind)
+        self.v_raw, self.v = _stored(random.normal(size=(*shape, head_v)) + 0.5, case.kind)
+        self.mask = _mask(case, random)
+        self.sinks = (
+            random.normal(size=case.heads * case.group).astype(np.float32) * 2 if case.sinks else None
+        )
+
+
+def _stored(values: NDArray[np.float64], kind: str) -> tuple[NDArray[np.uint8], Floats]:
+    """The bytes of values in a type of the cache, (streams, cells, heads, bytes), and what these say."""
+    floats = values.astype(np.float32)
+    quantization = gguf.GGMLQuantizationType(TYPES[kind])
+    raw = gguf.quants.quantize(floats, quantization)
+    return raw.view(np.uint8), gguf.quants.dequantize(raw, quantization).astype(np.float32)
+
+
+def _mask(case: Case, random: np.random.Generator) -> NDArray[np.float16] | None:
+    """(streams, rows, cells): what is added to a score, -inf for a cell that is not seen."""
+    row = np.arange(case.rows)[:, None]
+    cell = np.arange(case.cells)[None, :]
+    if case.mask == "none":
+        return None
+    if case.mask == "causal":
+        seen = np.broadcast_to(
+            cell <= case.cells - case.rows + row, (case.streams, case.rows, case.cells)
+        )
+    elif case.mask == "sequences":
+        seen = (cell // 70 % 3 == row % 3)[None].repeat(case.streams, 0)
+    else:
+        seen = random.random((case.streams, case.rows, case.cells)) < 0.6
+        if case.cells > 150:
+            seen[:, :, 64:140] = False  # a whole block, for all
+            seen[:, 0::3, :80] = False  # the first one, for some
+            seen[:, 1::4, 500:] = False
+        if case.rows > 2:
+            seen[0, -1] = False  # and one sees nothing
+    added = (
+        np.where(random.random(seen.shape) < 0.1, -1.5, 0)
+        if case.mask == "holes"
+        else np.zeros(seen.shape)
+    )
+    return np.where(seen, added, -np.inf).astype(np.float16)
+
+
+def expected(inputs: Inputs) -> NDArray[np.float64]:
+    """(streams, rows, heads, head_v) in float64."""
+    case = inputs.case
+    q = inputs.q.astype(np.float64)
+    k, v = (np.repeat(x.astype(np.float64), case.group, axis=2) for x in (inputs.k, inputs.v))
+    scores = np.einsum("sthd,snhd->shtn", q, k) * inputs.scale
+    if inputs.mask is not None:
+        scores += inputs.mask[:, None].astype(np.float64)
+    most = scores.max(axis=-1, keepdims=True)
+    sinks = None if inputs.sinks is None else inputs.sinks.astype(np.float64)[None, :, None, None]
+    if sinks is not None:
+        most = np.maximum(most, sinks)
+    weights = np.exp(scores - np.where(np.isfinite(most), most, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - most)
+    weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    result: NDArray[np.float64] = np.einsum("shtn,snhd->sthd", weights, v)
+    return result
+
+
+def moved(inputs: Inputs) -> Inputs:
+    """The same with cells in between that nobody sees: 37 before the first one, and 100 in the middle."""
+    other = copy(inputs)
+    cells = inputs.case.cells
+    places = [0] * 37 + [cells // 2] * 100
+    other.case = replace(inputs.case, cells=cells + len(places))
+    foreign = np.arange(len(places)) % cells
+    other.k_raw, other.v_raw = (
+        np.insert(x, places, x[:, foreign], axis=1) for x in (inputs.k_raw, inputs.v_raw)
+    )
+    shape = (inputs.case.streams, inputs.case.rows, cells)
+    mask = np.zeros(shape, np.float16) if inputs.mask is None else inputs.mask
+    other.mask = np.insert(mask, places, -np.inf, axis=2)
+    return other
+
+
+def attended(ggml: Ggml, inputs: Inputs, rows: slice, n_threads: int) -> Floats:
+    """What ggml computes for some of the rows: (streams, rows, heads, head_v)."""
+    case = inputs.case
+    q = np.ascontiguousarray(inputs.q[:, rows])
+    head_v = case.head_v or case.head
+    context = ggml.init(Params(64 << 20, None, False))
+
+    def tensor(values: NDArray[Any], kind: str, *shape: int) -> int:
+        made: int = ggml.tensor(context, TYPES[kind], *shape)
+        ctypes.memmove(ggml.data(made), np.ascontiguousarray(values).tobytes(), values.nbytes)
+        return made
+
+    try:
+        # as llama.cpp has them: the heads of a token lie together
+        tensors = (
+            tensor(q, "f32", case.head, q.shape[2], q.shape[1], case.streams),
+            tensor(inputs.k_raw, case.kind, case.head, case.heads, case.cells, case.streams),
+            tensor(inputs.v_raw, case.kind, head_v, case.heads, case.cells, case.streams),
+        )
+        views = [ggml.permute(context, one, 0, 2, 1, 3) for one in tensors]
+        mask = None
+        if inputs.mask is not None:
+            mask = tensor(inputs.mask[:, rows], "f16", case.cells, q.shape[1], 1, case.streams)
+        out = ggml.attend(context, *views, mask, inputs.scale, case.bias, case.softcap)
+        if inputs.sinks is not None:
+            ggml.add_sinks(out, tensor(inputs.sinks, "f32", len(inputs.sinks), 1, 1, 1))
+        graph = ggml.graph(context)
+        ggml.expand(graph, out)
+        if ggml.compute(context, graph, n_threads):
+            raise RuntimeError(f"{case}: not computed")
+        shape = (case.streams, q.shape[1], q.shape[2], head_v)
+        raw = ctypes.string_at(ggml.data(out), 4 * int(np.prod(shape)))
+        return np.frombuffer(raw, np.float32).reshape(shape)
+    finally:
+        ggml.free(context)
+
+
+def outcome(ggml: Ggml, case: Case) -> Outcome:
+    """Compute a case whole, and some of its rows again, elsewhere and with other numbers of threads."""
+    inputs = Inputs(case)
+    got = attended(ggml, inputs, slice(None), 2)
+    wanted = expected(inputs)
+    last = slice(max(0, case.rows - 3), case.rows)
+    again = (
+        (inputs, slice(None), 1),
+        (inputs, slice(None), 3),
+        (inputs, slice(0, 2), 2),
+        (moved(inputs), slice(None), 2),
+        (moved(inputs), last, 3),
+    )
+    same = all(np.array_equal(attended(ggml, one, rows, n), got[:, rows]) for one, rows, n in again)
+    error = float(np.abs(got - wanted).max() / wanted.std())
+    return Outcome(error, hashlib.sha256(got.tobytes()).hexdigest(), same)
+
+
+def main(level: str) -> None:
+    """Print the outcome of every case with the attention of that level, "none" for llama.cpp's."""
+    levels = dict.fromkeys(libedgeinfer.LEVELS, level) if level != "none" else {}
+    libedgeinfer.LEVELS.clear()
+    libedgeinfer.LEVELS.update(levels)
+    ggml = Ggml()
+    assert libllama.build_info().attention == ("" if level == "none" else level)
+    print(json.dumps({str(case): asdict(outcome(ggml, case)) for case in (*OURS, *LEFT)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

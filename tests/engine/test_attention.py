@@ -1,0 +1,154 @@
+"""The attention of our own (native/attention.cpp): the operation itself, and llama.cpp with it and without."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from edgeinfer.runtime import libedgeinfer, libllama
+from edgeinfer.runtime.decoding.blocks import block_opening
+from edgeinfer.runtime.engine import LlamaEngine
+
+from .attention_op import LEFT, OURS, Case
+
+#: The largest difference from float64, in standard deviations; llama.cpp's own has a hundredth and more.
+TOLERANCE = 5e-5
+#: Decodes 300 tokens and then 8, and saves the logits of the 8; prints which attention that was.
+STEP = """
+import sys
+from pathlib import Path
+import numpy as np
+from edgeinfer.runtime import libedgeinfer, libllama
+model, out, folder = sys.argv[1:]
+if folder:
+    libedgeinfer.folder = lambda: Path(folder)
+L = libllama.lib()
+loaded = L.llama_model_load_from_file(model.encode(), L.llama_model_default_params())
+params = L.llama_context_default_params()
+params.n_ctx, params.n_threads, params.n_threads_batch = 512, 2, 2
+context = L.llama_init_from_model(loaded, params)
+n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(loaded))
+for first, n in ((0, 300), (300, 8)):
+    batch = L.llama_batch_init(n, 0, 1)
+    batch.n_tokens = n
+    for i in range(n):
+        batch.token[i], batch.pos[i] = 1000 + (first + i) * 37 % 5000, first + i
+        batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, first > 0
+    assert L.llama_decode(context, batch) == 0
+np.save(out, np.stack([np.ctypeslib.as_array(L.llama_get_logits_ith(context, i), (n_vocab,)) for i in range(8)]))
+print(libllama.build_info().attention)
+"""
+
+
+def can_run(level: str) -> bool:
+    """Whether this processor has the instructions of an x86-64 level."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
+    except (OSError, IndexError):
+        return False
+    return {"v3": {"avx2", "fma", "f16c"}, "v4": {"avx512f", "avx512bw", "avx512vl"}}[level] <= set(
+        flags
+    )
+
+
+def run(*args: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def outcomes(level: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(Path(__file__).with_name("attention_op.py"), level))
+    return found
+
+
+@pytest.fixture(scope="module")
+def llamas() -> dict[str, Any]:
+    """Every case as llama.cpp's own attention computes it."""
+    return outcomes("none")
+
+
+@pytest.fixture(scope="module", params=["v3", "v4"])
+def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Every case with our attention of one level."""
+    if not can_run(request.param):
+        pytest.skip(f"this processor has not the instructions of x86-64-{request.param}")
+    return outcomes(request.param)
+
+
+@pytest.mark.parametrize("case", OURS, ids=str)
+def test_it_attends_as_float64_does(case: Case, ours: dict[str, Any], llamas: dict[str, Any]) -> None:
+    found = ours[str(case)]
+    assert found["error"] < TOLERANCE
+    assert found["same"], "a row's bits depend on its company, or on the threads"
+    if case.cells > 1:
+        assert found["digest"] != llamas[str(case)]["digest"], "this is llama.cpp's own"
+
+
+@pytest.mark.parametrize("case", LEFT, ids=str)
+def test_the_rest_is_left_to_llama_cpp(
+    case: Case, ours: dict[str, Any], llamas: dict[str, Any]
+) -> None:
+    assert ours[str(case)]["digest"] == llamas[str(case)]["digest"]
+
+
+def test_a_models_logits_are_close_to_those_of_llama_cpps(smollm2: Path, tmp_path: Path) -> None:
+    level = run("-c", STEP, smollm2, tmp_path / "ours.npy", "").strip()
+    if not level:
+        pytest.skip("this processor's variant has no attention of ours")
+    assert run("-c", STEP, smollm2, tmp_path / "theirs.npy", tmp_path) == "\n"
+    ours, theirs = (np.load(tmp_path / f"{name}.npy") for name in ("ours", "theirs"))
+    assert 0 < np.abs(ours - theirs).max() < 0.5 * theirs.std()
+    assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > 0.99
+
+
+def test_it_is_what_this_processors_variant_can_run() -> None:
+    build = libllama.build_info()
+    assert build.attention == libedgeinfer.LEVELS.get(build.cpu_variant, "")
+    assert bool(build.attention_version) == bool(build.attention)
+    assert libedgeinfer.variant_of("/a place/libggml-cpu-haswell.so") == "haswell"
+    assert libedgeinfer.LEVELS["haswell"] == "v3"
+    assert libedgeinfer.LEVELS["skylakex"] == "v4"
+    assert "sandybridge" not in libedgeinfer.LEVELS
+
+
+@pytest.mark.parametrize("content", [None, b"no library"])
+def test_without_its_library_llama_cpps_own_serves(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        for level in ("v3", "v4"):
+            (tmp_path / f"libedgeinfer-attention-{level}.so.1").write_bytes(content)
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom edgeinfer import cli\n"
+        "from edgeinfer.runtime import libedgeinfer\n"
+        "libedgeinfer.folder = lambda: Path(sys.argv[1])\n"
+        "sys.exit(cli.main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ", its own attention: " in done.stdout
+
+
+def test_what_was_computed_with_another_attention_is_another_block(
+    smol: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = libllama.build_info()
+    found = set()
+    for level, version in (("", ""), ("v3", "a"), ("v4", "a"), ("v4", "b")):
+        other = msgspec.structs.replace(build, attention=level, attention_version=version)
+        monkeypatch.setattr(libllama, "build_info", lambda other=other: other)
+        found.add(tuple(block_opening.identity(smol._loaded, 256).items()))
+    assert len(found) == 4

@@ -1,0 +1,78 @@
+"""Processes that a test starts: a port for one, those below it, and waiting for what they do."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+_PAUSE_S = 0.01
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], T], what: str, seconds: float = 120.0) -> T:
+    """Wait for `condition` to be true, looking often; what it returned. Fails with `what`."""
+    turns = threading.Event()
+    for _ in range(int(seconds / _PAUSE_S)):
+        if found := condition():
+            return found
+        turns.wait(_PAUSE_S)
+    raise AssertionError(f"waited {seconds:.0f} s: {what}")
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`, a parent before its children; none once it has ended."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():  # whichever thread started it
+            with contextlib.suppress(OSError):
+                for child in (task / "children").read_text().split():
+                    found += [int(child), *descendants(int(child))]
+    return found
+
+
+def command_name(pid: int) -> str:
+    """The name of a process, at most 15 bytes; "" once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def engines_below(pid: int) -> list[int]:
+    """The processes below a launcher that hold an engine, the launched one first."""
+    return [
+        one for one in descendants(pid) if command_name(one) == "edgeinfer" and not descendants(one)
+    ]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except OSError:
+        return True
+
+
+def private_bytes(pid: int) -> int:
+    """What this process alone holds and the kernel cannot take back.
+
+    Clean file pages are neither, and `Anonymous` would count dirty pages a second time.
+    """
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(
+        int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Private_Dirty:", "Swap:"))
+    )

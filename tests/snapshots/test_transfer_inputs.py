@@ -1,0 +1,253 @@
+"""What a snapshot that travels was made of: adapters and a draft model go with it, once each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+from made_models import make_adapter
+
+from edgeinfer import paths
+from edgeinfer.catalog import adapters, pull
+from edgeinfer.catalog.models import user_path
+from edgeinfer.disk import stamps
+from edgeinfer.errors import SnapshotError
+from edgeinfer.load_options import LORA
+from edgeinfer.snapshots.shelf import format
+from edgeinfer.snapshots.transfer import description as described
+from edgeinfer.snapshots.transfer import inputs, signing, trust
+from edgeinfer.snapshots.transfer.layout import Layout
+
+from .test_by_itself import Endpoint
+from .test_transfer import copied, flipped, link, refused, replaced, requiring, resigned
+
+MODEL = "small"
+TWIN = "twin"
+#: What the models and adapters of `exported` are asked for by.
+WISHES = ("--lora", "red:0.5", "--lora", "blue", "--draft", TWIN)
+
+
+@pytest.fixture(scope="module")
+def exporter(warm):
+    """Somebody whose small model drafts for itself under another name, and has two adapters."""
+    warm.run("pull", str(warm.model), "--name", TWIN, "--in-place", "--quiet").check()
+    place = warm.data / "data/adapters"
+    place.mkdir(mode=0o700, exist_ok=True)
+    for seed, path in enumerate((place / "red.gguf", warm.home / "blue.gguf")):
+        make_adapter(path, seed, strength=0.5)
+        os.chown(path, warm.uid, warm.gid)
+    os.chown(place, warm.uid, warm.gid)
+    return warm
+
+
+@pytest.fixture(scope="module")
+def exported(exporter) -> Path:
+    """That snapshot, in a folder."""
+    folder = exporter.home / "with adapters"
+    words = ("--lora", "red:0.5", "--lora", str(exporter.home / "blue.gguf"), "--draft", TWIN)
+    name = exporter.run("warm", MODEL, *words, "--json").result["snapshot"]["name"]
+    exporter.run("snapshots", "export", name, str(folder), "--quiet").check()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def signer(exporter, exported) -> str:
+    return exporter.run("snapshots", "trust", "--json").result["own"]
+
+
+def description_of(folder: Path) -> described.Description:
+    manifest = described.read_manifest(Layout(folder).manifest())
+    return described.read_config(Layout(folder).read(manifest.config.digest, manifest.config.size))
+
+
+def place_of(person, name: str) -> Path:
+    return person.data / f"data/adapters/{name}.gguf"
+
+
+@pytest.mark.criu
+def test_adapters_and_draft_travel_once_each(exporter, exported, signer, abroad):
+    roles = [layer.role for layer in description_of(exported).layers]
+    assert (roles.count("model"), roles.count("adapter")) == (1, 2)
+
+    azure = place_of(abroad, "azure")
+    azure.parent.mkdir(mode=0o700)
+    shutil.copy(exporter.home / "blue.gguf", azure)
+    for path in (azure.parent, azure):
+        os.chown(path, abroad.uid, abroad.gid)
+    done = abroad.run("snapshots", "import", str(exported), "--trust", signer, "--json").result
+    assert place_of(abroad, "red").read_bytes() == place_of(exporter, "red").read_bytes()
+    assert place_of(abroad, "blue").samefile(azure)
+    stamp = stamps([str(place_of(abroad, "red"))])
+    assert stamp.encode() in (Path(done["snapshot"]["folder"]) / format.MEMORY).read_bytes()
+
+    blue = str(exporter.home / "blue.gguf")
+    there = exporter.ask(*(blue if word == "blue" else word for word in WISHES))
+    here = abroad.ask(*WISHES)
+    assert (here.start["how"], there.start["how"]) == ("resumed", "resumed")
+    assert here.result["text"] == there.result["text"] != exporter.ask().result["text"]
+    with Endpoint(abroad, MODEL, *WISHES, "--resume=always") as endpoint:
+        asked = [
+            {"prompt": "Once", "max_tokens": 4, "temperature": 0, "lora": lora} for lora in ([], None)
+        ]
+        plain, tuned = (endpoint.post(one)["choices"][0]["text"] for one in asked)
+        assert (
+            plain != tuned
+        )  # adapters can be switched off and on: the process knows them by our files
+    assert abroad.ask().start["how"] == "cold"  # nobody who did not ask for it gets an adapter
+
+    make_adapter(place_of(abroad, "red"), 7)
+    assert "red.gguf was changed" in abroad.ask(*WISHES).err
+    again = abroad.run("snapshots", "import", str(exported), "--json").error
+    assert again["code"] == "snapshot-stale"
+    assert "adapter: red is sha256" in again["message"]
+
+
+@pytest.mark.criu
+def test_where_it_does_not_fit_the_same_is_built_in_the_background(exporter, exported, abroad):
+    folder = exported.with_name("of another glibc")
+    key = signing.Key(os.urandom(32))
+    resigned(exported, folder, key, lambda d: requiring(d, glibc="glibc 2.99"))
+    words = ("snapshots", "import", str(folder), "--trust", key.fingerprint)
+    stale = abroad.run(*words, "--json").error
+    assert f"import '{folder}' --rebuild`" in stale["hint"]
+
+    ordered = abroad.run(*words, "--rebuild", "--json").result
+    assert ordered["name"] in abroad.logged("built in")
+    assert [
+        one["details"]["name"] for one in abroad.run("snapshots", "--json").result["snapshots"]
+    ] == [ordered["name"]]
+    assert abroad.ask(*WISHES).start["how"] == "resumed"
+    shutil.rmtree(folder)
+
+
+# --- what was altered on the way
+
+
+def adapter_layer(folder: Path) -> tuple[int, described.Layer]:
+    layers = description_of(folder).layers
+    return next((at, layer) for at, layer in enumerate(layers) if layer.role == "adapter")
+
+
+def flip_adapter(exported, folder, _key):
+    at, _ = adapter_layer(exported)
+    replaced(folder, copied(exported, folder).layers[at].digest, flipped)
+
+
+def swap_adapters(exported, folder, key):
+    """The one's digest under the other's name."""
+
+    def change(d):
+        first, second = d.adapters
+        return msgspec.structs.replace(
+            d, adapters=(msgspec.structs.replace(first, sha256=second.sha256), second)
+        )
+
+    resigned(exported, folder, key, change)
+    make_adapter(adapters.place("red"), 0, strength=0.5)
+
+
+def leave_adapter_out(exported, folder, key):
+    at, _ = adapter_layer(exported)
+
+    def change(d):
+        layer = msgspec.structs.replace(d.layers[at], role="weights")
+        return msgspec.structs.replace(d, layers=(*d.layers[:at], layer, *d.layers[at + 1 :]))
+
+    resigned(exported, folder, key, change)
+
+
+def other_content(exported, folder, key):
+    def change(d):
+        first, *others = d.adapters
+        wrong = "0" * 64
+        layers = [
+            msgspec.structs.replace(one, files={f"adapters/{wrong}.gguf": first.size})
+            if first.member in one.files
+            else one
+            for one in d.layers
+        ]
+        first = msgspec.structs.replace(first, sha256=wrong)
+        return msgspec.structs.replace(d, adapters=(first, *others), layers=tuple(layers))
+
+    resigned(exported, folder, key, change)
+
+
+def lead_out(exported, folder, key):
+    def change(d):
+        first, *others = d.adapters
+        return msgspec.structs.replace(
+            d, adapters=(msgspec.structs.replace(first, name="../x"), *others)
+        )
+
+    resigned(exported, folder, key, change)
+
+
+def wished_otherwise(exported, folder, key):
+    """One's own models.toml gives the model adapters, and the snapshot has none."""
+    table = (
+        f'[models.{MODEL}]\ntitle = "Small"\nsources = ["file:/x.gguf"]\nlora = [{{ name = "red" }}]\n'
+    )
+    user_path().parent.mkdir(parents=True, exist_ok=True)
+    user_path().write_text(table)
+    resigned(exported, folder, key, lambda d: msgspec.structs.replace(d, requested={}, adapters=()))
+
+
+TAMPERINGS = {
+    "a bit of an adapter": (flip_adapter, "snapshot-corrupt", "holds other bytes than its name says"),
+    "a symlink for a layer": (link, "snapshot-corrupt", "has no sha256:"),
+    "another adapter's digest": (swap_adapters, "snapshot-stale", "adapter: red is sha256"),
+    "no layer of an adapter": (leave_adapter_out, "snapshot-corrupt", "no layer of the snapshot holds"),
+    "another adapter's file": (other_content, "snapshot-corrupt", "is not expected there"),
+    "a name that leads out": (lead_out, "snapshot-corrupt", "this image is no snapshot of edgeinfer"),
+    "other wishes here": (wished_otherwise, "snapshot-stale", "yours gives small `lora`"),
+}
+
+
+@pytest.mark.criu
+def test_altered_adapters_are_refused_by_name_and_nothing_is_published(exported, signer):
+    key = signing.Key(os.urandom(32))
+    trust.trust(signer)
+    trust.trust(key.fingerprint)
+    paths.private_dir(paths.adapters_dir())
+    for number, (what, (tamper, code, words)) in enumerate(TAMPERINGS.items()):
+        folder = exported.with_name(f"altered-adapters-{number}")
+        tamper(exported, folder, key)
+        error = refused(folder)
+        assert (error.code, words in error.message) == (code, True), (what, error)
+        adapters.place("red").unlink(missing_ok=True)
+        assert not list(paths.adapters_dir().iterdir()), what
+        shutil.rmtree(folder)
+
+
+# --- what does not travel
+
+
+def manifest_with(lora: str = "", draft: str = "", *files: str) -> format.Manifest:
+    manifest = format.Manifest(
+        name=MODEL, model=MODEL, criu="", tier="root", pid=1, link_inode=1, wake_inode=1
+    )
+    manifest.requested = {"lora": lora} if lora else {}
+    manifest.requested |= {"draft": draft} if draft else {}
+    manifest.files = dict.fromkeys(files, "")
+    return manifest
+
+
+def test_what_another_machine_could_not_name_does_not_travel(smollm2, tmp_path):
+    pull.pull(str(smollm2), options=pull.PullOptions(name=MODEL, in_place=True))
+    shouting = make_adapter(tmp_path / "RED.gguf", 1)
+    for manifest, words in (
+        (manifest_with(lora=shouting), "the adapter RED.gguf has no name"),
+        (manifest_with(draft=str(smollm2)), "is no name that another machine"),
+        (manifest_with(draft="Small"), "is no name that another machine"),
+        (manifest_with("", "", shouting), "RED.gguf, which your models.toml names"),
+    ):
+        with pytest.raises(SnapshotError, match=words):
+            inputs.gather(manifest)
+    (tmp_path / "RED.gguf").rename(tmp_path / "red.gguf")
+    lora = str(LORA.parse(f"{tmp_path}/red.gguf:0.5"))
+    found = inputs.gather(manifest_with(lora=lora, draft=MODEL))
+    assert [(one.name, one.scale) for one in found.adapters] == [("red", 0.5)]
+    assert len(found.layers()) == 2  # the draft model is the model itself
