@@ -162,27 +162,44 @@ def test_completions_and_names(used):
     assert MODEL in used.run("completion", "models").stdout.split()
 
 
-def asked_to_uninstall(machine):
-    """What `uninstall` says to somebody without a terminal, once nothing runs.
+def once_nothing_runs(call, refused):
+    """What `call` gives, tried again while that is refused because edgeinfer is running.
 
-    Builds in the background of other tests may: an ordinary user's roots see each other's processes.
+    Builds in the background of other tests may be, one process after another: an ordinary user's roots
+    see each other's.
     """
     deadline = time.monotonic() + 240
-    while "end it first" in (listed := machine.run("uninstall", check=False)).stderr:
-        assert time.monotonic() < deadline, listed.stderr
+    while refused(found := call()):
+        assert time.monotonic() < deadline
         time.sleep(0.5)
-    return listed
+    return found
+
+
+def uninstall(machine, *arguments):
+    return once_nothing_runs(
+        lambda: machine.run("uninstall", *arguments, check=False),
+        lambda done: "end it first" in done.stderr,
+    )
+
+
+def asked_to_uninstall(machine):
+    """`uninstall` at a terminal, which has begun to list."""
+    command = machine.command("uninstall")
+
+    def ask():
+        asking = pexpect.spawn(
+            command[0], command[1:], env=machine.environment(), timeout=60, encoding="utf-8"
+        )
+        return asking, asking.expect(["models: ", "end it first"])
+
+    return once_nothing_runs(ask, lambda asked: asked[1] == 1)[0]
 
 
 def test_uninstall_lists_asks_and_removes(binary, tmp_path, used):
-    listed = asked_to_uninstall(used)
+    listed = uninstall(used)
     assert listed.returncode == 2
     assert "--yes" in listed.stderr
-    command = used.command("uninstall")
-    asking = pexpect.spawn(
-        command[0], command[1:], env=used.environment(), timeout=60, encoding="utf-8"
-    )
-    asking.expect("models: ")
+    asking = asked_to_uninstall(used)
     asking.expect(r"\[y/N\]")
     asking.sendline("n")
     asking.expect("nothing was removed")
@@ -193,7 +210,6 @@ def test_uninstall_lists_asks_and_removes(binary, tmp_path, used):
 
 def test_uninstall_leaves_nothing(machine):
     machine.run("--version")
-    asked_to_uninstall(machine)
-    machine.run("uninstall", "--yes")
+    assert uninstall(machine, "--yes").returncode == 0
     left = [p for p in machine.home.rglob("*") if p.is_file()]
     assert left == []
