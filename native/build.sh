@@ -3,6 +3,7 @@
 # llama.cpp's version is another. A file that comes out the same stays: snapshots map it.
 #
 #   libedgeinfer-guard.so.1           guard.cpp
+#   libedgeinfer-cells.so.1           cells.cpp
 #   libedgeinfer-attention-v3.so.1    attention.cpp for AVX2 (x86-64-v3), and
 #   libedgeinfer-attention-v4.so.1    for AVX-512 (x86-64-v4); on x86-64 alone
 set -euo pipefail
@@ -26,12 +27,13 @@ library() {  # NAME SOURCE OPTION...
   cmp -s "$work/$file" "$out/$file" || mv "$work/$file" "$out/$file"
 }
 
+ggml=(-I"$site/include" -L"$site/llama_cpp/lib" -l:libggml-base.so.0)
 library guard guard.cpp -O2
+library cells cells.cpp -O2 "${ggml[@]}"
 if [ "$(uname -sm)" = "Linux x86_64" ]; then
   for level in v3 v4; do
     # no -Wall: gcc 12 warns of variables in the intrinsics' headers
-    library attention-$level attention.cpp -O3 -march=x86-64-$level -I"$site/include" \
-      -L"$site/llama_cpp/lib" -l:libggml-base.so.0
+    library attention-$level attention.cpp -O3 -march=x86-64-$level "${ggml[@]}"
   done
 fi
 printf '%s' "$want" >"$out/.built"

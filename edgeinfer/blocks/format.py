@@ -6,14 +6,16 @@
     16      8      length of the file
     24      4      length of the header
     28      ...    header: msgpack of `Header`
-    64 * n  ...    the parts, each from a multiple of 64 on, zeros between
+    64 * n  ...    the states' pieces, in order, each from a multiple of 64 on, zeros between
 
-A part is a sequence state as llama.cpp gives it. Nothing of a file is used before its checksum is
-right: llama.cpp asserts on damaged states.
+A state is one of a sequence as llama.cpp gives it. A piece of it that is cells of a tensor begins
+where the header says, within a page (4,096 bytes): such pages can become those of the cells. Nothing
+of a file is used before its checksum is right: llama.cpp asserts on damaged states.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -24,10 +26,13 @@ import xxhash
 
 from edgeinfer.errors import BlockDamagedError
 
-MAGIC = b"eiblock2"
+MAGIC = b"eiblock3"
 _HEAD = struct.Struct("<8sQQI")
 _CHECKED_FROM = 16
 _ALIGN = 64
+_PAGE = 4096
+#: A piece may begin anywhere in a page.
+ANYWHERE = -1
 
 #: "full": a whole block of a chain. "tail": what is left behind the last whole one. "point": like a
 #: tail, with the state of a recurrent model at its end.
@@ -35,21 +40,69 @@ Kind = Literal["full", "tail", "point"]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What a block says of itself. `tokens` are int32, little endian; `sizes` the parts' bytes."""
+    """What a block says of itself. `tokens` are int32, little endian.
+
+    `states` has for each state its pieces: how many bytes, and where in a page they begin,
+    [0, 4096), or ANYWHERE.
+    """
 
     kind: Kind
     name: bytes
     parent: bytes
     identity: bytes
     tokens: bytes
-    sizes: tuple[int, ...]
+    states: tuple[tuple[tuple[int, int], ...], ...]
+
+
+class MappedFile:
+    """A file that is mapped from its first byte on, at `address`.
+
+    Its descriptor is this object's, and closed when nobody has this any more.
+    """
+
+    def __init__(self, descriptor: int, address: int) -> None:
+        self.descriptor, self.address = descriptor, address
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class State(msgspec.Struct, frozen=True):
+    """A sequence state, bytes, in `pieces` that make it up in order.
+
+    `places` say for each where in a page (bytes) it lies best, or ANYWHERE. `file` is what they are
+    views of, None for other memory.
+    """
+
+    pieces: tuple[memoryview, ...]
+    places: tuple[int, ...]
+    file: MappedFile | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """What the header says of it."""
+        sizes = (piece.nbytes for piece in self.pieces)
+        return tuple(zip(sizes, self.places, strict=True))
+
+    def joined(self) -> memoryview:
+        """Its bytes in one place."""
+        return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
+
+
+def whole(state: memoryview) -> State:
+    """A state in one piece, which may lie anywhere."""
+    return State((state,), (ANYWHERE,))
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A block in memory: its header and its parts, bytes."""
+    """A block in memory. `states`: of its tokens, then for a point the one at its end."""
 
     header: Header
-    parts: tuple[memoryview, ...]
+    states: tuple[State, ...]
 
     @property
     def tokens(self) -> list[int]:
@@ -57,7 +110,7 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def n_bytes(self) -> int:
-        return sum(self.header.sizes)
+        return sum(state.n_bytes for state in self.states)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -72,13 +125,15 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 def encode(block: Block) -> list[bytes | memoryview]:
     """The file as buffers to be written one after another."""
-    header = msgspec.msgpack.encode(block.header)
+    states = tuple(state.sizes for state in block.states)
+    header = msgspec.msgpack.encode(msgspec.structs.replace(block.header, states=states))
     buffers: list[bytes | memoryview] = [header]
     size = _HEAD.size + len(header)
-    for part in block.parts:
-        padding = -size % _ALIGN
-        buffers += [bytes(padding), part]
-        size += padding + part.nbytes
+    for state in block.states:
+        for piece, place in zip(state.pieces, state.places, strict=True):
+            padding = _padding(size, place)
+            buffers += [bytes(padding), piece]
+            size += padding + piece.nbytes
     checksum = xxhash.xxh3_64(_HEAD.pack(MAGIC, 0, size, len(header))[_CHECKED_FROM:])
     for buffer in buffers:
         checksum.update(buffer)
@@ -96,8 +151,11 @@ def read_header(start: bytes | memoryview) -> Header:
         raise BlockDamagedError(f"its header cannot be read: {error}") from error
 
 
-def decode(data: memoryview) -> Block:
-    """The block in `data`; its parts are views of it. Raises BlockDamagedError before one is used."""
+def decode(data: memoryview, file: MappedFile | None = None) -> Block:
+    """The block in `data`, which may be that of `file`; its pieces are views of it.
+
+    Raises BlockDamagedError before one is used.
+    """
     if len(data) < _HEAD.size:
         raise BlockDamagedError("it is shorter than its head")
     magic, checksum, size, length = _HEAD.unpack_from(data)
@@ -108,13 +166,23 @@ def decode(data: memoryview) -> Block:
     if xxhash.xxh3_64_intdigest(data[_CHECKED_FROM:]) != checksum:
         raise BlockDamagedError("its checksum is wrong")
     header = read_header(data)
-    return Block(header, tuple(_parts(data, _HEAD.size + length, header.sizes)))
+    return Block(header, tuple(_states(data, _HEAD.size + length, header.states, file)))
 
 
-def _parts(data: memoryview, at: int, sizes: Sequence[int]) -> Iterator[memoryview]:
-    for size in sizes:
-        at += -at % _ALIGN
-        if size < 0 or at + size > len(data):
-            raise BlockDamagedError("its parts do not fit into it")
-        yield data[at : at + size]
-        at += size
+def _states(
+    data: memoryview, at: int, states: Sequence[Sequence[tuple[int, int]]], file: MappedFile | None
+) -> Iterator[State]:
+    for sizes in states:
+        pieces = []
+        for size, place in sizes:
+            at += _padding(at, place)
+            if size < 0 or at + size > len(data):
+                raise BlockDamagedError("its pieces do not fit into it")
+            pieces.append(data[at : at + size])
+            at += size
+        yield State(tuple(pieces), tuple(place for _, place in sizes), file)
+
+
+def _padding(at: int, place: int) -> int:
+    """Zeros before a piece, in a file of `at` bytes so far."""
+    return -at % _ALIGN if place == ANYWHERE else (place - at) % _PAGE

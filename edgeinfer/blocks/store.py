@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from edgeinfer import paths
 from edgeinfer.blocks import format, kept, limits
-from edgeinfer.blocks.format import Block, Header
+from edgeinfer.blocks.format import Block, Header, MappedFile
 from edgeinfer.blocks.limits import Limits
 from edgeinfer.blocks.names import Names, owner_name, read_secret
 from edgeinfer.blocks.writer import Writer
@@ -239,16 +240,14 @@ class ModelBlocks:
         return block
 
     def _map(self, path: Path) -> Block:
-        descriptor = _open_own(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            if not size:
-                raise BlockDamagedError("it is empty")
-            mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
+        file = MappedFile(_open_own(path), 0)
+        size = os.fstat(file.descriptor).st_size
+        if not size:
+            raise BlockDamagedError("it is empty")
+        mapped = mmap.mmap(file.descriptor, size, access=mmap.ACCESS_READ)
         mapped.madvise(mmap.MADV_WILLNEED)
-        return format.decode(memoryview(mapped))
+        file.address = np.frombuffer(mapped, np.uint8).ctypes.data
+        return format.decode(memoryview(mapped), file)
 
     # writing
 

@@ -213,6 +213,11 @@ def base_library() -> ctypes.CDLL:
         "ggml_backend_buffer_free": (None, [pointer]),
         "ggml_backend_buffer_get_base": (pointer, [pointer]),
         "ggml_backend_buffer_get_size": (size, [pointer]),
+        "ggml_new_tensor_1d": (pointer, [pointer, ctypes.c_int, ctypes.c_int64]),
+        "ggml_free": (None, [pointer]),
+        "ggml_backend_tensor_alloc": (ctypes.c_int, [pointer, pointer, pointer]),
+        "ggml_backend_tensor_get": (None, [pointer, pointer, size, size]),
+        "ggml_backend_tensor_set": (None, [pointer, pointer, size, size]),
     }
     for name, (result, arguments) in signatures.items():
         getattr(base, name).restype = result

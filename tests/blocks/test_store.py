@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+import xxhash
 
 from edgeinfer.blocks import forget, limits
-from edgeinfer.blocks.format import Block, Header, decode, encode, pack_tokens
+from edgeinfer.blocks.format import ANYWHERE, Block, Header, State, decode, encode, pack_tokens, whole
 from edgeinfer.blocks.limits import Limits
 from edgeinfer.blocks.store import BlockStore, ModelBlocks
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
@@ -29,8 +31,8 @@ def make_block(
     parent = blocks.names.root() if parent is None else parent
     name = blocks.names.full(parent, tokens)
     payload = (bytes(tokens[:1]) or b"x") * n_bytes
-    header = Header("full", name, parent, blocks.names.identity, pack_tokens(tokens), (n_bytes, 3))
-    return Block(header, (memoryview(payload), memoryview(b"end")))
+    header = Header("full", name, parent, blocks.names.identity, pack_tokens(tokens), ())
+    return Block(header, (whole(memoryview(payload)), whole(memoryview(b"end"))))
 
 
 def put(blocks: ModelBlocks, block: Block) -> bytes:
@@ -54,10 +56,27 @@ def test_what_is_written_comes_back(blocks: ModelBlocks) -> None:
     name = put(blocks, block)
     back = blocks.read(name)
     assert back is not None
-    assert back.header == block.header
-    assert [bytes(part) for part in back.parts] == [bytes(part) for part in block.parts]
+    assert [bytes(state.joined()) for state in back.states] == [b"\0" * 5000, b"end"]
     assert back.tokens == TOKENS
     assert blocks.traffic.blocks_written == blocks.traffic.blocks_read == 1
+
+
+def test_a_piece_lies_where_it_asked_to_in_a_page(blocks: ModelBlocks) -> None:
+    made = [b"head", b"c" * 9000, b"", b"d" * 5000, b"end"]
+    places = (ANYWHERE, 64, ANYWHERE, 4095, ANYWHERE)
+    state = State(tuple(memoryview(piece) for piece in made), places)
+    header = make_block(blocks, TOKENS).header
+    data = memoryview(b"".join(encode(Block(header, (state, whole(memoryview(b"point")))))))
+    back, point = decode(data).states
+    assert [bytes(piece) for piece in back.pieces] == made
+    assert bytes(data).index(b"ccc") % 4096 == 64
+    assert bytes(data).index(b"ddd") % 4096 == 4095
+    assert (back.places, bytes(back.joined()), bytes(point.joined())) == (
+        places,
+        b"".join(made),
+        b"point",
+    )
+    assert back.file is None
 
 
 def test_another_process_finds_it_without_an_index(store: BlockStore, blocks: ModelBlocks) -> None:
@@ -128,10 +147,14 @@ def test_swapped_blocks_are_seen(blocks: ModelBlocks) -> None:
 
 
 def test_sizes_that_lie_are_refused(blocks: ModelBlocks) -> None:
-    block = make_block(blocks, TOKENS)
-    header = Header("full", b"n", b"p", b"i", b"", (1 << 40,))
+    data = b"".join(encode(make_block(blocks, TOKENS)))
+    size, lie = (msgspec.msgpack.encode(n) for n in (5000, 65_000))
+    assert data.count(size) == 1
+    assert len(size) == len(lie)
+    data = data.replace(size, lie)
+    checksum = xxhash.xxh3_64_intdigest(data[16:]).to_bytes(8, "little")
     with pytest.raises(BlockDamagedError, match="do not fit"):
-        decode(memoryview(b"".join(encode(Block(header, block.parts)))))
+        decode(memoryview(data[:8] + checksum + data[16:]))
 
 
 def test_folders_and_files_are_the_user_s_alone(store: BlockStore, blocks: ModelBlocks) -> None:

@@ -16,6 +16,7 @@ from edgeinfer.runtime.decoding.scheduling import idle_cells
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.loading.cell_memory import cell_memory
 from edgeinfer.runtime.loading.mappings import Range, Untouched
+from edgeinfer.runtime.loading.sparse_buffers import Buffer
 from edgeinfer.snapshots.building.spill import spill
 
 from .test_blocks import ROOMY, ask, heard, load, text
@@ -88,7 +89,7 @@ def test_what_is_populated_is_where_cells_lie(smollm2: Path, kv_type: str) -> No
 def test_cells_whose_layout_is_not_known_are_left_alone() -> None:
     memory = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    cells = cell_memory([Range(address, address + (1 << 20))], [100, 100], 1024)
+    cells = cell_memory([Buffer(0, Range(address, address + (1 << 20)))], [100, 100], 1024)
     assert cells.rows == ()
     cells.populate(0, 1024)
     untouched = Untouched()

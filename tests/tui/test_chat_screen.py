@@ -11,7 +11,7 @@ from made_gguf import gguf_bytes
 from textual.widgets import Static
 
 from edgeinfer import paths
-from edgeinfer.blocks.format import Block, Header, pack_tokens
+from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment, Conversation
@@ -514,8 +514,8 @@ async def test_what_was_read_of_a_conversation_goes_when_it_is_purged(tmp_path):
     blocks = BlockStore(paths.blocks_dir()).model("sha", {})
     root, tokens = blocks.names.root(), list(range(256))
     name = blocks.names.full(root, tokens)
-    header = Header("full", name, root, blocks.names.identity, pack_tokens(tokens), (3,))
-    assert blocks.write(Block(header, (memoryview(b"abc"),)))
+    header = Header("full", name, root, blocks.names.identity, pack_tokens(tokens), ())
+    assert blocks.write(Block(header, (whole(memoryview(b"abc")),)))
     blocks.own(f"chat-{gone}", [name])
     assert blocks.close()
     app = make_app(tmp_path, FixedHost(FakeEngine([["x"]])))

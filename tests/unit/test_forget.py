@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer import cli, paths
-from edgeinfer.blocks.format import Block, Header, pack_tokens
+from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.names import model_key
 from edgeinfer.blocks.store import BlockStore
@@ -19,8 +19,8 @@ def keep(model: str) -> None:
     blocks = BlockStore(paths.blocks_dir(), Limits(max_bytes=1 << 20, margin_bytes=0)).model(model, {})
     parent = blocks.names.root()
     name = blocks.names.full(parent, [1])
-    header = Header("full", name, parent, blocks.names.identity, pack_tokens([1]), (4,))
-    blocks.write(Block(header, (memoryview(b"text"),)))
+    header = Header("full", name, parent, blocks.names.identity, pack_tokens([1]), ())
+    blocks.write(Block(header, (whole(memoryview(b"text")),)))
     blocks.own("talk", [name])
     assert blocks.close()
 

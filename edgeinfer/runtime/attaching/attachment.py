@@ -38,7 +38,6 @@ from edgeinfer.runtime.decoding.blocks.block_opening import can_cut, make_states
 from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
 from edgeinfer.runtime.loading.lora import LoraAdapters
-from edgeinfer.runtime.loading.mappings import DONTNEED, advise
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.planning.offload import Offload, make_offload
 from edgeinfer.runtime.planning.shape import CELL_STEP
@@ -202,7 +201,7 @@ class Attachment:
         self._scheduler.on_failed_step = self._failed
         self._target = target
         libllama.L.llama_memory_clear(self._cpu.memory, False)
-        advise(self._cpu.cells.pages(), DONTNEED)
+        self._cpu.cells.give_back()
         self._enter(target.loaded)
 
     def _read_there(self, target: Target) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
+from edgeinfer.blocks.format import State
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.attaching.target import Target
 from edgeinfer.runtime.decoding.batch import Batch
@@ -31,7 +32,7 @@ class _Job:
     tokens: list[int]
     shared: int
     start: int
-    before: memoryview | None
+    before: State | None
     chunks: Sequence[list[int]]
     futures: Sequence[Future[Piece | None]]
 

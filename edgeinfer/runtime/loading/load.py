@@ -17,9 +17,9 @@ from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
 from edgeinfer.machine import read_machine, read_rate
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.loading.cell_memory import NO_CELLS, CellMemory, cell_memory
-from edgeinfer.runtime.loading.mappings import HugePages, Range
+from edgeinfer.runtime.loading.mappings import HugePages
 from edgeinfer.runtime.loading.placement import Placement
-from edgeinfer.runtime.loading.sparse_buffers import sparse_buffers
+from edgeinfer.runtime.loading.sparse_buffers import Buffer, sparse_buffers
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.planning.choices import choose_repack
 from edgeinfer.runtime.planning.plan import Plan, disk_warning, make_plan
@@ -325,7 +325,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str]]:
     return _make_context(model, params)[:2]
 
 
-def _make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Range]]:
+def _make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
     """A context, what llama.cpp said while making it, and its large buffers that hold zeros."""
     llama = libllama.lib()
     with libllama.registry_lock:
@@ -341,7 +341,7 @@ def _make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Range]]
 
 
 def _cells(
-    buffers: list[Range], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
+    buffers: list[Buffer], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
 ) -> CellMemory:
     """Those of the buffers that are the KV cache's, by the sizes that llama.cpp says.
 
@@ -350,7 +350,7 @@ def _cells(
     is_flash = choices["flash_attention"].value == "on"
     rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
     sizes = {m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))}
-    own = [b for b in buffers if f"{(b.high - b.low) / (1 << 20):.2f}" in sizes]
+    own = [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
     return cell_memory(own, rows, n_cells)
 
 

@@ -18,6 +18,8 @@ DONTNEED = 4
 HUGEPAGE = 14
 PAGEOUT = 21
 POPULATE_WRITE = 23
+#: mmap(2), which Python does not name.
+_FIXED, _NORESERVE = 0x10, 0x4000
 #: Smaller allocations and mappings are not worth the trouble.
 LARGE_BYTES = 32 << 20
 #: /proc/self/pagemap has an entry of so many bytes a page; the least of its highest bits that say the
@@ -61,6 +63,19 @@ def advise(ranges: Iterable[Range], advice: int) -> None:
     libc = ctypes.CDLL(None)
     for low, high in ranges:
         libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), advice)
+
+
+def map_zeros(low: int, high: int) -> None:
+    """Have whole pages, which are the caller's, be private memory that was never touched.
+
+    Where the kernel has no room for the mapping, they keep what they hold.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    size, offset = ctypes.c_size_t(high - low), ctypes.c_long(0)
+    libc.mmap(ctypes.c_void_p(low), size, protection, flags, -1, offset)
 
 
 class HugePages:

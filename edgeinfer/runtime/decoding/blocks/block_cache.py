@@ -95,15 +95,19 @@ class BlockCache:
             return None
         wanted = [*chain[1 + first : 1 + n_full], *([tail] if n_tail else [])]
         self.blocks.touch([*chain[1 : 1 + n_full], tail])
-        return Restore(self.blocks.read_ahead(wanted, self._populating()), first * size, end)
+        make_room = self._populating(first * size)
+        return Restore(self.blocks.read_ahead(wanted, make_room), first * size, end)
 
-    def _populating(self) -> Callable[[int], None]:
-        """Has the kernel give the memory that the blocks of a restore go to, of each as it is read.
+    def _populating(self, start: int) -> Callable[[int], None]:
+        """Has the kernel give the memory that the blocks of a restore go to, of each as it is read,
+        where pages of their files cannot become that.
 
         llama.cpp takes the lowest free cells. Where they lie otherwise this is of no use, and no harm.
         """
         at, size = self._kv.used_cells, self.block_tokens
         cells = self._active.cells
+        if cells.can_be_pages_of(at - start):
+            return lambda i: None
         return lambda i: cells.populate(at + i * size, at + (i + 1) * size)
 
     def _last_point(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
@@ -159,14 +163,14 @@ class BlockCache:
         its = block.tokens
         n = min(common_prefix(its, tokens[at:]), restore.end - at)
         fits = n > 0 and self._kv.make_room(len(its))
-        if not fits or not self._states.write(resident.seq_id, block.parts[0]):
+        if not fits or not self._states.write(resident.seq_id, block.states[0]):
             return False
         self._kv.extend(resident, its)
         if self._kv.points is None:
             return self._kv.truncate(resident, at + n) and n == len(its)
         if not restore.is_over:
             return True
-        back = n == len(its) and self._states.write_point(resident.seq_id, block.parts[1])
+        back = n == len(its) and self._states.write_point(resident.seq_id, block.states[1].joined())
         self._kv.take_point(resident)
         return back
 

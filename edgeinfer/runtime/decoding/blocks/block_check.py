@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edgeinfer.blocks.format import State
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch, Logits
@@ -92,7 +93,7 @@ class BlockCheck:
         worst = max(float(np.abs(a - b).max()) for a, b in zip(wanted, found, strict=True))
         yield "exact" if worst == 0 else f"after a restore the next logits differ by {worst:.3g}"
 
-    def _read_blocks(self, states: SequenceStates) -> Iterator[memoryview | None]:
+    def _read_blocks(self, states: SequenceStates) -> Iterator[State | None]:
         n = len(self._tokens)
         for start in range(0, n, self._block_tokens):
             yield states.read(_SEQ_ID, start, min(n, start + self._block_tokens))

@@ -6,9 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import msgspec
-
-from edgeinfer.blocks.format import Block, Header, Kind, pack_tokens, unpack_tokens
+from edgeinfer.blocks.format import Block, Header, Kind, State, pack_tokens, unpack_tokens, whole
 from edgeinfer.blocks.names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
@@ -143,18 +141,15 @@ class BlockWriting:
             return False
         header, start, superseded = missing
         self._queued.add(header.name + header.tokens)
-        parts = self._read_parts(resident, header, start)
-        if parts is None:
+        states = self._read_states(resident, header, start)
+        if states is None:
             return False
-        sizes = tuple(len(part) for part in parts)
-        self._blocks.write(Block(msgspec.structs.replace(header, sizes=sizes), parts))
+        self._blocks.write(Block(header, states))
         if superseded is not None:
             self._blocks.writer.put(lambda: self._blocks.remove(superseded))
         return True
 
-    def _read_parts(
-        self, resident: Resident, header: Header, start: int
-    ) -> tuple[memoryview, ...] | None:
+    def _read_states(self, resident: Resident, header: Header, start: int) -> tuple[State, ...] | None:
         """The state of a block, and where it ends at a point, the state there; None when llama.cpp does
         not have it whole.
         """
@@ -163,7 +158,7 @@ class BlockWriting:
         if state is None or self._kv.points is None or header.kind == "full":
             return None if state is None else (state,)
         point = next((point for point in resident.points if point.n_tokens == end), None)
-        return None if point is None else (state, point.state)
+        return None if point is None else (state, whole(point.state))
 
     def _missing(self, resident: Resident, found: _Pass) -> Iterator[_Missing]:
         """The blocks of `resident` that are not in the store."""

@@ -8,6 +8,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from edgeinfer.blocks.format import State
+
 #: A block is waited for at least so long (seconds) before computing it is thought to be faster.
 _PATIENCE_S = 0.05
 
@@ -20,7 +22,7 @@ class Piece:
     """Tokens that were computed in another context, and their part of its state."""
 
     tokens: list[int]
-    state: memoryview
+    state: State
 
 
 @dataclass(slots=True, eq=False)

@@ -3,20 +3,30 @@
 llama.cpp writes the state of a whole sequence and knows no range. A scratch sequence is the range: a
 part is copied to it, which costs a bit per cell, and written from there; a part that comes back is read
 into it and copied behind what the sequence has.
+
+What of a state is cells of a tensor is a piece of its own (native/cells.cpp), which comes back from
+where it lies; pages of files become pages of the cells.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from edgeinfer.blocks.format import ANYWHERE, State, whole
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
+from edgeinfer.runtime.loading.cell_copies import Copied, Piece
 
 #: Only the part of a state that cannot be cut: of recurrent and hybrid models, the recurrent one.
 _PARTIAL_ONLY = 1
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
+#: Fewer bytes of a tensor than this are no piece of their own: to copy them is as fast.
+_WORTH_MAPPING = 32 << 10
 
 
 class SequenceStates:
@@ -32,21 +42,21 @@ class SequenceStates:
         self._scratch = scratch
         self._can_cut = can_cut
 
-    def read(self, seq_id: int, start: int, end: int) -> memoryview | None:
+    def read(self, seq_id: int, start: int, end: int) -> State | None:
         """The state of positions [start, end); None where the context has not all of them."""
         first = self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id)
         if self._can_cut and first > start:
             return None  # cells behind a sliding window may have been taken for others
         self._clear()
         self._llama.llama_memory_seq_cp(self._active.memory, seq_id, self._scratch, start, end)
-        state = self._get(self._scratch, 0)
+        state = self._get_in_pieces(start, end)
         self._clear()
         return state
 
-    def write(self, seq_id: int, state: memoryview) -> bool:
+    def write(self, seq_id: int, state: State) -> bool:
         """Put a part back where it was, behind what `seq_id` has. False when there was no room."""
         self._clear()
-        done = self._set(self._scratch, state, 0)
+        done = self._set_pieces(state) or self._set(self._scratch, state.joined(), 0)
         if done:
             self._llama.llama_memory_seq_cp(self._active.memory, self._scratch, seq_id, -1, -1)
         self._clear()
@@ -63,16 +73,78 @@ class SequenceStates:
     def _clear(self) -> None:
         self._llama.llama_memory_seq_rm(self._active.memory, self._scratch, -1, -1)
 
+    def _get_in_pieces(self, start: int, end: int) -> State | None:
+        """The scratch sequence's state, which is of positions [start, end)."""
+        cells = self._active.cells
+        if cells.copies is None:
+            state = self._get(self._scratch, 0)
+            return None if state is None else whole(state)
+        size = self._llama.llama_state_seq_get_size_ext(self._active.context, self._scratch, 0)
+        buffer = np.empty(size, np.uint8)
+        with cells.copies.out(cells.handles, buffer.ctypes.data) as copied:
+            done = self._fill(buffer, self._scratch, 0)
+        return _cut(memoryview(buffer.data), _runs(copied), start, end - start) if done else None
+
+    def _set_pieces(self, state: State) -> bool:
+        """Have the scratch sequence be `state`, its pieces from where they lie. False when it is not:
+        there was no room, or what has pieces here and there is not the same.
+        """
+        cells = self._active.cells
+        if cells.copies is None or len(state.pieces) == 1:
+            return False
+        buffer = np.empty(state.n_bytes, np.uint8)  # of the large pieces, only addresses
+        pieces, at = [], 0
+        for piece, place in zip(state.pieces, state.places, strict=True):
+            size = piece.nbytes
+            if place == ANYWHERE:
+                buffer[at : at + size] = np.frombuffer(piece, np.uint8)
+            else:
+                pieces.append(Piece(at, size, np.frombuffer(piece, np.uint8).ctypes.data))
+            at += size
+        with cells.copies.into(cells.handles, buffer.ctypes.data, pieces, state.file) as counted:
+            done = self._set(self._scratch, memoryview(buffer.data), 0)
+        if done and counted.n_bytes == sum(piece.size for piece in pieces):
+            return True
+        self._clear()
+        return False
+
     def _get(self, seq_id: int, flags: int) -> memoryview | None:
         size = self._llama.llama_state_seq_get_size_ext(self._active.context, seq_id, flags)
         state = np.empty(size, np.uint8)
-        pointer = state.ctypes.data_as(_BYTES)
+        return memoryview(state.data) if self._fill(state, seq_id, flags) else None
+
+    def _fill(self, state: npt.NDArray[np.uint8], seq_id: int, flags: int) -> bool:
+        pointer, size = state.ctypes.data_as(_BYTES), len(state)
         get = self._llama.llama_state_seq_get_data_ext
-        n = libllama.move_state(get, self._active.context, pointer, size, seq_id, flags)
-        return memoryview(state.data) if n == size else None
+        return libllama.move_state(get, self._active.context, pointer, size, seq_id, flags) == size
 
     def _set(self, seq_id: int, state: memoryview, flags: int) -> bool:
         pointer = np.frombuffer(state, np.uint8).ctypes.data_as(_BYTES)
         size = len(state)
         put = self._llama.llama_state_seq_set_data_ext
         return libllama.move_state(put, self._active.context, pointer, size, seq_id, flags) == size
+
+
+def _runs(copied: Sequence[Copied]) -> list[Copied]:
+    """What was copied, of each tensor in one piece where that lies together in the state."""
+    runs: list[Copied] = []
+    for one in copied:
+        last = runs[-1] if runs else None
+        if last and last.tensor == one.tensor and last.at + last.size == one.at:
+            last.size += one.size
+        else:
+            runs.append(Copied(one.at, one.size, one.cells, one.tensor))
+    return [run for run in runs if run.size >= _WORTH_MAPPING]
+
+
+def _cut(state: memoryview, runs: Iterable[Copied], start: int, n_tokens: int) -> State:
+    """The state in pieces: cells of tensors, placed as if positions were cells, and what is between."""
+    pieces, places, at = [], [], 0
+    for run in runs:
+        row = run.size // n_tokens
+        pieces += [state[at : run.at], state[run.at : run.at + run.size]]
+        places += [ANYWHERE, (run.tensor + start * row) % mmap.PAGESIZE]
+        at = run.at + run.size
+    pieces.append(state[at:])
+    places.append(ANYWHERE)
+    return State(tuple(pieces), tuple(places))

@@ -13,7 +13,7 @@ from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident
 from edgeinfer.runtime.decoding.cache.states import SequenceStates
 from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
-from edgeinfer.runtime.loading.mappings import DONTNEED, Range, advise
+from edgeinfer.runtime.loading.mappings import Range
 
 #: Seconds without a request, after which cells are emptied.
 _IDLE_S = 300.0
@@ -52,7 +52,7 @@ class IdleCells:
         if self._left:
             return 0.0
         blocks = self._prefixes.blocks
-        if not self._active.cells.ranges or blocks is None or not self._can_come_back(blocks):
+        if not self._active.cells.buffers or blocks is None or not self._can_come_back(blocks):
             return None
         least_s = 0.0 if blocks.blocks.writer.is_idle else _WRITING_S
         return max(least_s, self._used_at + _IDLE_S - time.monotonic())
@@ -69,7 +69,7 @@ class IdleCells:
     def work(self) -> None:
         """Give a piece of the memory back, the cells emptied first. Only while idle."""
         if self._left:
-            advise([self._left.pop()], DONTNEED)
+            self._active.cells.give_back([self._left.pop()])
             return
         self._kv.drop_idle()
         pinned = [resident for resident in self._kv.residents if resident.pinned]
@@ -88,7 +88,7 @@ class IdleCells:
             kept.append((resident, state, point))
         for resident in pinned:
             self._kv.clear_cells(resident)
-        advise(self._active.cells.pages(), DONTNEED)
+        self._active.cells.give_back()
         for resident, state, point in kept:
             is_back = state is not None and self._states.write(resident.seq_id, state)
             if is_back and point is not None:

@@ -1,0 +1,82 @@
+// libedgeinfer-cells.so.1: a sequence's state out of KV cells and into them, in pieces, pages of files without a copy.
+//
+// llama_state_seq_get_data and _set_data copy each tensor's cells through two functions of the tensor's
+// buffer. edgeinfer puts `edgeinfer_cells_get` and `_set` there for the time of such a call. The first notes
+// which bytes of the state are which cells. The second takes cells from where they lie instead of out of
+// the state; what lies in a mapped file, alike in a page, is not copied: its pages become the cells' own.
+#include <ggml.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+struct Copied {  // bytes [at, at + size) of the state are the cells of `tensor` at `cells`
+    uint64_t at, size, cells, tensor;
+};
+
+struct Piece {  // bytes [at, at + size) of the state lie at `source`
+    uint64_t at, size;
+    const char *source;
+};
+
+struct Transfer {
+    uint64_t state;         // address of the state's first byte
+    Copied *copied;         // get: filled up to `capacity`, and counted beyond
+    uint64_t n_copied, capacity;
+    const Piece *pieces;    // set: by `at`
+    uint64_t n_pieces;
+    uint64_t page;          // bytes
+    uint64_t mapping;       // address where the pieces' file is mapped from its first byte on
+    int64_t file;           // its descriptor; -1: all is copied
+    uint64_t n_bytes, n_mapped;  // set: bytes found in pieces; ranges of pages that were mapped
+};
+
+thread_local Transfer *transfer = nullptr;
+
+// Have the whole pages of the cells be those of the file. Private: what is written later is not written to it.
+bool map_pages(char *cells, const char *source, uint64_t size) {
+    const uint64_t page = transfer->page;
+    if (transfer->file < 0 || static_cast<uint64_t>(cells - source) % page) return false;
+    const uint64_t first = -reinterpret_cast<uint64_t>(cells) % page;
+    if (size < first + page) return false;
+    const uint64_t length = (size - first) / page * page;
+    const off_t offset = static_cast<off_t>(reinterpret_cast<uint64_t>(source) + first - transfer->mapping);
+    const int access = PROT_READ | PROT_WRITE, flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+    if (mmap(cells + first, length, access, flags, static_cast<int>(transfer->file), offset) == MAP_FAILED) {
+        mmap(cells + first, length, access, flags | MAP_ANONYMOUS, -1, 0);  // what was there may be gone
+        return false;
+    }
+    std::memcpy(cells, source, first);
+    std::memcpy(cells + first + length, source + first + length, size - first - length);
+    ++transfer->n_mapped;
+    return true;
+}
+}  // namespace
+
+// What get and set do from now on, on this thread.
+extern "C" void edgeinfer_cells(Transfer *now) { transfer = now; }
+
+extern "C" void edgeinfer_cells_get(void *, const ggml_tensor *tensor, void *data, size_t offset, size_t size) {
+    const char *tensor_data = static_cast<const char *>(ggml_get_data(tensor));
+    std::memcpy(data, tensor_data + offset, size);
+    const uint64_t number = transfer->n_copied++;
+    if (number >= transfer->capacity) return;
+    const uint64_t start = reinterpret_cast<uint64_t>(tensor_data);
+    transfer->copied[number] = {reinterpret_cast<uint64_t>(data) - transfer->state, size, start + offset, start};
+}
+
+extern "C" void edgeinfer_cells_set(void *, ggml_tensor *tensor, const void *data, size_t offset, size_t size) {
+    char *cells = static_cast<char *>(ggml_get_data(tensor)) + offset;
+    const uint64_t at = reinterpret_cast<uint64_t>(data) - transfer->state;
+    const Piece *first = transfer->pieces, *behind = std::upper_bound(
+        first, first + transfer->n_pieces, at, [](uint64_t value, const Piece &piece) { return value < piece.at; });
+    const char *source = static_cast<const char *>(data);
+    if (behind != first && at + size <= behind[-1].at + behind[-1].size) {
+        source = behind[-1].source + (at - behind[-1].at);
+        transfer->n_bytes += size;
+        if (map_pages(cells, source, size)) return;
+    }
+    std::memcpy(cells, source, size);
+}

@@ -1,0 +1,201 @@
+"""Pages of blocks' files become cells: the same bits as copied ones, and nothing of it shows outside."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.blocks.forget import forget_all
+from edgeinfer.blocks.limits import list_blocks
+from edgeinfer.blocks.store import BlockStore
+from edgeinfer.runtime.decoding.blocks import restore
+from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.loading import cell_copies
+from edgeinfer.runtime.loading.mappings import areas
+
+from .test_blocks import ROOMY, ask, heard, load, text
+
+N_TOKENS = 900
+N_BLOCKS = N_TOKENS // 256
+N_TENSORS = 60
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlockStore:
+    return BlockStore(tmp_path / "blocks", ROOMY)
+
+
+@pytest.fixture
+def read(store: BlockStore, smollm2: Path) -> tuple[tuple[int, ...], list[object]]:
+    """A prompt whose blocks are in the store, and the answer to it."""
+    engine = load(smollm2, store)
+    tokens = tuple(engine.tokenize(text(N_TOKENS)))[:N_TOKENS]
+    answer, _ = heard(engine, ask(tokens))
+    assert engine.flush_blocks()
+    engine.close()
+    return tokens, answer
+
+
+@pytest.fixture
+def engine(store: BlockStore, smollm2: Path) -> Iterator[LlamaEngine]:
+    opened = load(smollm2, store)
+    yield opened
+    opened.close()
+
+
+def mapped(engine: LlamaEngine) -> int:
+    """Mappings of blocks' files among the cells."""
+    (buffer,) = engine._loaded.cells.buffers
+    return sum(
+        buffer.memory.low <= area.low < buffer.memory.high
+        for area in areas()
+        if area.path.removesuffix(" (deleted)").endswith(".block")
+    )
+
+
+def digests(store: BlockStore) -> dict[Path, str]:
+    return {
+        block.path: hashlib.sha256(block.path.read_bytes()).hexdigest()
+        for block in list_blocks(store.root)
+    }
+
+
+def private_bytes(engine: LlamaEngine) -> int:
+    """Bytes of the cells that are this process's own."""
+    (buffer,) = engine._loaded.cells.buffers
+    total, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text("utf-8", "surrogateescape").splitlines():
+        key, _, value = line.partition(":")
+        if "-" in key.split()[0]:
+            low, high = (int(end, 16) for end in line.split()[0].split("-"))
+            is_inside = buffer.memory.low <= low and high <= buffer.memory.high
+        elif is_inside and key == "Private_Dirty":
+            total += int(value.split()[0]) * 1024
+    return total
+
+
+def test_cells_become_pages_of_the_files(
+    engine: LlamaEngine, store: BlockStore, read: tuple[tuple[int, ...], list[object]]
+) -> None:
+    tokens, answer = read
+    before = digests(store)
+    found, usage = heard(engine, ask(tokens))
+    assert (found, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
+    assert mapped(engine) >= N_BLOCKS * N_TENSORS
+    row = sum(engine._loaded.cells.rows)
+    # of each tensor, pages where blocks meet and those that were computed into
+    assert private_bytes(engine) < N_TENSORS * mmap.PAGESIZE * (N_BLOCKS + 4) < N_TOKENS * row / 2
+    assert engine.flush_blocks()
+    assert {path: digests(store)[path] for path in before} == before
+
+
+def test_what_is_computed_over_mapped_cells_stays_out_of_the_files(
+    engine: LlamaEngine, store: BlockStore, read: tuple[tuple[int, ...], list[object]]
+) -> None:
+    """Cut in the middle of a block, and go on: the next to ask for the old text finds it unchanged."""
+    tokens, answer = read
+    other = tokens[:300] + tuple(engine.tokenize(text(500, 3000)))
+    heard(engine, ask(tokens))
+    before = digests(store)
+    found, usage = heard(engine, ask(other, cache_on_disk=False))
+    assert usage.cached_tokens == 300
+    alone, _ = heard(engine, ask(other, cache_prompt=False))
+    assert found == alone
+    assert {path: digests(store)[path] for path in before} == before
+    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    found, usage = heard(engine, ask(tokens))
+    assert (found, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
+
+
+def test_files_may_go_while_their_pages_are_cells(
+    engine: LlamaEngine, store: BlockStore, read: tuple[tuple[int, ...], list[object]]
+) -> None:
+    tokens, answer = read
+    heard(engine, ask(tokens))
+    forget_all(store.root)
+    assert not list_blocks(store.root)
+    found, usage = heard(engine, ask(tokens))
+    assert (found, usage.cached_tokens, usage.cached_disk_tokens) == (answer, N_TOKENS - 1, 0)
+
+
+def test_memory_given_back_lets_the_files_go(
+    engine: LlamaEngine, read: tuple[tuple[int, ...], list[object]]
+) -> None:
+    tokens, answer = read
+    heard(engine, ask(tokens))
+    assert engine.flush_blocks()
+
+    def empty() -> None:
+        engine._scheduler.kv.drop_idle()
+        engine._active.cells.give_back()
+
+    engine.between_steps(empty)
+    assert mapped(engine) == 0
+    found, usage = heard(engine, ask(tokens))
+    assert (found, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
+
+
+@pytest.mark.parametrize("without", ["the library", "mappings", "room in a page"])
+def test_what_cannot_be_mapped_is_copied(
+    store: BlockStore,
+    smollm2: Path,
+    read: tuple[tuple[int, ...], list[object]],
+    monkeypatch: pytest.MonkeyPatch,
+    without: str,
+) -> None:
+    """The library is missing; the kernel allows no more mappings; the cells lie otherwise than before."""
+    tokens, answer = read
+    if without == "the library":
+        monkeypatch.setattr(cell_copies, "_found", [None])
+    if without == "mappings":
+        monkeypatch.setattr(cell_copies, "_most_mappings", lambda: 0)
+        copies = cell_copies.find_copies()
+        assert copies is not None
+        monkeypatch.setattr(copies, "_n_free", 0)
+        monkeypatch.setattr(copies, "_counted_at", float("-inf"))
+    engine = load(smollm2, store)
+    if without == "room in a page":
+        heard(engine, ask(tuple(engine.tokenize("One, two, three.")), max_tokens=1))
+        assert engine._scheduler.kv.used_cells % 32 != 0
+    found, usage = heard(engine, ask(tokens))
+    assert usage.cached_disk_tokens == N_TOKENS - 1
+    assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in answer]  # type: ignore[attr-defined]
+    assert found == answer or without == "room in a page"
+    assert mapped(engine) == 0
+    engine.close()
+
+
+def test_a_state_passes_between_contexts_that_copy_otherwise(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces out of one, and into one that knows of none: as after `attach`."""
+    one = load(smollm2, None)
+    tokens = tuple(one.tokenize(text(300)))
+    heard(one, ask(tokens))
+    states = one._scheduler._idle_cells._states
+    assert states is not None
+    resident = one._scheduler.kv.residents[0]
+    state = states.read(resident.seq_id, 0, 256)
+    assert state is not None
+    assert len(state.pieces) == 2 * N_TENSORS + 1
+    assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(one._loaded.cells.rows)
+    monkeypatch.setattr(cell_copies, "_found", [None])
+    other = load(smollm2, None)
+    states = other._scheduler._idle_cells._states
+    assert states is not None
+    assert states.write(0, state)
+    again = states.read(0, 0, 256)
+    assert again is not None
+    assert bytes(again.joined()) == bytes(state.joined())
+    assert len(again.pieces) == 1
+    other.close()
+    one.close()
