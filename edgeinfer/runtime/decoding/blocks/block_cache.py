@@ -106,7 +106,7 @@ class BlockCache:
         """
         at, size = self._kv.used_cells, self.block_tokens
         cells = self._active.cells
-        if cells.can_be_pages_of(at - start):
+        if cells.can_be_pages_of(at - start - self._kv.pinned_cells):
             return lambda i: None
         return lambda i: cells.populate(at + i * size, at + (i + 1) * size)
 

@@ -154,7 +154,7 @@ class BlockWriting:
         not have it whole.
         """
         end = start + len(unpack_tokens(header.tokens))
-        state = self._states.read(resident.seq_id, start, end)
+        state = self._states.read(resident.seq_id, start, end, self._kv.pinned_cells)
         if state is None or self._kv.points is None or header.kind == "full":
             return None if state is None else (state,)
         point = next((point for point in resident.points if point.n_tokens == end), None)

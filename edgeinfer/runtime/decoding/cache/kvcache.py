@@ -138,6 +138,11 @@ class KvCache:
         self.residents: list[Resident] = []
 
     @property
+    def pinned_cells(self) -> int:
+        """Cells of pinned prompts: the first ones, and what comes after them lies behind."""
+        return len({cell for r in self.residents if r.pinned for cell in r.cells})
+
+    @property
     def used_cells(self) -> int:
         return self.n_cells - len(self._free)
 

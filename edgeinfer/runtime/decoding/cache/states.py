@@ -25,6 +25,7 @@ from edgeinfer.runtime.loading.cell_copies import Copied, Piece
 #: Only the part of a state that cannot be cut: of recurrent and hybrid models, the recurrent one.
 _PARTIAL_ONLY = 1
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 #: Fewer bytes of a tensor than this are no piece of their own: to copy them is as fast.
 _WORTH_MAPPING = 32 << 10
 
@@ -42,14 +43,17 @@ class SequenceStates:
         self._scratch = scratch
         self._can_cut = can_cut
 
-    def read(self, seq_id: int, start: int, end: int) -> State | None:
-        """The state of positions [start, end); None where the context has not all of them."""
+    def read(self, seq_id: int, start: int, end: int, shift: int = 0) -> State | None:
+        """The state of positions [start, end); None where the context has not all of them.
+
+        It is laid out for coming back `shift` cells behind those that its positions number.
+        """
         first = self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id)
         if self._can_cut and first > start:
             return None  # cells behind a sliding window may have been taken for others
         self._clear()
         self._llama.llama_memory_seq_cp(self._active.memory, seq_id, self._scratch, start, end)
-        state = self._get_in_pieces(start, end)
+        state = self._get_in_pieces(end - start, start + shift)
         self._clear()
         return state
 
@@ -73,8 +77,8 @@ class SequenceStates:
     def _clear(self) -> None:
         self._llama.llama_memory_seq_rm(self._active.memory, self._scratch, -1, -1)
 
-    def _get_in_pieces(self, start: int, end: int) -> State | None:
-        """The scratch sequence's state, which is of positions [start, end)."""
+    def _get_in_pieces(self, n_tokens: int, cell: int) -> State | None:
+        """The scratch sequence's state, of so many tokens, laid out for the cells from `cell` on."""
         cells = self._active.cells
         if cells.copies is None:
             state = self._get(self._scratch, 0)
@@ -83,7 +87,7 @@ class SequenceStates:
         buffer = np.empty(size, np.uint8)
         with cells.copies.out(cells.handles, buffer.ctypes.data) as copied:
             done = self._fill(buffer, self._scratch, 0)
-        return _cut(memoryview(buffer.data), _runs(copied), start, end - start) if done else None
+        return _cut(memoryview(buffer.data), _runs(copied), n_tokens, cell) if done else None
 
     def _set_pieces(self, state: State) -> bool:
         """Have the scratch sequence be `state`, its pieces from where they lie. False when it is not:
@@ -92,7 +96,8 @@ class SequenceStates:
         cells = self._active.cells
         if cells.copies is None or len(state.pieces) == 1:
             return False
-        buffer = np.empty(state.n_bytes, np.uint8)  # of the large pieces, only addresses
+        # of the large pieces only addresses: no memory, and no huge pages, which NumPy asks for
+        buffer = np.frombuffer(mmap.mmap(-1, state.n_bytes, _PRIVATE), np.uint8)
         pieces, at = [], 0
         for piece, place in zip(state.pieces, state.places, strict=True):
             size = piece.nbytes
@@ -137,13 +142,13 @@ def _runs(copied: Sequence[Copied]) -> list[Copied]:
     return [run for run in runs if run.size >= _WORTH_MAPPING]
 
 
-def _cut(state: memoryview, runs: Iterable[Copied], start: int, n_tokens: int) -> State:
-    """The state in pieces: cells of tensors, placed as if positions were cells, and what is between."""
+def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:
+    """The state in pieces: cells of tensors, placed like those from `cell` on, and what is between."""
     pieces, places, at = [], [], 0
     for run in runs:
         row = run.size // n_tokens
         pieces += [state[at : run.at], state[run.at : run.at + run.size]]
-        places += [ANYWHERE, (run.tensor + start * row) % mmap.PAGESIZE]
+        places += [ANYWHERE, (run.tensor + cell * row) % mmap.PAGESIZE]
         at = run.at + run.size
     pieces.append(state[at:])
     places.append(ANYWHERE)
