@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.blocks.format import unpack_tokens
+from edgeinfer.blocks.format import State, unpack_tokens, whole
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.names import Names
 from edgeinfer.blocks.store import BlockStore, ModelBlocks
@@ -22,8 +22,9 @@ LONG_S = 1.0
 
 
 class _States:
-    def read(self, seq_id: int, start: int, end: int) -> memoryview:
-        return memoryview(bytes(end - start))
+    def read(self, seq_id: int, start: int, end: int, shift: int) -> State:
+        assert shift == 0
+        return whole(memoryview(bytes(end - start)))
 
 
 class _Check:

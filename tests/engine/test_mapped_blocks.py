@@ -98,6 +98,25 @@ def test_cells_become_pages_of_the_files(
     assert {path: digests(store)[path] for path in before} == before
 
 
+def test_behind_a_pinned_prompt_too(store: BlockStore, smollm2: Path) -> None:
+    """It keeps the first cells, and what has it in front comes back behind them."""
+    answers = []
+    for _ in range(2):
+        engine = load(smollm2, store)
+        n_pinned = engine.prefill_system("You are a poet.")
+        assert n_pinned % 32 != 0
+        pinned = tuple(engine._scheduler.kv.residents[0].tokens)
+        answers.append(heard(engine, ask(pinned + tuple(engine.tokenize(text(N_TOKENS))))))
+        n_mapped = mapped(engine)
+        assert engine.flush_blocks()
+        engine.close()
+    (answer, fresh), (again, usage) = answers
+    assert again == answer
+    assert fresh.cached_tokens == n_pinned
+    assert usage.cached_tokens == n_pinned + usage.cached_disk_tokens == usage.prompt_tokens - 1
+    assert n_mapped >= N_BLOCKS * N_TENSORS
+
+
 def test_what_is_computed_over_mapped_cells_stays_out_of_the_files(
     engine: LlamaEngine, store: BlockStore, read: tuple[tuple[int, ...], list[object]]
 ) -> None:
