@@ -26,7 +26,7 @@ import subprocess
 import tempfile
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ from edgeinfer.places import DEFAULT_MODEL
 #: Typed again and again: words that no model begins an answer with.
 WORDS = "kestrel granite lantern meadow copper harbour violet thicket marble cedar".split()
 WORDS_A_MINUTE = 60
+#: What the chat says of an answer; a random model's first tokens may be no words.
+_SAID = re.compile(r"context ([\d,]+)/[\d,]+ · ([\d.,]+) tok/s · first ([\d,]+) ms · cached ([\d,]+)")
+ANSWER_TOKENS = 8
 #: A context that nobody else's snapshot has, so that the start is cold.
 ODD_CTX = 1792
 _CONTROL = re.compile(r"\x1b\[[0-9;?<>=$]*[a-zA-Z]|\x1b\][^\x07]*\x07")
@@ -90,7 +93,7 @@ class Typist:
                 self.screen.text += os.read(self._master, 1 << 16).decode("utf-8", "replace")
 
     def ask(self) -> float:
-        """Milliseconds from Enter to the first word of the answer."""
+        """Milliseconds from Enter to the first word of the answer on the screen."""
         seen = len(self.screen.text)
         began = time.monotonic()
         os.write(self._master, b"\r")
@@ -102,6 +105,16 @@ class Typist:
         _, mark, after = text.rpartition("\u276f")
         words = re.findall(r"[a-z]{2,}", plain(after).lower())
         return bool(mark) and any(word not in self._known for word in words)
+
+    def said(self) -> dict[str, float]:
+        """What the chat says of the answer once it has ended: its first token, decode step, and the
+        tokens that were left to compute.
+        """
+        self.screen.until(lambda text: _SAID.search(plain(text)) is not None, 600.0)
+        last = _SAID.findall(plain(self.screen.text))[-1]
+        context, rate, first, cached = (float(number.replace(",", "")) for number in last)
+        left = context - ANSWER_TOKENS - cached
+        return {"said_ms": first, "step_ms": 1000 / rate, "left_tokens": left}
 
     def leave(self) -> None:
         os.write(self._master, b"\x1b")
@@ -129,22 +142,21 @@ def typist(settings: str, *arguments: str) -> Iterator[Typist]:
 
 
 def bench_typing(model: list[str], n_words: int) -> dict[str, Any]:
-    """Type the same words with reading ahead and without."""
+    """Type as many words with reading ahead and without; others, for what was read is remembered."""
     found: dict[str, Any] = {}
-    for name, is_on in (("on", "true"), ("off", "false")):
-        with typist(
-            f"[chat]\nread-ahead = {is_on}\n", *model, "--temp", "0", "--max-tokens", "8"
-        ) as one:
-            keys = _type(one, n_words)
-            found[name] = {"first_token_ms": one.ask(), "keys_ms": keys}
+    for name, is_on, words in (("on", "true", WORDS), ("off", "false", WORDS[::-1])):
+        settings = f"[chat]\nread-ahead = {is_on}\n"
+        with typist(settings, *model, "--temp", "0", "--max-tokens", str(ANSWER_TOKENS)) as one:
+            keys = _type(one, itertools.islice(itertools.cycle(words), n_words))
+            found[name] = {"first_word_ms": one.ask(), "keys_ms": keys} | one.said()
     return found
 
 
-def _type(one: Typist, n_words: int) -> list[float]:
+def _type(one: Typist, words: Iterable[str]) -> list[float]:
     """Milliseconds of each letter; every key has its share of the word's time."""
     took = []
     at = time.monotonic()
-    for word in itertools.islice(itertools.cycle(WORDS), n_words):
+    for word in words:
         for character in f"{word} ":
             at += 60 / WORDS_A_MINUTE / (len(word) + 1)
             one.pause(at)
@@ -192,17 +204,20 @@ def _snapshots() -> set[str]:
 
 
 def table(found: dict[str, Any], n_words: int) -> str:
-    rows = [("what", "reading ahead", "without", "wanted"), ("---",) * 4]
+    rows: list[tuple[str, ...]] = [("what", "reading ahead", "without", "wanted"), ("---",) * 4]
     if "typing" in found:
         on, off = found["typing"]["on"], found["typing"]["off"]
         rows.append(
             (
                 f"Enter → first token, {n_words} words at {WORDS_A_MINUTE} a minute",
-                f"{on['first_token_ms']:.0f} ms",
-                f"{off['first_token_ms']:.0f} ms",
-                "1.5 decode steps and the last words",
+                *_both("{:,.0f} ms", "said_ms", on, off),
+                f"{1.5 * on['step_ms']:.0f} ms, 1.5 decode steps, and the last words",
             )
         )
+        rows += [
+            ("Enter → first word on the screen", *_both("{:,.0f} ms", "first_word_ms", on, off), ""),
+            ("tokens left to compute at Enter", *_both("{:,.0f}", "left_tokens", on, off), ""),
+        ]
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             both = [f"{_quantile(side['keys_ms'], share):.1f} ms" for side in (on, off)]
             rows.append((f"keystroke → screen, {name}", *both, "≤ 30 ms" if share > 0.9 else ""))
@@ -224,6 +239,10 @@ def table(found: dict[str, Any], n_words: int) -> str:
             ),
         ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _both(form: str, key: str, *sides: dict[str, Any]) -> list[str]:
+    return [form.format(side[key]) for side in sides]
 
 
 def _quantile(values: list[float], share: float) -> float:
