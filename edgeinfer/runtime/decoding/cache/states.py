@@ -98,7 +98,8 @@ class SequenceStates:
             return False
         # of the large pieces only addresses: no memory, and no huge pages, which NumPy asks for
         buffer = np.frombuffer(mmap.mmap(-1, state.n_bytes, _PRIVATE), np.uint8)
-        pieces, at = [], 0
+        pieces: list[Piece] = []
+        at = 0
         for piece, place in zip(state.pieces, state.places, strict=True):
             size = piece.nbytes
             if place == ANYWHERE:
@@ -144,7 +145,9 @@ def _runs(copied: Sequence[Copied]) -> list[Copied]:
 
 def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:
     """The state in pieces: cells of tensors, placed like those from `cell` on, and what is between."""
-    pieces, places, at = [], [], 0
+    pieces: list[memoryview] = []
+    places: list[int] = []
+    at = 0
     for run in runs:
         row = run.size // n_tokens
         pieces += [state[at : run.at], state[run.at : run.at + run.size]]
