@@ -12,8 +12,8 @@
 #include <cstring>
 
 namespace {
-struct Copied {  // bytes [at, at + size) of the state are the cells of `tensor` at `cells`
-    uint64_t at, size, cells, tensor;
+struct Copied {  // bytes [at, at + size) of the state are cells of the tensor whose data begin at `tensor`
+    uint64_t at, size, tensor;
 };
 
 struct Piece {  // bytes [at, at + size) of the state lie at `source`
@@ -63,8 +63,8 @@ extern "C" void edgeinfer_cells_get(void *, const ggml_tensor *tensor, void *dat
     std::memcpy(data, tensor_data + offset, size);
     const uint64_t number = transfer->n_copied++;
     if (number >= transfer->capacity) return;
-    const uint64_t start = reinterpret_cast<uint64_t>(tensor_data);
-    transfer->copied[number] = {reinterpret_cast<uint64_t>(data) - transfer->state, size, start + offset, start};
+    const uint64_t at = reinterpret_cast<uint64_t>(data) - transfer->state;
+    transfer->copied[number] = {at, size, reinterpret_cast<uint64_t>(tensor_data)};
 }
 
 extern "C" void edgeinfer_cells_set(void *, ggml_tensor *tensor, const void *data, size_t offset, size_t size) {

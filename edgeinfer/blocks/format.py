@@ -163,10 +163,8 @@ def decode(data: memoryview, file: MappedFile | None = None) -> Block:
         raise BlockDamagedError("it is no block of this version")
     if size != len(data):
         raise BlockDamagedError(f"it has {len(data)} bytes and promises {size}")
-    found = xxhash.xxh3_64()
-    found.update(
-        data[_CHECKED_FROM:]
-    )  # which leaves Python's lock to others; xxh3_64_intdigest doesn't
+    found = xxhash.xxh3_64()  # its `update` leaves Python's lock to others, xxh3_64_intdigest does not
+    found.update(data[_CHECKED_FROM:])
     if found.intdigest() != checksum:
         raise BlockDamagedError("its checksum is wrong")
     header = read_header(data)

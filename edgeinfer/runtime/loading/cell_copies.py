@@ -42,9 +42,9 @@ _COUNT_S = 1.0
 
 
 class Copied(ctypes.Structure):
-    """`size` bytes of a state from `at` on are cells at address `cells`, of the tensor at `tensor`."""
+    """`size` bytes of a state from `at` on are cells of the tensor whose data begin at `tensor`."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "cells", "tensor")]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "tensor")]
 
 
 class Piece(ctypes.Structure):

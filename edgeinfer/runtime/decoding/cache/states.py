@@ -139,7 +139,7 @@ def _runs(copied: Sequence[Copied]) -> list[Copied]:
         if last and last.tensor == one.tensor and last.at + last.size == one.at:
             last.size += one.size
         else:
-            runs.append(Copied(one.at, one.size, one.cells, one.tensor))
+            runs.append(Copied(one.at, one.size, one.tensor))
     return [run for run in runs if run.size >= _WORTH_MAPPING]
 
 
