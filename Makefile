@@ -117,7 +117,7 @@ clients: setup   ## other people's clients and agents, unmodified, two turns eac
 	$(BIN)/python tests/clients/run.py $(ARGS)
 
 fuzz-http: setup ## schemathesis over the OpenAPI document, 5,000 cases and more
-	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/http/test_openapi.py -s $(ARGS)
+	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/http/dialects/test_openapi.py -s $(ARGS)
 
 leak-http: setup ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
 	@tools/setup.sh bench

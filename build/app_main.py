@@ -5,8 +5,8 @@ or the command line.
 import runpy
 import sys
 
-from edgeinfer.process import MODULE_SWITCH
 from edgeinfer.shipping.shipped import prefer_newer_cxx, trust_certificates
+from edgeinfer.system.process import MODULE_SWITCH
 
 prefer_newer_cxx()
 trust_certificates()

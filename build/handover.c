@@ -36,7 +36,7 @@ static const char *field(volatile const char *whole, size_t key)
     return copy + key;
 }
 
-/* What edgeinfer.paths.data_dir() gives; 0 when only Python can tell (no HOME, a relative EDGEINFER_HOME). */
+/* What edgeinfer.system.paths.data_dir() gives; 0 when only Python can tell (no HOME, a relative EDGEINFER_HOME). */
 static int data_dir(char *out, size_t size)
 {
     const char *home = getenv("EDGEINFER_HOME");

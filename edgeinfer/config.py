@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from edgeinfer import places
 from edgeinfer.errors import ConfigError
 from edgeinfer.load_options import LOAD_OPTIONS, LoadOption
+from edgeinfer.system import places
 
 
 def about(sentence: str, **limits: Any) -> msgspec.Meta:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-from edgeinfer import places
+from edgeinfer.system import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `-n`, keep together what shares fixtures, and begin with what takes longest."""
     if not WORKER:
         return
-    items.sort(key=lambda item: _LONGEST.get(item.path.parent.name, len(_LONGEST)))
+    items.sort(key=lambda item: _LONGEST.get(item.path.relative_to(ROOT).parts[1], len(_LONGEST)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_together(item)))
 

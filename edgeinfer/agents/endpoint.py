@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.errors import ServeError
+from edgeinfer.system import paths
 
 #: An endpoint answers its health at once; one that does not is none of ours.
 _HEALTH_S = 5.0

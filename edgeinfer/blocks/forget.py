@@ -9,10 +9,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from edgeinfer import paths
 from edgeinfer.blocks import limits
 from edgeinfer.blocks.names import owner_name, read_secret
 from edgeinfer.blocks.store import model_folder
+from edgeinfer.system import paths
 
 
 def forget_all(root: Path) -> int:

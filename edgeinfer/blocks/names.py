@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.blocks.format import pack_tokens
-from edgeinfer.disk import stamps
+from edgeinfer.system.disk import stamps
 
 NAME_BYTES = 20
 SECRET_BYTES = 32

@@ -27,13 +27,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgeinfer import paths
 from edgeinfer.blocks import format, kept, limits
 from edgeinfer.blocks.format import Block, Header, MappedFile
 from edgeinfer.blocks.limits import Limits
 from edgeinfer.blocks.names import Names, owner_name, read_secret
 from edgeinfer.blocks.writer import Writer
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
+from edgeinfer.system import paths
 
 #: Files are read, and their checksums computed, by so many threads: one gives some 4 GB/s.
 _READERS = 2

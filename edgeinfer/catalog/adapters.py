@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import load_options, paths
+from edgeinfer import load_options
 from edgeinfer.catalog import gguf, names, sources, store
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
@@ -27,8 +27,9 @@ from edgeinfer.catalog.pull import PullOptions, first_that_works, plain_words
 from edgeinfer.catalog.quantizing.quantize import publish
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 from edgeinfer.catalog.store import PulledModel
-from edgeinfer.disk import room_errors, sync
 from edgeinfer.errors import ConversionError, UsageError
+from edgeinfer.system import paths
+from edgeinfer.system.disk import room_errors, sync
 
 _HOW = "`edgeinfer pull ADAPTER --base MODEL`"
 

@@ -12,8 +12,8 @@ from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.store import PulledFile, PulledModel
-from edgeinfer.disk import sync
 from edgeinfer.errors import CatalogError, UsageError
+from edgeinfer.system.disk import sync
 
 
 def copy(text: str, name: str) -> PulledModel:

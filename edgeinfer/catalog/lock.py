@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from edgeinfer import paths
 from edgeinfer.catalog.names import Reference
-from edgeinfer.disk import locked
 from edgeinfer.errors import ModelBusyError
+from edgeinfer.system import paths
+from edgeinfer.system.disk import locked
 
 LOCKS = ".locks"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgeinfer.catalog.gguf import GgufHeader
-from edgeinfer.machine import Machine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.planning.choices import choose_repack
 from edgeinfer.runtime.planning.plan import Plan, make_plan
 from edgeinfer.runtime.planning.shape import Shape, make_shape
+from edgeinfer.system.machine import Machine
 
 
 def header_shape(headers: Sequence[GgufHeader]) -> Shape:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.catalog import names
 from edgeinfer.catalog import sources as places
 from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
@@ -24,6 +23,7 @@ from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
 from edgeinfer.load_options import LORA
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.sampling_options import SAMPLING_OPTIONS
+from edgeinfer.system import paths
 
 FILE_NAME = "models.toml"
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[MB]")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.errors import UsageError
+from edgeinfer.system import paths
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -12,11 +12,11 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.names import Reference
-from edgeinfer.disk import write_whole
 from edgeinfer.errors import CatalogError
+from edgeinfer.system import paths
+from edgeinfer.system.disk import write_whole
 
 SUFFIX = ".lock.json"
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.catalog import gguf, pins, sources, store
 from edgeinfer.catalog.converting.fetched import DIRECT, convert_fetched
 from edgeinfer.catalog.fetching.fetch import fetch
@@ -31,7 +30,6 @@ from edgeinfer.catalog.rates.purpose import AUTO, Purpose
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.config import load_config
 from edgeinfer.config import offline as offline_in
-from edgeinfer.disk import room_errors, sha256_of, sync
 from edgeinfer.errors import (
     CatalogError,
     ChecksumError,
@@ -40,6 +38,8 @@ from edgeinfer.errors import (
     OfflineError,
     UsageError,
 )
+from edgeinfer.system import paths
+from edgeinfer.system.disk import room_errors, sha256_of, sync
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.catalog import names, pins, sources, store
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.names import Reference
 from edgeinfer.errors import CatalogError, UsageError
+from edgeinfer.system import paths
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):

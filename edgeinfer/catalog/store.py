@@ -19,12 +19,10 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.catalog import gguf, names, sources
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import Catalog, Model, load_catalog, nearest
 from edgeinfer.catalog.names import Reference
-from edgeinfer.disk import write_whole
 from edgeinfer.errors import (
     CatalogError,
     InvalidGgufError,
@@ -35,6 +33,8 @@ from edgeinfer.errors import (
 from edgeinfer.load_options import LORA
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
+from edgeinfer.system import paths
+from edgeinfer.system.disk import write_whole
 
 RECORD = "model.json"
 PARTIAL = ".partial"

@@ -15,8 +15,8 @@ from edgeinfer.catalog.memory import header_plan
 from edgeinfer.catalog.models import Model, load_catalog
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.machine import Machine, read_machine
 from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.system.machine import Machine, read_machine
 
 #: Context that the memory of a model that is not here is judged with.
 _N_CTX = 4096

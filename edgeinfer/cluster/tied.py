@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
-from edgeinfer import launcher, process
+from edgeinfer import launcher
+from edgeinfer.system import process
 
 _FIRST_LISTENER = 3
 

@@ -22,10 +22,10 @@ import msgspec
 from edgeinfer.catalog import store
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.store import PulledFile, PulledModel
-from edgeinfer.disk import need_room, sha256_of_part, share_blocks, sync, whole_file
 from edgeinfer.errors import ChecksumError, EdgeInferError, ShippingError
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
+from edgeinfer.system.disk import need_room, sha256_of_part, share_blocks, sync, whole_file
 
 _CHUNK = 4 << 20
 #: (bytes done, bytes in all)

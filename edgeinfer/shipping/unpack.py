@@ -23,10 +23,10 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from edgeinfer import disk, paths
 from edgeinfer.errors import DiskFullError, EdgeInferError, ShippingError, SnapshotUnsafeError
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import Index, Shipped
+from edgeinfer.system import disk, paths
 
 INDEX = "payload.json"
 SOURCE = ".source"

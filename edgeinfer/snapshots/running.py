@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import msgspec
 
-from edgeinfer import places, process_notes
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.launch_verbs import LAUNCH_VERBS
-from edgeinfer.process_notes import left_by
 from edgeinfer.runtime.options import CopiesInfo
 from edgeinfer.snapshots.process_description import Description
+from edgeinfer.system import places, process_notes
+from edgeinfer.system.process_notes import left_by
 
 T = TypeVar("T")
 

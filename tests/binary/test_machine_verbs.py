@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 
 import manual
 
-from edgeinfer import paths
 from edgeinfer.cli import build_parser
 from edgeinfer.commands.machine.completion import script, verbs
 from edgeinfer.commands.machine.licenses import licenses
@@ -20,6 +19,7 @@ from edgeinfer.commands.machine.uninstall import uninstall
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.shipping import shipped
+from edgeinfer.system import paths
 
 
 def options(**values):

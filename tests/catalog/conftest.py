@@ -13,8 +13,8 @@ import pytest
 from fake_hub import Fault, FaultServer, sha
 from made_gguf import gguf_bytes
 
-from edgeinfer import paths
 from edgeinfer.catalog.progress.job import Patience
+from edgeinfer.system import paths
 
 #: Waits of microseconds instead of seconds, and a short belief in silence.
 HASTY = Patience(attempts=3, pause_s=0.001, connect_s=5.0, silence_s=0.5)

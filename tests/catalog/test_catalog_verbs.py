@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.catalog.progress.bar import progress_on
 from edgeinfer.catalog.progress.job import Job, PullProgress
@@ -16,6 +15,7 @@ from edgeinfer.catalog.progress.text import PlainLines, progress_text
 from edgeinfer.catalog.store import list_pulled
 from edgeinfer.cli import main
 from edgeinfer.snapshots.shelf.format import MANIFEST
+from edgeinfer.system import paths
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import pytest
 from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, picture, sha
 from made_gguf import entry, gguf_bytes, model_entries, text
 
-from edgeinfer import disk
 from edgeinfer.catalog import store as own
 from edgeinfer.catalog.found import stores, verified
 from edgeinfer.cli import main
@@ -30,6 +29,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.snapshots.shelf.format import part_of, safe_name
+from edgeinfer.system import disk
 
 TINY = gguf_bytes()
 

@@ -13,10 +13,10 @@ import pytest
 from edgeinfer.catalog.gguf import GgufHeader, TensorInfo, check
 from edgeinfer.catalog.memory import header_plan, header_shape
 from edgeinfer.cli import main
-from edgeinfer.machine import Machine, Memory, read_machine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.planning.plan import Plan
 from edgeinfer.runtime.planning.shape import Shape, make_buffers
+from edgeinfer.system.machine import Machine, Memory, read_machine
 
 #: Makes contexts and prints what llama.cpp says of its buffers, in MiB: [weights, [kv, compute +
 #: output] per context].

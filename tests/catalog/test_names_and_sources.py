@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.catalog import names, sources
 from edgeinfer.errors import UsageError
+from edgeinfer.system import paths
 
 
 @pytest.mark.parametrize("name", ["a", "qwen3-0.6b", "x_y", "a" * 96])

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer import places
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.cli import main
-from edgeinfer.page_cache import read_in, resident_bytes
 from edgeinfer.snapshots.shelf.format import MANIFEST, Manifest, manifest_text
+from edgeinfer.system import places
+from edgeinfer.system.page_cache import read_in, resident_bytes
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.catalog import pins, store
 from edgeinfer.catalog.names import reference
 from edgeinfer.catalog.progress.job import Patience, PullProgress
@@ -24,6 +23,7 @@ from edgeinfer.errors import (
     OfflineError,
     SourceNotFoundError,
 )
+from edgeinfer.system import paths
 
 from .conftest import part
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.catalog import store
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import DownloadError, SourceNotFoundError
+from edgeinfer.system import paths
 
 from .conftest import part
 
@@ -67,7 +67,7 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli, f
 #: Kill this process at the n-th call of one of the steps that change the disk at the end of a pull.
 _KILL_AT = """
 import os, signal, pathlib
-from edgeinfer import disk
+from edgeinfer.system import disk
 from edgeinfer.catalog import store, pull as pull_module
 from edgeinfer.catalog.fetching import download
 left = {n}

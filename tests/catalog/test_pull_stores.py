@@ -18,7 +18,6 @@ from made_checkpoints import make_checkpoint
 from made_gguf import entry, model_entries
 from stores_here import docker_registry, moto, push, registry_program
 
-from edgeinfer import paths
 from edgeinfer.catalog import names, sources, store
 from edgeinfer.catalog.fetching import s3, spans
 from edgeinfer.catalog.progress.job import PullProgress
@@ -31,6 +30,7 @@ from edgeinfer.errors import (
     SourceNotFoundError,
     UsageError,
 )
+from edgeinfer.system import paths
 
 from ..conftest import BUILD_CACHE
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.catalog import store
 from edgeinfer.catalog.ggml_types import FILE_TYPES
 from edgeinfer.catalog.gguf import check
@@ -31,6 +30,7 @@ from edgeinfer.errors import (
     QuantizeError,
     UsageError,
 )
+from edgeinfer.system import paths
 
 pytestmark = pytest.mark.model
 
@@ -210,7 +210,7 @@ def test_no_room(smol: str, monkeypatch) -> None:
 def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
     program = (
         "import sys, runpy\n"
-        "from edgeinfer import disk\n"
+        "from edgeinfer.system import disk\n"
         "disk.free_bytes = lambda _: 0\n"
         f"sys.argv = [{module!r}, *{list(args)!r}]\n"
         f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"

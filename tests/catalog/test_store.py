@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.catalog import names, store
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.names import reference
@@ -22,6 +21,7 @@ from edgeinfer.errors import (
     UnknownModelError,
     UsageError,
 )
+from edgeinfer.system import paths
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.machine import Machine, Memory
 from edgeinfer.runtime.planning.choices import (
     choose_cells,
     choose_context,
@@ -14,6 +13,7 @@ from edgeinfer.runtime.planning.choices import (
     choose_threads,
     exact_rows,
 )
+from edgeinfer.system.machine import Machine, Memory
 
 GIB = 1 << 30
 

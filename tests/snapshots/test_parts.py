@@ -14,10 +14,8 @@ import threading
 
 import pytest
 
-from edgeinfer import places
 from edgeinfer.commands.snapshots.snapshots import SnapshotsResult
 from edgeinfer.config import SnapshotsConfig
-from edgeinfer.disk import locked
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.loading.mappings import LARGE_BYTES
@@ -27,6 +25,8 @@ from edgeinfer.snapshots.building import build_order, digests
 from edgeinfer.snapshots.resumed import freshness, loaded_model, prefetch, residency
 from edgeinfer.snapshots.resumed.idle import IdleWatch
 from edgeinfer.snapshots.shelf import choose, fingerprint, format, prune, records
+from edgeinfer.system import places
+from edgeinfer.system.disk import locked
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 from made_models import make_adapter
 from other_processes import descendants, has_ended, wait_until
 
-from edgeinfer import process_notes
 from edgeinfer.snapshots.process_description import Description
+from edgeinfer.system import process_notes
 
 from .conftest import Person
 from .test_by_itself import MODEL, Endpoint

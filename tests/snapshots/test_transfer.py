@@ -16,7 +16,6 @@ import msgspec
 import pytest
 from stores_here import docker_registry, registry_program
 
-from edgeinfer import paths
 from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import EdgeInferError, SnapshotUntrustedError, UsageError
 from edgeinfer.snapshots.building.relocating import Places
@@ -24,6 +23,7 @@ from edgeinfer.snapshots.transfer import description as described
 from edgeinfer.snapshots.transfer import importing, packing, signing, trust
 from edgeinfer.snapshots.transfer.layout import Layout
 from edgeinfer.snapshots.transfer.offer import offered
+from edgeinfer.system import paths
 
 from ..conftest import BUILD_CACHE
 

@@ -10,7 +10,6 @@ from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 from textual.widgets import Static
 
-from edgeinfer import paths
 from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.chat.history.store import Store
@@ -18,6 +17,7 @@ from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
+from edgeinfer.system import paths
 from edgeinfer.tui.screens.choice import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
 from edgeinfer.tui.widgets.completions import Completions

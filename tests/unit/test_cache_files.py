@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from edgeinfer import cache_files, paths
-from edgeinfer.cache_files import CacheFile, CacheTable
+from edgeinfer.system import cache_files, paths
+from edgeinfer.system.cache_files import CacheFile, CacheTable
 
 
 def test_a_value_is_kept_where_others_may_list_the_cache():

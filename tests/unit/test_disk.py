@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from edgeinfer import disk
 from edgeinfer.errors import DiskFullError
+from edgeinfer.system import disk
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer import cli, paths
+from edgeinfer import cli
 from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.names import model_key
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.system import paths
 
 
 def keep(model: str) -> None:

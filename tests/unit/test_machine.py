@@ -5,10 +5,11 @@ import subprocess
 
 import pytest
 
-from edgeinfer import cli, paths
+from edgeinfer import cli
 from edgeinfer.commands.machine import doctor as doctor_module
 from edgeinfer.commands.machine.doctor import Check, DoctorResult
 from edgeinfer.errors import EngineError
+from edgeinfer.system import paths
 
 DEFAULT = "smollm2-135m-instruct"
 

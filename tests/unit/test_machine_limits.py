@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgeinfer import machine
+from edgeinfer.system import machine
 
 GB = 10**9
 

@@ -5,8 +5,8 @@ import os
 import platformdirs
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.errors import SnapshotUnsafeError
+from edgeinfer.system import paths
 
 
 @pytest.mark.parametrize("kind", ["config", "data", "cache", "state"])

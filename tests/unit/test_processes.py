@@ -43,7 +43,7 @@ def test_every_log_of_the_table_is_written_by_the_code():
 SESSION = Path("/proc/self/autogroup")
 STEP_BACK = """
 import os
-from edgeinfer import process
+from edgeinfer.system import process
 process.step_back()
 try:
     session = open("/proc/self/autogroup").read()

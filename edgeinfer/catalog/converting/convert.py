@@ -19,8 +19,8 @@ from edgeinfer.catalog.converting.safetensors import Array, to_float32
 from edgeinfer.catalog.converting.tensors import Planned
 from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.progress.job import Job
-from edgeinfer.disk import need_room, room_errors
 from edgeinfer.errors import ConversionError
+from edgeinfer.system.disk import need_room, room_errors
 
 if TYPE_CHECKING:
     import gguf

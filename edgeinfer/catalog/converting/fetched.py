@@ -8,8 +8,8 @@ from pathlib import Path
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.progress.job import Job
-from edgeinfer.disk import sha256_of
 from edgeinfer.errors import UsageError
+from edgeinfer.system.disk import sha256_of
 
 #: What is written without llama.cpp's quantizer.
 DIRECT = ("F32", "F16", "BF16", "Q8_0")

@@ -20,8 +20,8 @@ from edgeinfer.catalog.converting.safetensors import Array
 from edgeinfer.catalog.ggml_types import TENSOR_TYPES
 from edgeinfer.catalog.gguf import GgufHeader, TensorInfo
 from edgeinfer.catalog.progress.job import Job
-from edgeinfer.disk import need_room, room_errors
 from edgeinfer.errors import ConversionError
+from edgeinfer.system.disk import need_room, room_errors
 
 _MADE_HERE = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
 _BLOCK_BYTES = 64 << 20

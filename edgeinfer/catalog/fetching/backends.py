@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.catalog.fetching import local
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job
-from edgeinfer.disk import locked, room_errors, sha256_of, sync, write_whole
 from edgeinfer.errors import CatalogError, ChecksumError, SourceNotFoundError
 from edgeinfer.runtime.backends import files
 from edgeinfer.runtime.backends.files import BackendFile, Build, Facts
+from edgeinfer.system import paths
+from edgeinfer.system.disk import locked, room_errors, sha256_of, sync, write_whole
 
 
 def is_address(place: str) -> bool:

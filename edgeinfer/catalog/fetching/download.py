@@ -20,8 +20,8 @@ import msgspec
 from edgeinfer.catalog.fetching import answers, ranges, spans
 from edgeinfer.catalog.fetching.answers import AgainError, WholeOnlyError
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, Patience
-from edgeinfer.disk import need_room, room_errors, write_whole
 from edgeinfer.errors import ChecksumError, DownloadError
+from edgeinfer.system.disk import need_room, room_errors, write_whole
 from edgeinfer.units import format_bytes
 
 PART = ".part"

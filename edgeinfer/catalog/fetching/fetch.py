@@ -11,8 +11,8 @@ from edgeinfer.catalog.fetching import local
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.plan import Plan
 from edgeinfer.catalog.progress.job import Job
-from edgeinfer.disk import need_room
 from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
+from edgeinfer.system.disk import need_room
 
 if TYPE_CHECKING:
     from edgeinfer.catalog.fetching.download import Remote

@@ -9,8 +9,8 @@ from edgeinfer.catalog import names
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.progress.job import Job
-from edgeinfer.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
 from edgeinfer.errors import SourceNotFoundError, UsageError
+from edgeinfer.system.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
 
 
 def fetch(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:

@@ -20,8 +20,8 @@ import msgspec
 from edgeinfer.catalog.fetching import answers, spans
 from edgeinfer.catalog.fetching.answers import AgainError, WholeOnlyError
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, Patience
-from edgeinfer.disk import room_errors
 from edgeinfer.errors import AuthenticationError, DownloadError
+from edgeinfer.system.disk import room_errors
 from edgeinfer.units import format_bytes
 
 #: Ask for the bytes from one to before another (None: to the last), if a validator still holds.

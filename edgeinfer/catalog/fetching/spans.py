@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from edgeinfer.disk import size_or_zero, write_whole
+from edgeinfer.system.disk import size_or_zero, write_whole
 
 SPANS = ".spans"
 _HEAD = 40

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job
 from edgeinfer.catalog.sources import WheelFile
-from edgeinfer.disk import need_room, room_errors
 from edgeinfer.errors import AuthenticationError, DiskFullError, DownloadError, SourceNotFoundError
+from edgeinfer.system.disk import need_room, room_errors
 
 _COPY_BYTES = 1 << 20
 _POLL_S = 0.2

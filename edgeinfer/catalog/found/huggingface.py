@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from edgeinfer import places
 from edgeinfer.catalog.found import gguf_folders
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.found.reading import UnusableError, folders, ggufs, small_file
+from edgeinfer.system import places
 
 STORE = "Hugging Face"
 PREFIX = places.FOUND[1]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import places
 from edgeinfer.catalog.found import gguf_folders
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.found.reading import UnusableError, folders, ggufs, small_file
+from edgeinfer.system import places
 
 STORE = "LM Studio"
 PREFIX = places.FOUND[2]

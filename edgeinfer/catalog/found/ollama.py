@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import places
 from edgeinfer.catalog.found.model import Found, FoundFile
 from edgeinfer.catalog.found.reading import UnusableError, entries, file_in, folders, small_file
+from edgeinfer.system import places
 
 STORE = "Ollama"
 PREFIX = places.FOUND[0]

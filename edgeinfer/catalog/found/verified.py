@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.cache_files import CacheTable
 from edgeinfer.catalog.found.model import FoundFile
-from edgeinfer.disk import sha256_of
 from edgeinfer.errors import ChecksumError
+from edgeinfer.system.cache_files import CacheTable
+from edgeinfer.system.disk import sha256_of
 
 #: (bytes read, bytes in all), for a person who waits
 OnRead = Callable[[int, int], None]

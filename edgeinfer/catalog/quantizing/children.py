@@ -13,7 +13,7 @@ import msgspec
 
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.errors import QuantizeError
-from edgeinfer.process import child_command
+from edgeinfer.system.process import child_command
 
 _POLL_S = 0.2
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from edgeinfer import paths
 from edgeinfer.catalog import gguf
 from edgeinfer.catalog.gguf import TensorInfo
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.quantizing import children
 from edgeinfer.errors import InvalidGgufError, QuantizeError
+from edgeinfer.system import paths
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 

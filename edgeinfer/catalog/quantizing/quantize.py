@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.ggml_types import FILE_TYPES, FULL_PRECISION, file_type
@@ -27,9 +26,10 @@ from edgeinfer.catalog.quantizing.score import checked_text, scored
 from edgeinfer.catalog.rates import probe, speed
 from edgeinfer.catalog.rates.purpose import AUTO, Purpose
 from edgeinfer.catalog.store import PulledFile, PulledModel
-from edgeinfer.disk import sha256_of, sync
 from edgeinfer.errors import UsageError
-from edgeinfer.machine import read_memory
+from edgeinfer.system import paths
+from edgeinfer.system.disk import sha256_of, sync
+from edgeinfer.system.machine import read_memory
 
 #: Tokens of a user's text that are scored, and so not read for an importance matrix.
 _SCORED_TOKENS = 1024

@@ -12,8 +12,8 @@ from edgeinfer.catalog.ggml_types import FILE_TYPES
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.quantizing import children, imatrix
 from edgeinfer.catalog.rates.purpose import Purpose
-from edgeinfer.disk import free_bytes
 from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError
+from edgeinfer.system.disk import free_bytes
 
 #: In place of an importance matrix: make one.
 MAKE_IMATRIX = "make"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from edgeinfer import paths
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.quantizing import children
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions
 from edgeinfer.errors import QuantizeError, UsageError
+from edgeinfer.system import paths
 
 
 def perplexity_text() -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from edgeinfer.cache_files import CacheTable
+from edgeinfer.system.cache_files import CacheTable
 
 #: Fewer tokens say little of a rate.
 ENOUGH_TOKENS = 16

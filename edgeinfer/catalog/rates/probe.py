@@ -16,14 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
-from edgeinfer.cache_files import CacheFile
 from edgeinfer.catalog.ggml_types import TENSOR_TYPES, file_type
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.quantizing import children
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 from edgeinfer.catalog.rates import matrix_model
 from edgeinfer.errors import QuantizeError
+from edgeinfer.system import paths
+from edgeinfer.system.cache_files import CacheFile
 
 #: Tensor types that files are mostly made of, and the file type whose matrices are of that alone.
 PROBED = {

@@ -10,7 +10,7 @@ from edgeinfer.catalog.rates.fits import active_parameters, parameters
 from edgeinfer.catalog.rates.purpose import Purpose
 from edgeinfer.catalog.rates.speed import Choice, choose
 from edgeinfer.errors import SourceNotFoundError
-from edgeinfer.machine import read_memory
+from edgeinfer.system.machine import read_memory
 
 #: For a repository that is in no catalogue and says no size: speeds are compared, not told.
 _SOME_PARAMS = 1e9

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import places
 from edgeinfer.chat import attachments, presets
 from edgeinfer.chat.commands import slash
+from edgeinfer.system import places
 
 _MENTION = re.compile(r'(?<!\S)@"?([^\s"]*)$')
 

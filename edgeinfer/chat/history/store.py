@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.chat.history.migrate import migrate
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Turn
 from edgeinfer.errors import StoreError
+from edgeinfer.system import paths
 
 #: An answer without a new piece for so long was left behind by a process that died.
 STALE_MS = 60_000

@@ -24,7 +24,6 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.commands.answering.serve import Loader, pulled_models
-from edgeinfer.disk import try_lock
 from edgeinfer.errors import (
     DiskFullError,
     EdgeInferError,
@@ -44,6 +43,7 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.tracing import NoTracer
+from edgeinfer.system.disk import try_lock
 
 #: Pauses between the tries of a request that failed in a way that may pass.
 _BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)

@@ -8,13 +8,14 @@ import socket
 import sys
 from typing import TYPE_CHECKING, ClassVar
 
-from edgeinfer import process, requesting
+from edgeinfer import requesting
 from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.opening import Launch
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import HandOver, Host
 from edgeinfer.result import Result
+from edgeinfer.system import process
 
 if TYPE_CHECKING:
     from edgeinfer.tui.app import ChatApp

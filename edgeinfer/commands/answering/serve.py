@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
-from edgeinfer import places, requesting
+from edgeinfer import requesting
 from edgeinfer.commands.catalog.model_shelf import ModelShelf
 from edgeinfer.config import ServeConfig, copies_range, offline
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
-from edgeinfer.machine import read_processors
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import CopiesInfo, EngineInfo, LoadOptions
 from edgeinfer.runtime.planning.choices import choose_threads
@@ -35,6 +34,8 @@ from edgeinfer.server.observe.payload_log import PayloadLog
 from edgeinfer.server.observe.tracing import tracer_from_environment
 from edgeinfer.server.operations import DIALECTS
 from edgeinfer.server.server import Ended, RunOptions, run
+from edgeinfer.system import places
+from edgeinfer.system.machine import read_processors
 from edgeinfer.workers.copies import minding
 from edgeinfer.workers.copies.growth import Bounds
 from edgeinfer.workers.copies.one_copy import Copy, CopyEngine

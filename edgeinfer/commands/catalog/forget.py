@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import ClassVar
 
-from edgeinfer import paths
 from edgeinfer.blocks.forget import forget_all, forget_conversation, forget_model
 from edgeinfer.blocks.names import model_key
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
+from edgeinfer.system import paths
 from edgeinfer.units import format_bytes
 
 ALL = "all"

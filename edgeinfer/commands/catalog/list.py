@@ -23,9 +23,9 @@ from edgeinfer.commands.table import table
 from edgeinfer.error_text import hint
 from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
-from edgeinfer.machine import read_memory
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, model_part, part_of
+from edgeinfer.system.machine import read_memory
 from edgeinfer.units import format_bytes
 
 

@@ -12,10 +12,10 @@ from edgeinfer.catalog.progress.bar import progress_on
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.host import Host
-from edgeinfer.machine import read_memory
-from edgeinfer.page_cache import read_in, resident_bytes
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import Manifest, generations, read_manifest
+from edgeinfer.system.machine import read_memory
+from edgeinfer.system.page_cache import read_in, resident_bytes
 from edgeinfer.units import format_bytes
 
 

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer import paths
 from edgeinfer.blocks.forget import forget_model
 from edgeinfer.blocks.names import model_key
 from edgeinfer.catalog.remove import Removed, remove
@@ -16,6 +15,7 @@ from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf import failures
 from edgeinfer.snapshots.shelf.format import generations, model_part, part_of
 from edgeinfer.snapshots.shelf.prune import remove as remove_snapshot
+from edgeinfer.system import paths
 from edgeinfer.units import format_bytes
 
 

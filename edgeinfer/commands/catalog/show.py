@@ -21,10 +21,10 @@ from edgeinfer.commands.catalog.list import format_parameters
 from edgeinfer.commands.catalog.show_devices import DevicesShown, planned_devices
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
-from edgeinfer.machine import Memory, read_machine, read_rate
 from edgeinfer.result import Result
 from edgeinfer.runtime.planning.plan import Plan, disk_warning
 from edgeinfer.runtime.planning.shape import Buffers
+from edgeinfer.system.machine import Memory, read_machine, read_rate
 from edgeinfer.units import format_bytes
 
 

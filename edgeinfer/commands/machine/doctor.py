@@ -16,13 +16,14 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from edgeinfer import __version__, error_text, paths
+from edgeinfer import __version__, error_text
 from edgeinfer.config import Config, config_path, load_config, offline
-from edgeinfer.disk import free_bytes
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.runtime.backends.devices import Loaded, NotLoaded, device_line
+from edgeinfer.system import paths
+from edgeinfer.system.disk import free_bytes
 
 Status = Literal["ok", "warn", "fail"]
 #: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
@@ -111,7 +112,7 @@ def _cpu() -> Check:
 
 def _memory() -> Check:
     """Memory: what a model may take."""
-    from edgeinfer.machine import read_memory
+    from edgeinfer.system.machine import read_memory
 
     memory = read_memory()
     text = f"{memory.available_bytes / GIB:.1f} GiB available of {memory.total_bytes / GIB:.1f} GiB"
@@ -160,9 +161,9 @@ def _copies() -> Check:
 
 def _gpu() -> list[Check]:
     """GPU: what the backend libraries find, each in a process of its own, and what trials found."""
-    from edgeinfer.machine import read_gpus
     from edgeinfer.runtime.attaching.remembered import TRIALS
     from edgeinfer.runtime.backends.survey import survey
+    from edgeinfer.system.machine import read_gpus
 
     cards, answers = read_gpus(), survey()
     checks = [_backend(answer, cards) for answer in answers]

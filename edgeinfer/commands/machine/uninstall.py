@@ -12,13 +12,13 @@ from typing import ClassVar
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.runtime.backends.files import added_dir
 from edgeinfer.shipping import shipped, unpack
 from edgeinfer.snapshots.running import processes, shares_folders
+from edgeinfer.system import paths
 from edgeinfer.units import format_bytes
 
 #: Shows the text and returns whether the person agreed.

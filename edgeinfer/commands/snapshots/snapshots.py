@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.commands.table import table
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import Host
@@ -18,6 +17,7 @@ from edgeinfer.snapshots.building import build_order, verify
 from edgeinfer.snapshots.shelf import failures, format, prune, records
 from edgeinfer.snapshots.shelf.failures import Failure
 from edgeinfer.snapshots.shelf.records import Details, Listed
+from edgeinfer.system import paths
 from edgeinfer.units import format_bytes, format_duration
 
 

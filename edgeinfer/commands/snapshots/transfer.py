@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer import paths
 from edgeinfer.catalog import sources
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.commands.snapshots.warm import StageTalk
@@ -28,6 +27,7 @@ from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.snapshots.transfer import exporting, importing, signing, trust
 from edgeinfer.snapshots.transfer.layout import Layout
 from edgeinfer.snapshots.transfer.offer import Source, offered
+from edgeinfer.system import paths
 from edgeinfer.units import format_bytes
 
 

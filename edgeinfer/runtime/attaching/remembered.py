@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.cache_files import CacheTable
 from edgeinfer.runtime.backends.devices import Device
 from edgeinfer.runtime.planning.offload import Offload
+from edgeinfer.system.cache_files import CacheTable
 
 #: What CPU and devices are compared by: a turn of so many tokens read and written.
 _TURN_READ, _TURN_WRITTEN = 512, 128

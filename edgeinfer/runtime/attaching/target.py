@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from edgeinfer.errors import ModelLoadError, OutOfMemoryError
-from edgeinfer.machine import read_machine
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.backends.devices import Device
 from edgeinfer.runtime.decoding.active import ActiveContext
@@ -20,6 +19,7 @@ from edgeinfer.runtime.loading.placement import Placement
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.runtime.planning.choices import choose_repack
 from edgeinfer.runtime.planning.offload import Offload, Room, fewer
+from edgeinfer.system.machine import read_machine
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 

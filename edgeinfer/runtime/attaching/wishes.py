@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from edgeinfer import machine
 from edgeinfer.runtime.backends.devices import Device
 from edgeinfer.runtime.planning.offload import Room
+from edgeinfer.system import machine
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,12 +12,12 @@ import sys
 import time
 from typing import Any
 
-from edgeinfer.process import die_with_parent
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.helpers.child import say
 from edgeinfer.runtime.libllama import L
+from edgeinfer.system.process import die_with_parent
 
 _PROMPT_TOKENS = 256
 #: Rounds of either, the best of which counts: something else may use the machine.

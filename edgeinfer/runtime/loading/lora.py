@@ -9,13 +9,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from edgeinfer.disk import stamps
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.options import Adapter
+from edgeinfer.system.disk import stamps
 
 #: llama.cpp's adapters of one model, by the stamps of their files.
 Held = dict[str, Any]

@@ -15,8 +15,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from edgeinfer import paths
 from edgeinfer.errors import ServeError
+from edgeinfer.system import paths
 
 _MIN_LENGTH = 16
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from edgeinfer.errors import ServeError
-from edgeinfer.process import activated_descriptors
+from edgeinfer.system.process import activated_descriptors
 
 
 def activated() -> list[socket.socket]:

@@ -14,10 +14,9 @@ import time
 
 import msgspec
 
-from edgeinfer import load_options, paths
+from edgeinfer import load_options
 from edgeinfer.catalog import store
 from edgeinfer.config import Config
-from edgeinfer.disk import locked
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
@@ -25,6 +24,8 @@ from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.building import build_order
 from edgeinfer.snapshots.launching import surroundings
 from edgeinfer.snapshots.shelf import build_log, choose, failures
+from edgeinfer.system import paths
+from edgeinfer.system.disk import locked
 from edgeinfer.units import format_bytes
 
 

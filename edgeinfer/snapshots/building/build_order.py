@@ -13,9 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths, process
 from edgeinfer.config import SnapshotsConfig
-from edgeinfer.disk import free_bytes, is_locked, locked
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, from_fields
 from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
@@ -23,6 +21,8 @@ from edgeinfer.snapshots import criu, frames
 from edgeinfer.snapshots.process_description import read_files, stamps_of
 from edgeinfer.snapshots.shelf import failures, fingerprint, format, prune
 from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.system import paths, process
+from edgeinfer.system.disk import free_bytes, is_locked, locked
 from edgeinfer.units import format_bytes
 
 #: (stage, fraction 0..1 or None when unknown)

@@ -23,8 +23,6 @@ from typing import NoReturn
 
 import msgspec
 
-from edgeinfer import process
-from edgeinfer.disk import free_bytes, sync, write_whole
 from edgeinfer.errors import (
     DiskFullError,
     DumpError,
@@ -42,6 +40,8 @@ from edgeinfer.snapshots.building.park import Parked
 from edgeinfer.snapshots.resumed import facts
 from edgeinfer.snapshots.shelf import fingerprint, format
 from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.system import process
+from edgeinfer.system.disk import free_bytes, sync, write_whole
 
 _DUMP_TIMEOUT_S = 600
 _NEAR_FULL_BYTES = 16 << 20

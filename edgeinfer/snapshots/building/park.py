@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import cli, process
+from edgeinfer import cli
 from edgeinfer.config import load_config
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.runtime.loading.mappings import areas
@@ -35,6 +35,7 @@ from edgeinfer.snapshots.process_description import became, describe
 from edgeinfer.snapshots.resumed import app_process, freshness, residency
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable, actual
 from edgeinfer.snapshots.shelf.format import BUFFERS, LINK_FD, WAKE_FD
+from edgeinfer.system import process
 
 #: Our packages whose every module is imported before the dump.
 _ROOMS = "arguments blocks chat commands runtime server snapshots tui workers".split()

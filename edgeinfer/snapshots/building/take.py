@@ -11,15 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths, process
 from edgeinfer.config import SnapshotsConfig
-from edgeinfer.disk import locked
 from edgeinfer.errors import EdgeInferError, SnapshotStaleError
 from edgeinfer.load_options import differing, snapshot_options
 from edgeinfer.snapshots.building import build_order
 from edgeinfer.snapshots.process_description import Description, stamps_of
 from edgeinfer.snapshots.shelf import fingerprint, format, records
 from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.system import paths, process
+from edgeinfer.system.disk import locked
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):

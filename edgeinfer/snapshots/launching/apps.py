@@ -11,11 +11,11 @@ import select
 import sys
 import time
 
-from edgeinfer import process
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching import supervise, surroundings
 from edgeinfer.snapshots.shelf import choose, format
+from edgeinfer.system import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from edgeinfer import process
+from edgeinfer.system import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3
 import _socket
 import os
 
-from edgeinfer import places, process
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching import supervise
 from edgeinfer.snapshots.shelf import choose
+from edgeinfer.system import places, process
 
 #: Resource limits that go with a launch: soft ones, for the kernel refuses to raise a hard one.
 LIMITS = (

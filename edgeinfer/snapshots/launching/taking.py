@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import time
 
-from edgeinfer import process
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching.warming import Warming
+from edgeinfer.system import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3
 import os
 import select
 
-from edgeinfer import process
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching import surroundings
 from edgeinfer.snapshots.launching.apps import quietly
+from edgeinfer.system import process
 
 
 class Warming:

@@ -20,13 +20,13 @@ from typing import NoReturn
 
 import msgspec
 
-from edgeinfer import process
 from edgeinfer.host import Start
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import frames, linux
 from edgeinfer.snapshots.resumed import freshness
 from edgeinfer.snapshots.resumed.app_host import AppHost
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
+from edgeinfer.system import process
 
 #: Roles of a launch request.
 VERB = b"verb"

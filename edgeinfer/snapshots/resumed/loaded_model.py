@@ -99,8 +99,8 @@ class LoadedModel:
     def resume(self, entropy: bytes) -> None:
         """After a restore: as many threads as this launch has processors, and randomness of its own."""
         # imported already in a parked process
-        from edgeinfer.machine import read_processors
         from edgeinfer.runtime.planning.choices import choose_threads
+        from edgeinfer.system.machine import read_processors
 
         self._entropy = entropy
         self._engine.resume(choose_threads(0, read_processors()).value, entropy)

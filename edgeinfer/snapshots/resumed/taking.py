@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from edgeinfer import process_notes
 from edgeinfer.errors import SnapshotError, from_fields
 from edgeinfer.host import TakenSnapshot
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.process_description import Description
+from edgeinfer.system import process_notes
 
 #: Sends a message to the launcher, with descriptors.
 Tell = Callable[["Mapping[str, frames.Value]", Sequence[int]], None]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 
-from edgeinfer import places
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
 from edgeinfer.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.shelf import fingerprint, format
+from edgeinfer.system import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

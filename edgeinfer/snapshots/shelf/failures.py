@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
-from edgeinfer.disk import write_whole
 from edgeinfer.errors import (
     DiskFullError,
     EdgeInferError,
@@ -21,6 +19,8 @@ from edgeinfer.errors import (
     SnapshotsUnavailableError,
 )
 from edgeinfer.snapshots.shelf import fingerprint, format
+from edgeinfer.system import paths
+from edgeinfer.system.disk import write_whole
 
 _SUFFIX = ".failed"
 #: What may be otherwise the next time although nothing that is stamped has changed.

@@ -9,9 +9,9 @@ import os
 import sys
 
 import edgeinfer
-from edgeinfer import places
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
 from edgeinfer.snapshots.shelf.format import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
+from edgeinfer.system import places
 
 #: The folder of our own package.
 PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import os
 
-from edgeinfer import places
 from edgeinfer.errors import (
     SnapshotCorruptError,
     SnapshotMissingError,
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
+from edgeinfer.system import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

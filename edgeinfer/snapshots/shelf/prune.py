@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from edgeinfer.config import SnapshotsConfig
-from edgeinfer.disk import free_bytes
 from edgeinfer.snapshots.shelf import fingerprint, format, records
+from edgeinfer.system.disk import free_bytes
 
 _GIB = 1 << 30
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.snapshots.shelf import fingerprint, format
+from edgeinfer.system import paths
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,6 @@ from typing import Protocol
 
 import msgspec
 
-from edgeinfer import paths
-from edgeinfer.disk import sha256_of_part
 from edgeinfer.errors import SnapshotCorruptError
 from edgeinfer.snapshots.building import verify
 from edgeinfer.snapshots.resumed import facts
@@ -32,6 +30,8 @@ from edgeinfer.snapshots.transfer.description import (
 )
 from edgeinfer.snapshots.transfer.inputs import Inputs, gather
 from edgeinfer.snapshots.transfer.packing import Member, Packed
+from edgeinfer.system import paths
+from edgeinfer.system.disk import sha256_of_part
 
 #: Stretches of llama.cpp's buffers from this size on are layers of their own: repacked weights.
 _WEIGHTS_BYTES = 8 << 20

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.config import SnapshotsConfig
-from edgeinfer.disk import free_bytes, locked, room_errors
 from edgeinfer.errors import DiskFullError, SnapshotCorruptError, SnapshotStaleError
 from edgeinfer.host import Host
 from edgeinfer.load_options import LOAD_OPTIONS
@@ -31,6 +29,8 @@ from edgeinfer.snapshots.transfer.description import LOOSE, Layer, LayerBlob, Pi
 from edgeinfer.snapshots.transfer.offer import Offered, Source
 from edgeinfer.snapshots.transfer.placing import Placing, as_named_here
 from edgeinfer.snapshots.transfer.relocator import ARRIVED
+from edgeinfer.system import paths
+from edgeinfer.system.disk import free_bytes, locked, room_errors
 from edgeinfer.units import format_bytes
 
 _RELOCATOR = "edgeinfer.snapshots.transfer.relocator"

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.catalog import names, store
-from edgeinfer.disk import sha256_of, stamps
 from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.runtime.options import Adapter, parse_adapters
@@ -17,6 +16,7 @@ from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.transfer import packing
 from edgeinfer.snapshots.transfer.description import AdapterFile, DraftModel, ModelFile
 from edgeinfer.snapshots.transfer.packing import Packed
+from edgeinfer.system.disk import sha256_of, stamps
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.disk import CHUNK_BYTES, whole_file, write_whole
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.snapshots.transfer.description import (
     INDEX_TYPE,
@@ -27,6 +26,7 @@ from edgeinfer.snapshots.transfer.description import (
     Descriptor,
     sha256,
 )
+from edgeinfer.system.disk import CHUNK_BYTES, whole_file, write_whole
 
 VERSION = "1.0.0"
 _NAME = "org.opencontainers.image.ref.name"

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import paths
 from edgeinfer.catalog import adapters, pull, store
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.names import Reference, reference, tamed_file_name
-from edgeinfer.disk import need_room, room_errors, sha256_of, stamps, sync
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
 from edgeinfer.load_options import DRAFT, LORA
 from edgeinfer.runtime.options import Adapter
@@ -29,6 +27,8 @@ from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.transfer import packing
 from edgeinfer.snapshots.transfer.description import AdapterFile, Description, LayerBlob, ModelFile
 from edgeinfer.snapshots.transfer.offer import Offered, Source
+from edgeinfer.system import paths
+from edgeinfer.system.disk import need_room, room_errors, sha256_of, stamps, sync
 
 _ROLES = ("model", "adapter")
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import process
 from edgeinfer.snapshots import criu, frames
 from edgeinfer.snapshots.building import builder, relocating
 from edgeinfer.snapshots.building.digests import digest
@@ -23,6 +22,7 @@ from edgeinfer.snapshots.building.spill import Spilled
 from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.transfer import rewriting
 from edgeinfer.snapshots.transfer.description import Sleeper
+from edgeinfer.system import process
 
 #: Under the folder that is built: the exporter's images and memory, until they are dumped again.
 ARRIVED = "arrived"

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 
 import edgeinfer
-from edgeinfer.disk import sha256_of
 from edgeinfer.errors import SnapshotStaleError
 from edgeinfer.shipping import shipped
 from edgeinfer.snapshots.shelf import fingerprint
 from edgeinfer.snapshots.transfer.description import Folders, Requirements
+from edgeinfer.system.disk import sha256_of
 
 _FEATURE_LINES = ("flags", "Features")
 

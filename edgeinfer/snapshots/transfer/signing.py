@@ -15,10 +15,10 @@ import hashlib
 import os
 from pathlib import Path
 
-from edgeinfer import paths
-from edgeinfer.disk import write_whole
 from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrustedError
 from edgeinfer.snapshots.shelf.format import refuse_unsafe
+from edgeinfer.system import paths
+from edgeinfer.system.disk import write_whole
 
 PRIVATE_KEY = "snapshot-key.pem"
 KEY_BYTES = 32

@@ -9,9 +9,9 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from edgeinfer import paths
 from edgeinfer.errors import SnapshotUntrustedError, UsageError
 from edgeinfer.snapshots.transfer import signing
+from edgeinfer.system import paths
 
 SIGNERS = "snapshot-signers"
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")

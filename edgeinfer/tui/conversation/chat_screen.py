@@ -16,7 +16,6 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
-from edgeinfer import paths
 from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.chat.commands.complete import complete
 from edgeinfer.chat.commands.slash import is_command
@@ -25,6 +24,7 @@ from edgeinfer.chat.history.values import Conversation
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
+from edgeinfer.system import paths
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.conversation.answering import Answering
 from edgeinfer.tui.conversation.attaching import Attaching

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError
-from edgeinfer.machine import read_memory
 from edgeinfer.runtime.options import CopiesInfo, CopyInfo, EngineInfo
+from edgeinfer.system.machine import read_memory
 from edgeinfer.units import format_bytes
 from edgeinfer.workers.copies import remembered
 from edgeinfer.workers.copies.copies_engine import CopiesEngine

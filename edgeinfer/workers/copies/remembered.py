@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 
-from edgeinfer.cache_files import CacheTable
 from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.system.cache_files import CacheTable
 from edgeinfer.workers.copies.growth import Verdict
 
 _KEPT_S = 7 * 24 * 3600.0

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from edgeinfer.machine import read_memory
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import CopiesInfo
 from edgeinfer.server.core.wire import Reply
+from edgeinfer.system.machine import read_memory
 
 Progress = Callable[[str, float | None], None]
 Where = Literal["process", "worker"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,15 @@ import pytest
 from edgeinfer.blocks.forget import forget_all
 from edgeinfer.blocks.limits import list_blocks
 from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks import restore
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.loading import cell_copies
 from edgeinfer.runtime.loading.mappings import areas
 
-from .test_blocks import ROOMY, ask, heard, load, text
+from .conftest import ask, heard, load, text
 
 N_TOKENS = 900
 N_BLOCKS = N_TOKENS // 256
 N_TENSORS = 60
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> BlockStore:
-    return BlockStore(tmp_path / "blocks", ROOMY)
 
 
 @pytest.fixture
@@ -43,13 +31,6 @@ def read(store: BlockStore, smollm2: Path) -> tuple[tuple[int, ...], list[object
     assert engine.flush_blocks()
     engine.close()
     return tokens, answer
-
-
-@pytest.fixture
-def engine(store: BlockStore, smollm2: Path) -> Iterator[LlamaEngine]:
-    opened = load(smollm2, store)
-    yield opened
-    opened.close()
 
 
 def mapped(engine: LlamaEngine) -> int:

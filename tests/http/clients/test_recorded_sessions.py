@@ -15,7 +15,7 @@ from made_decoders import make_reader
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
-RECORDED = Path(__file__).parents[1] / "clients/recorded"
+RECORDED = Path(__file__).parents[2] / "clients/recorded"
 AGENTS = ("aider", "claude", "codex", "goose", "opencode", "pi", "qwen")
 #: qwen-code lists the folder anew when it goes on with a session, and aider writes its history into one
 #: turn: they change what they said before, and no cache can help it.

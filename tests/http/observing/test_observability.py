@@ -21,7 +21,7 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import MAX_KEYS, Metrics, TokenClock, version_of
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 KEY = "test-key-0123456789abcdef"
 SHA = "0123456789abcdef" * 4
 END = Finished(

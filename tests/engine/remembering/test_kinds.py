@@ -14,10 +14,10 @@ from made_decoders import make_deepseek2, make_lfm2, make_mamba, make_qwen2vl
 from made_models import make_adapter, make_llama
 
 from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks import block_writing, restore
+from edgeinfer.runtime.decoding.blocks import block_writing
 from edgeinfer.runtime.engine import LlamaEngine
 
-from .test_blocks import ROOMY, ask, heard, load, text
+from .conftest import ROOMY, ask, heard, load, text
 
 BLOCK = 256
 #: Of two tokens' log-probabilities, at most; Gemma's logits move by 0.4 with a batch's size (decision 022).
@@ -34,7 +34,6 @@ REAL = {"attention": "smollm2", "window": "gemma3"}
 @pytest.fixture(autouse=True)
 def _writes_and_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast these small models compute."""
-    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
     monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
 
 

@@ -15,15 +15,15 @@ from edgeinfer.blocks.store import BlockStore
 from edgeinfer.catalog import gguf
 from edgeinfer.catalog.memory import header_shape
 from edgeinfer.errors import EdgeInferError, ModelLoadError
-from edgeinfer.runtime.decoding.blocks import block_writing, restore
+from edgeinfer.runtime.decoding.blocks import block_writing
 from edgeinfer.runtime.engine import LlamaEngine
 
-from .test_blocks import ROOMY, ask, heard, load
+from .conftest import ROOMY, ask, heard, load
 from .test_kinds import tokens_of
 
-FIGURE = Path(__file__).parents[2] / "docs/figures/families.md"
+FIGURE = Path(__file__).parents[3] / "docs/figures/families.md"
 HEAD = (
-    "Each with a model of random numbers, by `WRITE_FAMILIES=1 make test ARGS=tests/engine/test_families.py`.\n\n"
+    "Each with a model of random numbers, by `WRITE_FAMILIES=1 make test ARGS=tests/engine/remembering/test_families.py`.\n\n"
     "| family | architecture | batch = alone | prefix reused | edit | found after a restart | longer than its context |\n"
     "| --- | --- | --- | --- | --- | --- | --- |"
 )
@@ -34,7 +34,6 @@ EDIT = PROMPT[:200] + "A clock stops. "
 @pytest.fixture(autouse=True)
 def _writes_and_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast these small models compute."""
-    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
     monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.machine import has_gpu
 from edgeinfer.runtime.attaching.remembered import TRIALS
 from edgeinfer.runtime.backends import files
+from edgeinfer.system.machine import has_gpu
 
-from ..conftest import BUILD_CACHE, ROOT
-from ..made.made_families import make_family
-from ..made.made_models import make_llama
+from ...conftest import BUILD_CACHE, ROOT
+from ...made.made_families import make_family
+from ...made.made_models import make_llama
 
 SCRIPT = Path(__file__).with_name("device_scenarios.py")
 PATIENCE_S = 500

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from edgeinfer import paths
-from edgeinfer.disk import write_whole
 from edgeinfer.errors import DiskFullError
+from edgeinfer.system import paths
+from edgeinfer.system.disk import write_whole
 
 T = TypeVar("T")
 #: Entries of a table beyond so many are forgotten, the oldest first.

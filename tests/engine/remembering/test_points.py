@@ -9,11 +9,11 @@ import pytest
 from made_decoders import make_lfm2
 
 from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks import block_writing, restore
+from edgeinfer.runtime.decoding.blocks import block_writing
 from edgeinfer.runtime.decoding.cache.points import Points, tokens_to_next
 from edgeinfer.runtime.engine import LlamaEngine
 
-from .test_blocks import ROOMY, ask, heard, load, text
+from .conftest import ROOMY, ask, heard, load, text
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,6 @@ def test_a_running_conversation_shares_its_points(engine: LlamaEngine) -> None:
 def test_a_fresh_engine_goes_on_from_a_point_of_the_store(
     hybrid: Path, tmp_path: Path, kv_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
     monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
     store = BlockStore(tmp_path / "blocks", ROOMY)
     engine = load(hybrid, store, kv_type=kv_type)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer import paths
 from edgeinfer.cli import build_parser
+from edgeinfer.system import paths
 
-UNITS = Path(__file__).parents[2] / "docs/systemd"
+UNITS = Path(__file__).parents[3] / "docs/systemd"
 
 
 class _Unit(configparser.ConfigParser):

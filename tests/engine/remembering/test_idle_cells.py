@@ -11,7 +11,6 @@ import pytest
 from made_decoders import make_lfm2
 
 from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks import restore
 from edgeinfer.runtime.decoding.scheduling import idle_cells
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.loading.cell_memory import cell_memory
@@ -19,14 +18,13 @@ from edgeinfer.runtime.loading.mappings import Range, Untouched
 from edgeinfer.runtime.loading.sparse_buffers import Buffer
 from edgeinfer.snapshots.building.spill import spill
 
-from .test_blocks import ROOMY, ask, heard, load, text
+from .conftest import ROOMY, ask, heard, load, text
 
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
     monkeypatch.setattr(idle_cells, "_IDLE_S", 0.0)
 
 

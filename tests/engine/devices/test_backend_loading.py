@@ -14,7 +14,7 @@ import pytest
 from edgeinfer.runtime.backends import files
 from edgeinfer.runtime.backends.files import Facts
 
-from ..conftest import ROOT
+from ...conftest import ROOT
 
 #: What `make cuda` leaves; EDGEINFER_CUDA_LIBRARY names another.
 CUDA = Path(os.environ.get("EDGEINFER_CUDA_LIBRARY") or ROOT / "dist/backends/libggml-cuda.so")

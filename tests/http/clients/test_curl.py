@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed"),

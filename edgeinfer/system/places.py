@@ -1,4 +1,4 @@
-"""Where things live, as strings for the launcher; the rest asks `edgeinfer.paths`.
+"""Where things live, as strings for the launcher; the rest asks `edgeinfer.system.paths`.
 
 Linux follows the XDG base directory specification. `EDGEINFER_HOME` puts everything under one
 directory. Nothing here makes a directory, and nothing here imports `pathlib`, which costs 12 ms of a

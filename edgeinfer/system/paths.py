@@ -1,4 +1,4 @@
-"""Where things live, as paths; `edgeinfer.places` knows, and tells the launcher in strings.
+"""Where things live, as paths; `edgeinfer.system.places` knows, and tells the launcher in strings.
 
 Linux follows the XDG base directory specification (what platformdirs gives; a test compares the two).
 `EDGEINFER_HOME` puts everything under one directory. Whoever writes makes directories, with
@@ -11,8 +11,8 @@ import os
 import stat
 from pathlib import Path
 
-from edgeinfer import places
 from edgeinfer.errors import SnapshotUnsafeError
+from edgeinfer.system import places
 
 
 def config_dir() -> Path:
@@ -62,7 +62,7 @@ def runtime_dir() -> Path:
 
 def shipped_file(name: str) -> Path:
     """A file that comes with the program."""
-    return Path(__file__).parent / "data" / name
+    return Path(__file__).parents[1] / "data" / name
 
 
 def private_dir(path: Path) -> Path:
