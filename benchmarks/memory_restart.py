@@ -22,6 +22,8 @@ SHAPES = {
     "7b": "--context 16384".split(),
 }
 _N_CTX = 8192 + 1024
+#: A decode step is timed as so many of an answer.
+_STEPS = 8
 
 
 def restart_section(options: argparse.Namespace, work: Path) -> Rows:
@@ -62,6 +64,7 @@ def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) 
         return row | _summary([_restart(side, asked + turn)])
     wait_written(home, int(row["prompt_tokens"]))
     again = [_restart(side, asked) for _ in range(options.runs)]
+    step_s = _decode_step(side, asked)
     hot = [_restart(side, asked + turn) for _ in range(options.runs)]
     cold = [
         _restart(side, asked + turn, lambda: drop(_files(home, model))) for _ in range(options.runs)
@@ -78,6 +81,7 @@ def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) 
         | {
             "same_exec_to_first_s": statistics.median(r[0] for r in again),
             "same_computed_tokens": max(r[2] for r in again),
+            "step_s": step_s,
             "cold_exec_to_first_s": statistics.median(r[0] for r in cold),
             "disk_read_s": time.perf_counter() - begun,
             "blocks_mb": sum(path.stat().st_size for path in files if path.suffix == ".block") / 1e6,
@@ -105,6 +109,15 @@ def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, A
     return row, text
 
 
+def _decode_step(side: Side, chat: Messages) -> float:
+    """Seconds of a decode step behind a conversation that is in memory."""
+    one, more = (
+        min(side.ask(chat, n=n, ignore_eos=True, speculative="off").total_s for _ in range(3))
+        for n in (1, 1 + _STEPS)
+    )
+    return (more - one) / _STEPS
+
+
 def _summary(found: list[tuple[float, float, int]]) -> dict[str, Any]:
     return {
         "exec_to_first_s": statistics.median(r[0] for r in found),
@@ -123,15 +136,18 @@ def _files(home: Path, model: Path) -> list[Path]:
 def _restart(
     side: Side, chat: Messages, before: Callable[[], None] | None = None
 ) -> tuple[float, float, int]:
-    """Seconds from exec to the first token and from the request to it, and tokens computed."""
+    """Seconds from exec to the first token and from the request to it, and tokens computed.
+
+    The answer is one token: of a model with random weights a first one may be no text.
+    """
     side.kill()
     if before:
         before()
     begun = time.perf_counter()
     side.start()
     healthy = time.perf_counter() - begun
-    again = side.ask(chat)
-    return healthy + again.first_s, again.first_s, again.computed
+    again = side.ask(chat, n=1)
+    return healthy + again.total_s, again.total_s, again.computed
 
 
 def restart_table(rows: Rows) -> str:
@@ -146,6 +162,7 @@ def restart_table(rows: Rows) -> str:
         "computed",
         "the same prompt again",
         "computed",
+        "a decode step there",
         "next turn, cold page cache",
         "reading those files",
     ]
@@ -161,6 +178,7 @@ def restart_table(rows: Rows) -> str:
                 f"{r['computed_tokens']} tokens",
                 ms(r.get("same_exec_to_first_s")),
                 f"{r['same_computed_tokens']} tokens" if "same_computed_tokens" in r else "–",
+                ms(r.get("step_s")),
                 ms(r.get("cold_exec_to_first_s")),
                 f"{ms(r['disk_read_s'])} ({r['blocks_mb']:.0f} MB of blocks)"
                 if "disk_read_s" in r

@@ -114,15 +114,17 @@ class Infill(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, with exactly one of `messages` (for the chat template), `prompt` and `infill`.
 
-    `continue_final`: the last assistant message is continued instead of answered. `overflow`: what to
-    do when the context is full, "refuse" up front and finish with "length", or "shift" (drop the oldest
-    tokens behind the system prompt). `logprobs`: None for none, else how many alternatives per token (0
+    `continue_final`: the last message is left open, an assistant's to be continued instead of answered,
+    a user's as one still being written (`max_tokens` 0). `overflow`: what to do when the context
+    is full, "refuse" up front and finish with "length", or "shift" (drop the oldest tokens behind the
+    system prompt). `logprobs`: None for none, else how many alternatives per token (0
     to 20). `lora`: (adapter name, scale) pairs; None applies all that were
     loaded with the model, each at the scale it was loaded with. `speculative`: "auto" lets the engine
     decide by what it measures. `deadline_s` counts from submission.
 
     `max_tokens` 0 computes the prompt, keeps it for whoever begins like it, and ends with no token: at
-    the lowest priority, and cancelling it loses nothing. `cache_prompt` False neither takes nor leaves
+    the lowest priority, and cancelling it loses nothing; with `background` it leaves the processor to
+    whatever else runs on the machine. `cache_prompt` False neither takes nor leaves
     anything, in memory or on disk; `cache_on_disk` False leaves what it computes in memory only, until
     another that begins like it may write it. Requests share what was computed only under one
     `cache_salt`.
@@ -142,6 +144,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     continue_final: bool = False
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
+    background: bool = False
     stop: tuple[str, ...] = ()
     reasoning_budget: int | None = None
     ignore_eos: bool = False

@@ -50,6 +50,9 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("tools", "tools need messages")
     if request.max_tokens is not None and not 0 <= request.max_tokens <= 1 << 24:
         _refuse("max_tokens", f"{request.max_tokens} is not between 0 and {1 << 24}")
+    last = request.messages[-1].role if request.messages else ""
+    if request.continue_final and last != "assistant" and request.max_tokens != 0:
+        _refuse("messages", "only a last message of the assistant can be continued")
     budget = request.reasoning_budget
     if budget is not None and not request.messages:
         _refuse("reasoning_budget", "a plain prompt has no reasoning to tell from text; give messages")

@@ -22,11 +22,15 @@ class Composer:
         self.now = 100.0
         self.session = session
         self.ahead = ReadAhead(session, lambda: self.now)
+        self.reading = None  # the last one, which the engine has not ended yet as far as it is known
 
     def look(self, text, attachments=(), editing=None):
         if found := self.ahead.look(text, attachments, editing):
-            self.ahead.read()
+            self.reading = self.ahead.read()
         return found
+
+    def finish(self):
+        self.ahead.follow(self.reading)
 
     def stand_still(self, text, *rest):
         return self.look(text, *rest) or self.look(text, *rest)
@@ -75,6 +79,8 @@ def test_what_stands_still_is_read_once_and_begins_what_is_asked(composer, engin
     whole, part = (engine.apply_template(r.messages) for r in (engine.requests[0], read))
     assert whole.startswith(part.removesuffix("\nassistant:"))
     assert asked(read)[1].endswith("swordfish\n```\n\nWhy is the")
+    assert read.continue_final  # the words are not at their end
+    assert read.background
 
 
 def test_while_words_come_without_a_pause_they_are_read_now_and_then(composer, engine):
@@ -84,12 +90,15 @@ def test_while_words_come_without_a_pause_they_are_read_now_and_then(composer, e
     assert [asked(r) for r in engine.read] == [["One"]]
     composer.now += ALONG_S
     composer.look("One two three four five ")
+    assert len(engine.read) == 1  # the first is not done, and what it has computed is not thrown away
+    composer.finish()
+    composer.look("One two three four five ")
     assert asked(engine.read[-1]) == ["One two three four five"]
 
 
 def test_another_text_stops_what_is_being_read(composer, engine):
     composer.stand_still("One two ")
-    first = composer.ahead._running
+    first = composer.reading.generation
     composer.stand_still("Another one ")
     assert [event.reason for event in first if hasattr(event, "reason")]
     assert asked(engine.read[-1]) == ["Another one"]
@@ -109,6 +118,7 @@ def test_an_opened_conversation_is_read_before_anything_is_typed(composer, engin
     composer.session.open(number)
     assert composer.stand_still("")
     assert asked(engine.read[-1]) == ["first", "one"]
+    assert not engine.read[-1].continue_final
 
 
 def test_an_edited_question_is_read_in_its_own_branch(composer, engine):
@@ -136,7 +146,7 @@ def test_nothing_is_read_while_an_answer_is_written_or_without_an_engine(compose
 def test_how_much_is_remembered_is_known_once_it_is_read(composer, engine):
     answer(composer.session, "first")
     assert composer.ahead.look("", (), None)
-    composer.ahead._read_and_follow()
+    composer.ahead.read_and_follow()
     assert composer.ahead.remembered == len(
         engine.tokenize(engine.apply_template(engine.read[0].messages))
     )
@@ -169,8 +179,7 @@ def test_the_model_computes_only_the_words_that_were_not_read(tmp_path, smollm2)
     composer = Composer(session)
     text = "Please tell me, in a few plain words and without haste, all about the history of"
     composer.stand_still(f"{text} ", [NOTES])
-    for _ in composer.ahead._running:
-        pass
+    composer.finish()
     answer(session, f"{text} Rome", [NOTES])
     stats = session.path[-1].stats
     session.store.close()

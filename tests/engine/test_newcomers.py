@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.runtime.decoding.active import ActiveContext
+from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.scheduling.interruptions import Interruptions
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.generation import EventStream
 
-from .test_blocks import ask, heard, load, text
+from .remembering.conftest import ask, heard, load, text
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,36 @@ def test_a_prompt_without_an_answer_gives_way_at_once_and_keeps_what_it_has(
     assert last.reason == "cancelled"
     _, usage = heard(engine, ask(tokens, max_tokens=1))
     assert usage.cached_tokens >= 128
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread")
+def test_what_is_computed_in_the_background_gives_way_to_all_others(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nice: list[int] = []
+
+    def decode(batch: Batch, active: ActiveContext) -> int:
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return decode_itself(batch, active)
+
+    decode_itself = Batch.decode
+    monkeypatch.setattr(Batch, "decode", decode)
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    engine = load(smollm2, None)
+    try:
+        tokens = tuple(engine.tokenize(text(40)))
+        list(engine.submit(ask(tokens, max_tokens=0, background=True, logprobs=None)))
+        assert nice == [10]
+        found, usage = heard(engine, ask(tokens, max_tokens=2, background=True))
+        assert usage.cached_tokens == len(tokens) - 1
+        assert set(nice[1:]) == {usual}  # somebody waits for this one
+        wanted, _ = heard(engine, ask(tokens, max_tokens=2, cache_prompt=False))
+        assert found[0] == wanted[0]
+        engine.park()
+        assert "edgeinfer-background" not in {thread.name[:20] for thread in threading.enumerate()}
+        list(engine.submit(ask(tokens, max_tokens=0, background=True, logprobs=None)))
+    finally:
+        engine.close()
 
 
 def test_prompts_without_answers_leave_their_places_to_others(smollm2: Path) -> None:

@@ -98,6 +98,7 @@ class DecodeLoop:
         if thread is not None:
             thread.join()
         self._stopping = False
+        self._scheduler.execution.background.end()
 
     def close(self) -> None:
         """Cancel everything and end the thread for good. Idempotent; not from the loop's own thread."""
@@ -107,6 +108,7 @@ class DecodeLoop:
             self._changed.notify_all()
         if thread is not None:
             thread.join()
+        self._scheduler.execution.background.end()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -116,7 +116,7 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt; `options` reach the template as variables (`enable_thinking`).
 
-        With `continue_final` the last message, an assistant's, is left open to be continued.
+        With `continue_final` the last message is left open to be continued.
 
         Raises InvalidRequestError, `param` "messages", with the template's words when it refuses.
         """
@@ -130,10 +130,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
     ) -> str:
         last = messages[-1]
-        if last.role != "assistant" or last.tool_calls:
-            raise InvalidRequestError(
-                "only a last message of the assistant can be continued", param="messages"
-            )
+        if last.role not in ("assistant", "user") or last.tool_calls:
+            raise InvalidRequestError("the last message cannot be continued", param="messages")
         mark = _MARK.format("continue")
         marked = (*messages[:-1], msgspec.structs.replace(last, content=mark))
         text = self._render_mended(marked, tools, options, add_generation_prompt=False)

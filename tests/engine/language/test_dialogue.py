@@ -22,6 +22,7 @@ from edgeinfer.runtime.requests import (
     ToolCall,
     ToolChoice,
 )
+from edgeinfer.runtime.validate import check_request
 
 from .conftest import draw_text
 
@@ -108,6 +109,13 @@ def test_a_plain_chat_has_text_and_reasoning_and_no_constraint():
     assert prepared.parser is not None
     assert not prepared.parser.special_tokens
     assert list(prepared.parser.feed("Hello")) == [TextDelta("Hello")]
+
+
+def test_only_an_answer_is_continued_by_one():
+    check_request(asked(messages=USER, continue_final=True, max_tokens=0), 100)
+    with pytest.raises(InvalidRequestError) as caught:
+        check_request(asked(messages=USER, continue_final=True, max_tokens=1), 100)
+    assert caught.value.param == "messages"
 
 
 def test_a_base_model_writes_a_transcript():

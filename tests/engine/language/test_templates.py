@@ -157,6 +157,15 @@ def test_a_continued_answer_stays_open(name):
     assert text.count("It is very") == 1
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_question_that_is_still_being_written_begins_like_the_whole_one(name):
+    turns = (SYSTEM, USER, Message(role="assistant", content="Aye."))
+    part, whole = (Message(role="user", content=text) for text in ("Why is", "Why is the sea salt?"))
+    begun = load(name).render((*turns, part), continue_final=True)
+    assert begun.endswith("Why is")
+    assert load(name).render((*turns, whole)).startswith(begun)
+
+
 def test_several_calls_become_turns_of_one_call_where_a_template_knows_no_more():
     calls = tuple(ToolCall(id=f"call_{i}", name=f"f{i}", arguments="{}") for i in range(2))
     results = tuple(
@@ -168,9 +177,9 @@ def test_several_calls_become_turns_of_one_call_where_a_template_knows_no_more()
     assert text.index('"f0"') < text.index("result 0") < text.index('"f1"') < text.index("result 1")
 
 
-def test_only_an_answer_can_be_continued():
+def test_calls_and_their_results_cannot_be_continued():
     with pytest.raises(InvalidRequestError):
-        load("qwen25").render((USER,), continue_final=True)
+        load("qwen25").render((USER, CALL, RESULT), continue_final=True)
     with pytest.raises(InvalidRequestError):
         load("qwen25").render((USER, CALL), continue_final=True)
     with pytest.raises(InvalidRequestError):

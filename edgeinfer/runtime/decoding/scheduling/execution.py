@@ -11,6 +11,7 @@ from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident
 from edgeinfer.runtime.decoding.drafting.speculative import StepCosts
 from edgeinfer.runtime.decoding.metrics import Counters
 from edgeinfer.runtime.decoding.scheduling.abort import Abort
+from edgeinfer.runtime.decoding.scheduling.background import Background
 from edgeinfer.runtime.decoding.scheduling.chunks import SHORT_TOKENS, Chunks
 from edgeinfer.runtime.decoding.scheduling.interruptions import Interruptions
 from edgeinfer.runtime.decoding.scheduling.parts import Part
@@ -44,6 +45,7 @@ class Execution:
         self._costs = costs
         self._counters = counters
         self._abort = Abort() if can_cut else None
+        self.background = Background()
         self.use_abort()
         self.interruptions = Interruptions(self._abort.ask if self._abort else lambda: None)
         self._in_step: list[Sequence] = []
@@ -59,7 +61,10 @@ class Execution:
         Raises DecodeError when llama.cpp fails.
         """
         began = time.perf_counter()
-        code = self._decode_or_abort(parts)
+        if all(part.seq.is_in_background for part in parts):
+            code = self.background.run(lambda: self._decode_or_abort(parts))
+        else:
+            code = self._decode_or_abort(parts)
         if code == _ABORTED:
             return None
         if code == 1:  # no cells, although our books say there are: free what can be spared, once more

@@ -120,6 +120,11 @@ class Sequence:
         return self.max_tokens == 0
 
     @property
+    def is_in_background(self) -> bool:
+        """Whatever else runs on the machine goes first."""
+        return self.request.background and self.is_prefill_only
+
+    @property
     def is_decoding(self) -> bool:
         """Only the last sampled token is to be computed."""
         return self.n_generated > 0 and self.n_pending == 1
