@@ -398,7 +398,7 @@ def main() -> None:
 
 def default_model() -> str:
     from edgeinfer.catalog.store import model_files
-    from edgeinfer.config import load_config
+    from edgeinfer.settings.config import load_config
 
     return model_files(load_config().default_model).paths[0]
 

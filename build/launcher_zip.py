@@ -30,7 +30,7 @@ EXCLUDES = [
     "edgeinfer.tui",
     "edgeinfer.chat",
     "edgeinfer.catalog",
-    "edgeinfer.config",
+    "edgeinfer.settings.config",
     "platformdirs",
     "msgspec",
     "rich",

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from edgeinfer.config import Config, load_config
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import CopiesInfo, LoadOptions, ModelFiles
+from edgeinfer.settings.config import Config, load_config
 from edgeinfer.system import paths, process_notes
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import argparse
 
 import msgspec
 
-from edgeinfer.config import LoadConfig
-from edgeinfer.load_options import LOAD_OPTIONS
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.sampling_options import TYPED
+from edgeinfer.settings.config import LoadConfig
+from edgeinfer.settings.load_options import LOAD_OPTIONS
+from edgeinfer.settings.sampling_options import TYPED
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:

@@ -74,12 +74,19 @@ def one_process_at_a_time(what: str) -> Iterator[None]:
 
 
 def _together(item: pytest.Item) -> str:
-    """Name what runs in one process: a file, or in it what shares an expensive fixture with other files."""
+    """Name what runs in one process: a file, or in it what shares an expensive fixture with others of its
+    room.
+    """
     assert isinstance(item, pytest.Function)
     params = item.callspec.params if hasattr(item, "callspec") else {}
     shared = next((name for name in _EXPENSIVE if name in item.fixturenames), "")
-    place = item.path.parent if shared else item.path
-    return f"{place.relative_to(ROOT)} {shared} {params.get(shared, '')}".rstrip()
+    path = item.path.relative_to(ROOT)
+    return f"{_room(item) if shared else path} {shared} {params.get(shared, '')}".rstrip()
+
+
+def _room(item: pytest.Item) -> str:
+    """The folder of tests/ that a test stands in."""
+    return item.path.relative_to(ROOT).parts[1]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -87,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `-n`, keep together what shares fixtures, and begin with what takes longest."""
     if not WORKER:
         return
-    items.sort(key=lambda item: _LONGEST.get(item.path.relative_to(ROOT).parts[1], len(_LONGEST)))
+    items.sort(key=lambda item: _LONGEST.get(_room(item), len(_LONGEST)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_together(item)))
 

@@ -41,7 +41,7 @@ def command_line() -> str:
 
 def configuration() -> str:
     """Every key of config.toml with its default and its sentence."""
-    from edgeinfer.config import Config
+    from edgeinfer.settings.config import Config
 
     def rows(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
         hints = msgspec.inspect.type_info(struct)

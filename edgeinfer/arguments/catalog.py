@@ -6,7 +6,7 @@ import argparse
 
 from edgeinfer.arguments.launch_args import add_load_option
 from edgeinfer.arguments.verb import Verbs, add_verb
-from edgeinfer.load_options import GPU_LAYERS, KV_TYPE
+from edgeinfer.settings.load_options import GPU_LAYERS, KV_TYPE
 
 #: What a quantization may be chosen for, and the word that asks for a choice.
 PURPOSES = ("auto", "prefill", "decode", "quality", "size")

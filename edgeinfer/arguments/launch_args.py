@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from edgeinfer import sampling_options
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments import times
 from edgeinfer.arguments.verb import Verbs, add_verb
-from edgeinfer.config import copies_range
-from edgeinfer.load_options import LOAD_OPTIONS, N_CTX, LoadOption
-from edgeinfer.sampling_options import SamplingOption
+from edgeinfer.settings import sampling_options
+from edgeinfer.settings.config import copies_range
+from edgeinfer.settings.load_options import LOAD_OPTIONS, N_CTX, LoadOption
+from edgeinfer.settings.sampling_options import SamplingOption
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import load_options
 from edgeinfer.catalog import gguf, names, sources, store
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
@@ -28,6 +27,7 @@ from edgeinfer.catalog.quantizing.quantize import publish
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 from edgeinfer.catalog.store import PulledModel
 from edgeinfer.errors import ConversionError, UsageError
+from edgeinfer.settings import load_options
 from edgeinfer.system import paths
 from edgeinfer.system.disk import room_errors, sync
 

@@ -18,11 +18,11 @@ from edgeinfer.catalog import names
 from edgeinfer.catalog import sources as places
 from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
 from edgeinfer.catalog.rates.purpose import AUTO
-from edgeinfer.config import about, refuse_unknown_keys
 from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
-from edgeinfer.load_options import LORA
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.sampling_options import SAMPLING_OPTIONS
+from edgeinfer.settings.config import about, refuse_unknown_keys
+from edgeinfer.settings.load_options import LORA
+from edgeinfer.settings.sampling_options import SAMPLING_OPTIONS
 from edgeinfer.system import paths
 
 FILE_NAME = "models.toml"

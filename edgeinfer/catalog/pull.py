@@ -28,8 +28,6 @@ from edgeinfer.catalog.plan import Plan, plan
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress, Patience
 from edgeinfer.catalog.rates.purpose import AUTO, Purpose
 from edgeinfer.catalog.store import PulledFile, PulledModel
-from edgeinfer.config import load_config
-from edgeinfer.config import offline as offline_in
 from edgeinfer.errors import (
     CatalogError,
     ChecksumError,
@@ -38,6 +36,8 @@ from edgeinfer.errors import (
     OfflineError,
     UsageError,
 )
+from edgeinfer.settings.config import load_config
+from edgeinfer.settings.config import offline as offline_in
 from edgeinfer.system import paths
 from edgeinfer.system.disk import room_errors, sha256_of, sync
 

@@ -30,9 +30,9 @@ from edgeinfer.errors import (
     UnknownModelError,
     UsageError,
 )
-from edgeinfer.load_options import LORA
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
+from edgeinfer.settings.load_options import LORA
 from edgeinfer.system import paths
 from edgeinfer.system.disk import write_whole
 

@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.sampling_options import TYPED, SamplingOption
+from edgeinfer.settings.sampling_options import TYPED, SamplingOption
 
 Value = float | int | None
 

@@ -6,7 +6,7 @@ import math
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.sampling_options import SAMPLING_OPTIONS
+from edgeinfer.settings.sampling_options import SAMPLING_OPTIONS
 
 _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0

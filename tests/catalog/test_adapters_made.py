@@ -17,8 +17,8 @@ from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.catalog.remove import remove
 from edgeinfer.errors import ConfigError, ConversionError, UsageError
-from edgeinfer.load_options import LORA, adapters_of
 from edgeinfer.runtime.options import Adapter, LoadOptions
+from edgeinfer.settings.load_options import LORA, adapters_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BASES = {

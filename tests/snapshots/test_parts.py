@@ -15,12 +15,12 @@ import threading
 import pytest
 
 from edgeinfer.commands.snapshots.snapshots import SnapshotsResult
-from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.loading.mappings import LARGE_BYTES
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.snapshots.building import build_order, digests
 from edgeinfer.snapshots.resumed import freshness, loaded_model, prefetch, residency
 from edgeinfer.snapshots.resumed.idle import IdleWatch
@@ -130,7 +130,7 @@ def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path
 
 
 def test_the_default_is_the_configurations():
-    from edgeinfer.config import Config
+    from edgeinfer.settings.config import Config
 
     assert Config().default_model == places.DEFAULT_MODEL
 

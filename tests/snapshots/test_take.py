@@ -260,7 +260,7 @@ def test_what_cannot_be_taken_is_said_with_what_to_do(somebody):
 
 OTHER_CHOICES = """
 import json, msgspec
-from edgeinfer.config import SnapshotsConfig
+from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.building import build_order

@@ -453,7 +453,7 @@ async def test_the_draft_survives(drive):
 
 
 async def test_keys_are_rebound_by_their_ids(drive):
-    from edgeinfer.config import ChatConfig
+    from edgeinfer.settings.config import ChatConfig
 
     async with drive(
         FakeEngine([["a"], ["b"]]), config=ChatConfig(keys={"regenerate": "ctrl+x", "nonsense": "a"})

@@ -7,9 +7,9 @@ from fixed_chat import MODEL, SHELF, FixedHost
 
 from edgeinfer.catalog.progress.job import PullProgress
 from edgeinfer.catalog.progress.text import progress_text
-from edgeinfer.config import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.settings.config import load_config
 from edgeinfer.tui import bindings
 from edgeinfer.tui.screens import model_picker
 from edgeinfer.tui.screens.ask import AskScreen

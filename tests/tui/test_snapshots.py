@@ -7,7 +7,7 @@ import pytest
 from fixed_chat import NOON, SHELF, make_app
 from scenes import SCENES, Answered
 
-from edgeinfer.config import ChatConfig
+from edgeinfer.settings.config import ChatConfig
 from edgeinfer.tui.screens import model_picker
 
 LOOKS = [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from edgeinfer import config
 from edgeinfer.errors import ConfigError
+from edgeinfer.settings import config
 
 
 def write(tmp_path, text):

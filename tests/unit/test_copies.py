@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from edgeinfer.config import copies_range, load_config
 from edgeinfer.errors import ConfigError, EngineClosedError, ModelLoadError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, Progress, TextDelta, Timings, Usage
@@ -18,6 +17,7 @@ from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, CopiesInfo
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.settings.config import copies_range, load_config
 from edgeinfer.workers.client import RemoteEngine
 from edgeinfer.workers.copies.growth import Bounds, Growth, Seen
 from edgeinfer.workers.copies.minding import Minder

@@ -10,12 +10,12 @@ import pytest
 
 from edgeinfer import cli, requesting
 from edgeinfer.arguments import launch_args
-from edgeinfer.config import Config, LoadConfig, load_config
 from edgeinfer.errors import ConfigError, EdgeInferError, UsageError
 from edgeinfer.host import Host
-from edgeinfer.load_options import LOAD_OPTIONS, LoadOption, snapshot_options
 from edgeinfer.runtime.loading.load import check_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.settings.config import Config, LoadConfig, load_config
+from edgeinfer.settings.load_options import LOAD_OPTIONS, LoadOption, snapshot_options
 from edgeinfer.snapshots.building import build_order
 from edgeinfer.snapshots.resumed import watch_build
 from edgeinfer.snapshots.shelf import choose

@@ -10,14 +10,14 @@ import pytest
 from edgeinfer import cli, requesting
 from edgeinfer.catalog.models import SamplingDefaults
 from edgeinfer.chat import presets
-from edgeinfer.config import Config
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.runtime.validate import check_sampling
-from edgeinfer.sampling_options import SAMPLING_OPTIONS, TYPED, SamplingOption
 from edgeinfer.server.core.wire import SamplingFields
 from edgeinfer.server.openai.wire import ChatRequest
+from edgeinfer.settings.config import Config
+from edgeinfer.settings.sampling_options import SAMPLING_OPTIONS, TYPED, SamplingOption
 
 every = pytest.mark.parametrize("option", SAMPLING_OPTIONS, ids=lambda option: option.field)
 

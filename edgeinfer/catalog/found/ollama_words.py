@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.catalog.found.reading import MAX_TEXT_BYTES
-from edgeinfer.sampling_options import BY_FIELD
+from edgeinfer.settings.sampling_options import BY_FIELD
 
 #: Stop strings that a model may bring, and their length in characters.
 _STOPS, _STOP_CHARACTERS = 32, 200

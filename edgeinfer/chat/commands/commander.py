@@ -16,10 +16,10 @@ from edgeinfer.chat.commands import export, settings, slash
 from edgeinfer.chat.history import library
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.config import ChatConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.load_options import LORA
 from edgeinfer.runtime.options import parse_adapters
+from edgeinfer.settings.config import ChatConfig
+from edgeinfer.settings.load_options import LORA
 
 
 class Front(Protocol):

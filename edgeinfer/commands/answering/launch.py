@@ -20,11 +20,11 @@ from edgeinfer.agents.endpoint import Found
 from edgeinfer.agents.setups import Target
 from edgeinfer.agents.table import AGENTS, Agent
 from edgeinfer.commands.table import table
-from edgeinfer.config import Config
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.server.guards import keys
+from edgeinfer.settings.config import Config
 from edgeinfer.shipping.shipped import program_file
 from edgeinfer.snapshots.running import processes, shares_folders
 

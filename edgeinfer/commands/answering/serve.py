@@ -16,7 +16,6 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.commands.catalog.model_shelf import ModelShelf
-from edgeinfer.config import ServeConfig, copies_range, offline
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.result import Result
@@ -34,6 +33,7 @@ from edgeinfer.server.observe.payload_log import PayloadLog
 from edgeinfer.server.observe.tracing import tracer_from_environment
 from edgeinfer.server.operations import DIALECTS
 from edgeinfer.server.server import Ended, RunOptions, run
+from edgeinfer.settings.config import ServeConfig, copies_range, offline
 from edgeinfer.system import places
 from edgeinfer.system.machine import read_processors
 from edgeinfer.workers.copies import minding

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from edgeinfer.config import offline
 from edgeinfer.host import Host
+from edgeinfer.settings.config import offline
 
 if TYPE_CHECKING:
     from edgeinfer.catalog.progress.job import OnProgress

@@ -17,10 +17,10 @@ from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress.bar import progress_on
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, Patience, PullProgress
 from edgeinfer.catalog.pull import PullOptions
-from edgeinfer.config import offline
 from edgeinfer.errors import InterruptedByUser, OfflineError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
+from edgeinfer.settings.config import offline
 from edgeinfer.units import format_bytes
 
 #: What to type next, by what a model is for.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from edgeinfer.config import GpuConfig
 from edgeinfer.runtime.attaching.remembered import TRIALS
 from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.backends.devices import Loaded
@@ -12,6 +11,7 @@ from edgeinfer.runtime.backends.survey import survey
 from edgeinfer.runtime.planning.offload import Part, make_offload
 from edgeinfer.runtime.planning.plan import Plan
 from edgeinfer.runtime.planning.shape import Shape
+from edgeinfer.settings.config import GpuConfig
 
 
 class DevicesShown(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,13 +11,13 @@ from edgeinfer.catalog.fetching import backends
 from edgeinfer.catalog.progress.bar import progress_on
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job
 from edgeinfer.commands.table import table
-from edgeinfer.config import offline
 from edgeinfer.errors import InterruptedByUser, OfflineError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.runtime.backends import files
 from edgeinfer.runtime.backends.devices import Device, Loaded, NotLoaded, device_line
 from edgeinfer.runtime.backends.survey import ask
+from edgeinfer.settings.config import offline
 from edgeinfer.units import format_bytes
 
 #: The backends that nobody of ours has ever run.

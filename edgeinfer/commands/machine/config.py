@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import ClassVar
 
-from edgeinfer.config import Config, config_path, load_config
 from edgeinfer.host import Host
 from edgeinfer.result import Result
+from edgeinfer.settings.config import Config, config_path, load_config
 
 
 class ConfigResult(Result, frozen=True, kw_only=True):

@@ -17,11 +17,11 @@ from typing import ClassVar, Literal
 import msgspec
 
 from edgeinfer import __version__, error_text
-from edgeinfer.config import Config, config_path, load_config, offline
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.runtime.backends.devices import Loaded, NotLoaded, device_line
+from edgeinfer.settings.config import Config, config_path, load_config, offline
 from edgeinfer.system import paths
 from edgeinfer.system.disk import free_bytes
 

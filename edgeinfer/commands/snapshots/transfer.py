@@ -18,9 +18,9 @@ from edgeinfer.catalog.progress.job import Job
 from edgeinfer.commands.snapshots.warm import StageTalk
 from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
 from edgeinfer.host import Host
-from edgeinfer.load_options import DRAFT, LORA, NO_ADAPTERS, snapshot_options
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import parse_adapters
+from edgeinfer.settings.load_options import DRAFT, LORA, NO_ADAPTERS, snapshot_options
 from edgeinfer.snapshots.building import background_build, build_order
 from edgeinfer.snapshots.shelf import build_log, format, records
 from edgeinfer.snapshots.shelf.records import Details

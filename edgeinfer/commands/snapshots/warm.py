@@ -13,9 +13,9 @@ from edgeinfer import requesting
 from edgeinfer.catalog import store
 from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.host import Host
-from edgeinfer.load_options import snapshot_options
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.settings.load_options import snapshot_options
 from edgeinfer.snapshots.building import build_order as snapshots_warm
 from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.shelf.records import Details

@@ -13,7 +13,6 @@ import msgspec
 from starlette.requests import Request
 
 from edgeinfer.agents import changing_lines
-from edgeinfer.config import SettledLine
 from edgeinfer.errors import (
     EngineClosedError,
     QueueFullError,
@@ -37,6 +36,7 @@ from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, version_of
 from edgeinfer.server.observe.payload_log import Content, PayloadLog
 from edgeinfer.server.observe.tracing import Tracer
+from edgeinfer.settings.config import SettledLine
 
 #: Ended generations that /slots tells of.
 _SLOTS = 64

@@ -26,7 +26,6 @@ from edgeinfer.runtime.requests import (
     ToolCall,
     ToolChoice,
 )
-from edgeinfer.sampling_options import BY_FIELD
 from edgeinfer.server.core.request_parts import (
     allowed,
     caching,
@@ -41,6 +40,7 @@ from edgeinfer.server.core.request_parts import (
 )
 from edgeinfer.server.core.wire import SamplingFields
 from edgeinfer.server.openai import functions, wire
+from edgeinfer.settings.sampling_options import BY_FIELD
 
 
 def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:

@@ -14,12 +14,12 @@ import time
 
 import msgspec
 
-from edgeinfer import load_options
 from edgeinfer.catalog import store
-from edgeinfer.config import Config
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.settings import load_options
+from edgeinfer.settings.config import Config
 from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.building import build_order
 from edgeinfer.snapshots.launching import surroundings

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, from_fields
-from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
+from edgeinfer.settings.config import SnapshotsConfig
+from edgeinfer.settings.load_options import snapshot_options
 from edgeinfer.snapshots import criu, frames
 from edgeinfer.snapshots.process_description import read_files, stamps_of
 from edgeinfer.snapshots.shelf import failures, fingerprint, format, prune

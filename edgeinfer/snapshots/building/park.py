@@ -24,10 +24,10 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer import cli
-from edgeinfer.config import load_config
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.runtime.loading.mappings import areas
 from edgeinfer.runtime.options import Adapter, EngineInfo, LoadOptions, ModelFiles
+from edgeinfer.settings.config import load_config
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.building import relocating
 from edgeinfer.snapshots.building.spill import Spilled, spill

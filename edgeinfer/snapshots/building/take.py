@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import EdgeInferError, SnapshotStaleError
-from edgeinfer.load_options import differing, snapshot_options
+from edgeinfer.settings.config import SnapshotsConfig
+from edgeinfer.settings.load_options import differing, snapshot_options
 from edgeinfer.snapshots.building import build_order
 from edgeinfer.snapshots.process_description import Description, stamps_of
 from edgeinfer.snapshots.shelf import fingerprint, format, records

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from edgeinfer.config import Config, LoadConfig
 from edgeinfer.errors import EngineClosedError, SnapshotStaleError, UsageError, from_fields
 from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
-from edgeinfer.load_options import snapshot_options
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.settings.config import Config, LoadConfig
+from edgeinfer.settings.load_options import snapshot_options
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.launching import kept_connections
 from edgeinfer.snapshots.process_description import Description, describe, stamps_of

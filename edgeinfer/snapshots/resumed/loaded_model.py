@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from edgeinfer.errors import EngineClosedError
-from edgeinfer.load_options import differing, snapshot_options, unmet
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.loading.mappings import Area, Range
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.settings.load_options import differing, snapshot_options, unmet
 from edgeinfer.snapshots.process_description import Description
 from edgeinfer.snapshots.resumed import prefetch
 from edgeinfer.snapshots.resumed.idle import IdleWatch, give_back

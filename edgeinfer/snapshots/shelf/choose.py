@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
-from edgeinfer.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
+from edgeinfer.settings.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.shelf import fingerprint, format
 from edgeinfer.system import places

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from edgeinfer.config import SnapshotsConfig
+from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.snapshots.shelf import fingerprint, format, records
 from edgeinfer.system.disk import free_bytes
 

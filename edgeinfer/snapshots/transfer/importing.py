@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import DiskFullError, SnapshotCorruptError, SnapshotStaleError
 from edgeinfer.host import Host
-from edgeinfer.load_options import LOAD_OPTIONS
 from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.settings.config import SnapshotsConfig
+from edgeinfer.settings.load_options import LOAD_OPTIONS
 from edgeinfer.snapshots import criu, frames
 from edgeinfer.snapshots.building import build_order
 from edgeinfer.snapshots.building.relocating import Places

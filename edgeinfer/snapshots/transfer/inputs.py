@@ -10,8 +10,8 @@ import msgspec
 
 from edgeinfer.catalog import names, store
 from edgeinfer.errors import SnapshotError, UsageError
-from edgeinfer.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.runtime.options import Adapter, parse_adapters
+from edgeinfer.settings.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.transfer import packing
 from edgeinfer.snapshots.transfer.description import AdapterFile, DraftModel, ModelFile

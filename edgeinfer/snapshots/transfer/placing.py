@@ -19,8 +19,8 @@ from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.names import Reference, reference, tamed_file_name
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
-from edgeinfer.load_options import DRAFT, LORA
 from edgeinfer.runtime.options import Adapter
+from edgeinfer.settings.load_options import DRAFT, LORA
 from edgeinfer.snapshots.building.build_order import Progress
 from edgeinfer.snapshots.process_description import adapters_text
 from edgeinfer.snapshots.shelf import format

@@ -14,12 +14,12 @@ from made_models import FIM, make_llama
 from edgeinfer.catalog import store
 from edgeinfer.commands.answering.serve import pulled_models
 from edgeinfer.commands.catalog.model_shelf import ModelShelf
-from edgeinfer.config import Config
 from edgeinfer.host import Host
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.server.core.models.values import Loaded
+from edgeinfer.settings.config import Config
 
 REPO = "someone/Tiny-GGUF"
 

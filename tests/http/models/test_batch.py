@@ -16,11 +16,11 @@ import pytest
 from edgeinfer.arguments import launch_args
 from edgeinfer.commands.answering import batch as batches
 from edgeinfer.commands.answering.batch import batch
-from edgeinfer.config import Config
 from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.settings.config import Config
 
 
 class FakeHost(Host):

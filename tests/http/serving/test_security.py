@@ -13,7 +13,6 @@ import pytest
 
 from edgeinfer.arguments import launch_args
 from edgeinfer.commands.answering.serve import limits, make_gate
-from edgeinfer.config import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.server.guards import keys, sockets
@@ -21,6 +20,7 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, OPEN_ROUTES, Gate, host_name
 from edgeinfer.server.operations import OPERATIONS
 from edgeinfer.server.server import RunOptions
+from edgeinfer.settings.config import Config, ServeConfig
 
 KEY = "test-key-0123456789abcdef"
 PAGE = "https://page.example"

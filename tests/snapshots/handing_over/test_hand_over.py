@@ -13,13 +13,13 @@ import threading
 import pytest
 from other_processes import descendants, has_ended, private_bytes, wait_until
 
-from edgeinfer.config import Config, SnapshotsConfig
 from edgeinfer.host import Start
+from edgeinfer.settings.config import Config, SnapshotsConfig
 from edgeinfer.snapshots.resumed.app_host import AppHost
 from edgeinfer.snapshots.shelf import format
 
-from .conftest import Person
-from .test_by_itself import MODEL, Endpoint
+from ..conftest import Person
+from ..test_by_itself import MODEL, Endpoint
 
 pytestmark = pytest.mark.criu
 

@@ -18,7 +18,7 @@ from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.generation import EventStream
 
-from .remembering.conftest import ask, heard, load, text
+from ..remembering.conftest import ask, heard, load, text
 
 
 @pytest.fixture(scope="module")

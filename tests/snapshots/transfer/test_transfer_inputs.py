@@ -13,7 +13,7 @@ from made_models import make_adapter
 from edgeinfer.catalog import adapters, pull
 from edgeinfer.catalog.models import user_path
 from edgeinfer.errors import SnapshotError
-from edgeinfer.load_options import LORA
+from edgeinfer.settings.load_options import LORA
 from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.transfer import description as described
 from edgeinfer.snapshots.transfer import inputs, signing, trust
@@ -21,7 +21,7 @@ from edgeinfer.snapshots.transfer.layout import Layout
 from edgeinfer.system import paths
 from edgeinfer.system.disk import stamps
 
-from .test_by_itself import Endpoint
+from ..test_by_itself import Endpoint
 from .test_transfer import copied, flipped, link, refused, replaced, requiring, resigned
 
 MODEL = "small"

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from stores_here import docker_registry, registry_program
 
-from edgeinfer.config import SnapshotsConfig
 from edgeinfer.errors import EdgeInferError, SnapshotUntrustedError, UsageError
+from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.snapshots.building.relocating import Places
 from edgeinfer.snapshots.transfer import description as described
 from edgeinfer.snapshots.transfer import importing, packing, signing, trust
@@ -25,7 +25,7 @@ from edgeinfer.snapshots.transfer.layout import Layout
 from edgeinfer.snapshots.transfer.offer import offered
 from edgeinfer.system import paths
 
-from ..conftest import BUILD_CACHE
+from ...conftest import BUILD_CACHE
 
 MODEL = "small"
 

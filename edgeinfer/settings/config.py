@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from edgeinfer.errors import ConfigError
-from edgeinfer.load_options import LOAD_OPTIONS, LoadOption
+from edgeinfer.settings.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.system import places
 
 

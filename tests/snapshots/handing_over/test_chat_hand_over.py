@@ -18,7 +18,7 @@ from edgeinfer.snapshots.launching import hand_over, supervise
 from edgeinfer.snapshots.launching.apps import App
 from edgeinfer.snapshots.launching.launch import Launcher
 
-from .test_by_itself import MODEL
+from ..test_by_itself import MODEL
 from .test_hand_over import IDLE_BYTES, cold  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.criu
