@@ -17,8 +17,8 @@ from edgeinfer.system.disk import stamps
 
 NAME_BYTES = 20
 SECRET_BYTES = 32
-#: A tail is found by so many of its first tokens, the most that it has; a shorter one is not kept.
-TAIL_KEYS_TOKENS = (32, 16, 8, 4)
+#: A tail is found by so many of its first tokens, the most that it has.
+TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
 

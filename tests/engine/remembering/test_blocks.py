@@ -77,7 +77,7 @@ def test_the_few_tokens_behind_the_last_whole_block_are_kept(
     engine: LlamaEngine, store: BlockStore
 ) -> None:
     tokens = tuple(engine.tokenize(text(700)))
-    for n in (2 * BLOCK_TOKENS + 5, 2 * BLOCK_TOKENS + 80):
+    for n in (2 * BLOCK_TOKENS + 2, 2 * BLOCK_TOKENS + 5, 2 * BLOCK_TOKENS + 80):
         heard(engine, ask(tokens[:n], max_tokens=0, logprobs=None))
         assert engine.flush_blocks()
         engine.between_steps(lambda: engine._scheduler.kv.drop_idle())

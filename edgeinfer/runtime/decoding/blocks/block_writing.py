@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from edgeinfer.blocks.format import Block, Header, Kind, State, pack_tokens, unpack_tokens, whole
-from edgeinfer.blocks.names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
+from edgeinfer.blocks.names import TAIL_KEY_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
 from edgeinfer.runtime.decoding.blocks.proof import Proof
@@ -192,7 +192,7 @@ class BlockWriting:
     def _missing_tail(self, tokens: list[int], chain: list[bytes]) -> Iterator[_Missing]:
         start = (len(chain) - 1) * self._names.block_tokens
         rest = tokens[start:]
-        if len(rest) < TAIL_KEYS_TOKENS[-1]:
+        if not rest:
             return
         _, n = self._names.tail(chain[-1], rest)
         header = self._header("tail", self._blocks.names.tail(chain[-1], rest), chain[-1], rest)
