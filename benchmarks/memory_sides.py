@@ -157,26 +157,24 @@ def ours(
     blocks: bool = True,
     parallel: int = 4,
 ) -> Side:
-    """`edgeinfer serve` through its launcher, in a home of its own; warm, so that a start is a resume.
+    """`edgeinfer serve` through its launcher, in a home of its own, which may be one of an earlier run;
+    warm, so that a start is a resume.
     `others` are further models it can be asked for.
     """
     settings = home / "config/config.toml"
     name = name_of(model)
     environment = {"EDGEINFER_HOME": str(home)}
+    verbs = []
     if not settings.exists():
         settings.parent.mkdir(parents=True)
         settings.write_text(
             f"[snapshots]\nauto-warm = false\n\n[blocks]\nenabled = {str(blocks).lower()}\n"
         )
-        pulls = [
-            ["pull", str(one), "--name", name_of(one), "--in-place", "--quiet"]
-            for one in (model, *others)
-        ]
-        warm = ["warm", name, "--ctx", str(n_ctx), "--parallel", str(parallel), "--quiet"]
-        for words in (*pulls, warm):
-            subprocess.run(
-                [*EDGEINFER, *words], env={**os.environ, **environment}, cwd=ROOT, check=True
-            )
+        for one in (model, *others):
+            verbs.append(["pull", str(one), "--name", name_of(one), "--in-place", "--quiet"])
+    verbs.append(["warm", name, "--ctx", str(n_ctx), "--parallel", str(parallel), "--quiet"])
+    for words in verbs:
+        subprocess.run([*EDGEINFER, *words], env={**os.environ, **environment}, cwd=ROOT, check=True)
     command = [*EDGEINFER, "serve", name, "--port", "PORT", "--log", "off", "--ctx", str(n_ctx)]
     return Side("edgeinfer", [*command, "--parallel", str(parallel)], name, environment)
 
