@@ -5,7 +5,7 @@ typing   words typed at 60 a minute into the chat at a pseudo-terminal: Enter �
 cold     private memory of a chat that started cold, before and after it goes on in a resumed process;
          the snapshot it has built for that is removed again
 
-Writes bench-out/typing.md and typing.json.
+Each writes bench-out/typing.md or typing-cold.md, and its .json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_tui import EDGEINFER, Screen
-from common import add_out, memory_of, tree_of, write_figure
+from common import add_out, markdown, memory_of, tree_of, write_figure
 
 from edgeinfer.system.places import DEFAULT_MODEL
 
@@ -203,42 +203,32 @@ def _snapshots() -> set[str]:
     return {row["details"]["name"] for row in json.loads(done.stdout)["result"]["snapshots"]}
 
 
-def table(found: dict[str, Any], n_words: int) -> str:
-    rows: list[tuple[str, ...]] = [("what", "reading ahead", "without", "wanted"), ("---",) * 4]
-    if "typing" in found:
-        on, off = found["typing"]["on"], found["typing"]["off"]
-        rows.append(
-            (
-                f"Enter → first token, {n_words} words at {WORDS_A_MINUTE} a minute",
-                *_both("{:,.0f} ms", "said_ms", on, off),
-                f"{1.5 * on['step_ms']:.0f} ms, 1.5 decode steps, and the last words",
-            )
-        )
-        rows += [
-            ("Enter → first word on the screen", *_both("{:,.0f} ms", "first_word_ms", on, off), ""),
-            ("tokens left to compute at Enter", *_both("{:,.0f}", "left_tokens", on, off), ""),
-        ]
-        for name, share in (("p50", 0.5), ("p99", 0.99)):
-            both = [f"{_quantile(side['keys_ms'], share):.1f} ms" for side in (on, off)]
-            rows.append((f"keystroke → screen, {name}", *both, "≤ 30 ms" if share > 0.9 else ""))
-    if "cold" in found:
-        cold = found["cold"]
-        rows += [
-            ("", "after the hand-over", "before", ""),
-            (
-                "private memory of a chat that started cold",
-                f"{cold['resumed_bytes'] / 1e6:.0f} MB",
-                f"{cold['cold_bytes'] / 1e6:.0f} MB",
-                "≤ 60 MB",
-            ),
-            (
-                "its Enter → first token",
-                f"{cold['first_token_after_ms']:.0f} ms",
-                f"{cold['first_token_cold_ms']:.0f} ms",
-                "",
-            ),
-        ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+def typing_table(on: dict[str, Any], off: dict[str, Any], n_words: int) -> str:
+    rows: list[tuple[str, ...]] = [
+        (
+            f"Enter → first token, {n_words} words at {WORDS_A_MINUTE} a minute",
+            *_both("{:,.0f} ms", "said_ms", on, off),
+            f"{1.5 * on['step_ms']:.0f} ms, 1.5 decode steps, and the last words",
+        ),
+        ("Enter → first word on the screen", *_both("{:,.0f} ms", "first_word_ms", on, off), ""),
+        ("tokens left to compute at Enter", *_both("{:,.0f}", "left_tokens", on, off), ""),
+    ]
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        both = [f"{_quantile(side['keys_ms'], share):.1f} ms" for side in (on, off)]
+        rows.append((f"keystroke → screen, {name}", *both, "≤ 30 ms" if share > 0.9 else ""))
+    return markdown(["what", "reading ahead", "without", "wanted"], rows)
+
+
+def cold_table(found: dict[str, Any]) -> str:
+    resumed_mb, cold_mb = (f"{found[key] / 1e6:.0f} MB" for key in ("resumed_bytes", "cold_bytes"))
+    after, before = (f"{found[f'first_token_{key}_ms']:.0f} ms" for key in ("after", "cold"))
+    return markdown(
+        ["", "after the hand-over", "before", "wanted"],
+        [
+            ("private memory of a chat that started cold", resumed_mb, cold_mb, "≤ 60 MB"),
+            ("its Enter → first token", after, before, ""),
+        ],
+    )
 
 
 def _both(form: str, key: str, *sides: dict[str, Any]) -> list[str]:
@@ -259,13 +249,17 @@ def main() -> None:
     add_out(parser)
     options = parser.parse_args()
     model = [options.model] if options.model else []
-    found: dict[str, Any] = {}
-    if "typing" in options.parts:
-        found["typing"] = bench_typing(model, options.words)
-    if "cold" in options.parts:
-        found["cold"] = bench_cold(model)
-    print(write_figure(options.out, "typing", table(found, options.words)))
-    (options.out / "typing.json").write_text(json.dumps(found, indent=2))
+    for part in options.parts:
+        if part not in ("typing", "cold"):
+            parser.error(f"there is no part {part!r}: typing, cold")
+        if part == "typing":
+            found = bench_typing(model, options.words)
+            name, words = "typing", typing_table(found["on"], found["off"], options.words)
+        else:
+            found = bench_cold(model)
+            name, words = "typing-cold", cold_table(found)
+        print(write_figure(options.out, name, words))
+        (options.out / f"{name}.json").write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

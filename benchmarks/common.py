@@ -110,6 +110,12 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
 def write_figure(folder: Path, name: str, table: str) -> str:
     """Write `folder/NAME.md`: where the table is from, and the table. Returns its text."""
     text = f"{head()}\n\n{table}"

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from memory_sides import Answer, Rows, Side, conversation, markdown, ms, ours, theirs, wait_written
+from common import markdown
+from memory_sides import Answer, Rows, Side, conversation, ms, ours, theirs, wait_written
 
 _NEWCOMERS = 10
 _NEWCOMER_WORDS = 12

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import drop
-from memory_sides import Messages, Rows, Side, conversation, markdown, ms, ours, theirs, wait_written
+from common import drop, markdown
+from memory_sides import Messages, Rows, Side, conversation, ms, ours, theirs, wait_written
 
 #: Shapes of models with random weights: the words for `random_gguf.py`.
 SHAPES = {

@@ -211,9 +211,3 @@ def wait_written(home: Path, n_tokens: int) -> None:
 
 def ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1000:.0f} ms"
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
