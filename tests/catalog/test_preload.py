@@ -38,6 +38,11 @@ def drop(path: Path) -> None:
     os.close(descriptor)
 
 
+def is_resident(path: Path) -> bool:
+    """Whether a file is in memory, but for some pages: a kernel that is short of them takes any back."""
+    return resident_bytes(path) > 0.95 * path.stat().st_size
+
+
 def test_a_models_file_is_in_memory_afterwards(model, capsys) -> None:
     first = preloaded(capsys)
     [path] = map(Path, first["files"])
@@ -45,7 +50,8 @@ def test_a_models_file_is_in_memory_afterwards(model, capsys) -> None:
     dropped = resident_bytes(path)
     again = preloaded(capsys)
     assert again["was_resident_bytes"] == dropped
-    assert again["size_bytes"] == path.stat().st_size == resident_bytes(path)
+    assert again["size_bytes"] == path.stat().st_size
+    assert is_resident(path)
 
 
 @pytest.mark.parametrize(("repack", "n_files"), [("on", 2), ("off", 3)])
@@ -81,4 +87,4 @@ def test_what_was_just_pulled_is_read_from_no_disk(server, make_gguf, hasty) -> 
     patience = msgspec.structs.replace(hasty, parallel_bytes=1 << 20)
     record = pull(f"{server.url}/tiny.gguf", options=PullOptions(name="tiny", patience=patience))
     [path] = record.paths
-    assert resident_bytes(path) == path.stat().st_size
+    assert is_resident(path)
