@@ -238,7 +238,7 @@ def test_the_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> Non
         "child.wait()\n"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())

@@ -32,7 +32,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.system import paths
 
-from ..conftest import BUILD_CACHE
+from ...conftest import BUILD_CACHE
 
 OLLAMA = "application/vnd.ollama.image.model"
 DOCKER = "application/vnd.docker.ai.gguf.v3"

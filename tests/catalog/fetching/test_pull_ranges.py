@@ -15,7 +15,7 @@ from edgeinfer.catalog.progress.job import PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import AuthenticationError, DownloadError, InterruptedByUser
 
-from .conftest import part
+from ..conftest import part
 
 SIZE = 8 << 20
 

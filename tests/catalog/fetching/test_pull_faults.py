@@ -25,7 +25,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.system import paths
 
-from .conftest import part
+from ..conftest import part
 
 SIZE = 300_000
 

@@ -22,7 +22,7 @@ from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import DownloadError, SourceNotFoundError
 from edgeinfer.system import paths
 
-from .conftest import part
+from ..conftest import part
 
 N_FLOATS = 500_000
 
@@ -175,7 +175,7 @@ def test_a_really_full_disk(server, url, body, tmp_path, monkeypatch) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout)
