@@ -12,7 +12,6 @@ from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.guards.crash_replies import CrashReplyMiddleware
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.operations import DIALECTS, find
-from edgeinfer.server.repeating import RepeatMiddleware
 
 
 def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
@@ -27,8 +26,8 @@ def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
         Middleware(m.OriginMiddleware, gate),
         Middleware(m.KeyMiddleware, gate),
         Middleware(CrashReplyMiddleware, DIALECTS),
-        Middleware(RepeatMiddleware, endpoint),
         Middleware(m.LimitMiddleware, endpoint),
+        Middleware(m.StoreMiddleware, endpoint),
     ]
     app: ASGIApp = _route
     for kind, args, options in reversed(middlewares):

@@ -10,11 +10,14 @@ import secrets
 
 import msgspec
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.server.core.bodies import read_body
 from edgeinfer.server.core.exchange import Endpoint, Exchange
+from edgeinfer.server.core.kept import Kept
 from edgeinfer.server.core.problems import Problem, from_error, internal
 from edgeinfer.server.guards.security import OPEN_ROUTES, Gate, cors_headers
 from edgeinfer.server.observe.logs import Log
@@ -230,7 +233,28 @@ class LimitMiddleware:
             return
         self._endpoint.enter(exchange.key)
         try:
-            with self._endpoint.metrics.in_flight.track_inprogress():
-                await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
         finally:
-            self._endpoint.leave(exchange.key)
+            if exchange.kept is not None and not exchange.kept.is_done:  # it goes on without its reader
+                exchange.kept.when_ended.append(lambda kept: self._endpoint.leave(exchange.key))
+            else:
+                self._endpoint.leave(exchange.key)
+
+
+class StoreMiddleware:
+    """Let an answer that may be stored outlive the connection that asked for it."""
+
+    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+        self._app = app
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["edgeinfer"]
+        operation = exchange.operation
+        if operation is None or not operation.may_store or self._endpoint.stored is None:
+            await self._app(scope, receive, send)
+            return
+        body = await read_body(Request(scope, receive))
+        exchange.kept = Kept(self._endpoint.limits.kept_bytes, lambda: exchange.how)
+        exchange.kept.start(self._app, scope, body)
+        await exchange.kept.read(receive, send)

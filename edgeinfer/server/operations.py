@@ -12,7 +12,6 @@ from starlette.responses import Response
 from edgeinfer.server.anthropic.dialect import ANTHROPIC
 from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.replies import json_reply
-from edgeinfer.server.inference_v2.dialect import INFERENCE_V2
 from edgeinfer.server.native.dialect import NATIVE
 from edgeinfer.server.ollama.dialect import OLLAMA
 from edgeinfer.server.openai.dialect import OPENAI
@@ -20,7 +19,7 @@ from edgeinfer.server.openapi import document
 from edgeinfer.server.responses.dialect import RESPONSES
 
 #: The first one's envelope is for paths that are nobody's.
-DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA, INFERENCE_V2)
+DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
 

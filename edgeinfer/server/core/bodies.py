@@ -138,12 +138,13 @@ def decode_query(request: Request, kind: type[T]) -> T:
     exchange = exchange_of(request)
     exchange.body = request.url.query.encode()
     pairs = request.query_params.multi_items()
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
+    fields: dict[str, str] = {}
+    for name, text in pairs:
+        if name in fields:
             raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
+        fields[name] = text
     reading = Reading(refuse_unknown=exchange.endpoint.refuse_unknown, strict=False)
-    value = reading.read(dict(pairs), kind)
+    value = reading.read(fields, kind)
     exchange.ignore(reading.ignored)
     exchange.body = value
     return value

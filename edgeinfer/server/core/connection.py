@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from edgeinfer.host import Copies
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta
+from edgeinfer.system.tcp import Peer, peer_of
 
 
 async def disconnected(receive: Receive) -> None:
@@ -33,6 +34,20 @@ class Connection:
         self._is_held = False
         self._is_lost = False
         self._short_cut: ShortCut | None = None
+
+    def peer(self) -> Peer | None:
+        """Return who asks; None for a client on another machine, or one that has left."""
+        return peer_of(self._socket)
+
+    @property
+    def is_local_file(self) -> bool:
+        """Whether it came by a unix socket, whose file says who may connect."""
+        return bool(self._socket.family == socket.AF_UNIX)
+
+    def is_half_closed(self) -> bool:
+        """Whether the client sends no more, and still reads; never known under TLS."""
+        peer = None if self._is_tls else self.peer()
+        return peer is not None and peer.is_half_closed
 
     def mark(self, state: int) -> None:
         """Note what a survivor of this process would have to say (`guards.crash_replies`).

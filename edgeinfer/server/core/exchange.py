@@ -70,8 +70,6 @@ class Endpoint:
         self.start = start
         #: Whether a field that no declaration of ours knows is an error, or ignored and named.
         self.refuse_unknown = refuse_unknown
-        #: Answers to requests with an Idempotency-Key.
-        self.repeatable = KeptAnswers(limits)
         #: Answers that a dialect's clients may come back to by id; None where that is switched off.
         self.stored: KeptAnswers | None = None
         self.metrics = Metrics(models.engines)
@@ -108,7 +106,7 @@ class Endpoint:
     @property
     def keeps_answers(self) -> bool:
         """Whether there are answers in memory that a client may come back for."""
-        return bool(self.repeatable) or bool(self.stored)
+        return bool(self.stored)
 
     def enter(self, key: str) -> None:
         """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""
@@ -127,11 +125,13 @@ class Endpoint:
                 retry_after_s=1,
             )
         self.in_flight += 1
+        self.metrics.in_flight.inc()
         if key:
             self._by_key[key] += 1
 
     def leave(self, key: str) -> None:
         self.in_flight -= 1
+        self.metrics.in_flight.dec()
         self.last_activity = time.monotonic()
         if key:
             self._by_key[key] -= 1

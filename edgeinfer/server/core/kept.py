@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,9 +18,6 @@ from edgeinfer.runtime.events import FinishReason
 from edgeinfer.server.core.connection import disconnected
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.problems import shutting_down
-
-if TYPE_CHECKING:
-    from edgeinfer.server.core.exchange import Exchange
 
 #: Change a body before a reader gets it, e.g. to leave out what it has.
 Cut = Callable[[bytes], bytes]
@@ -30,10 +27,9 @@ _WHOLE = frozenset(get_args(FinishReason)) - {"cancelled"} | {""}
 class Kept:
     """One answer, as the ASGI messages that tell it. Lives on the event loop."""
 
-    def __init__(self, fingerprint: bytes, limits: Limits) -> None:
+    def __init__(self, limit_bytes: int, outcome: Callable[[], str]) -> None:
         #: What a dialect keeps beside the answer.
         self.about: object = None
-        self.fingerprint = fingerprint
         #: Seconds for which it goes on with nobody reading; 0 ends it when its reader leaves.
         self.unread_s = 0.0
         self._receipt = b""
@@ -43,8 +39,8 @@ class Kept:
         self.is_done = False
         self.is_too_long = False
         self.ended_at = 0.0
-        self._limit_bytes = limits.kept_bytes
-        self._how = ""
+        self._limit_bytes = limit_bytes
+        self._outcome = outcome
         self._messages: list[Message] = []
         self._error: BaseException | None = None
         self._readers: dict[object, int] = {}
@@ -61,12 +57,9 @@ class Kept:
         """Have `app` answer the request, whose body was read."""
         # the way past the event loop writes to one connection, and this answer has none of its own
         inner = {key: value for key, value in scope.items() if key != "connection"}
-        exchange: Exchange = scope["edgeinfer"]
-        exchange.kept = self
         self._task = asyncio.get_running_loop().create_task(self._make(app, inner, body))
 
     async def _make(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
-        exchange: Exchange = scope["edgeinfer"]
         unread = [body]
 
         async def receive() -> Message:
@@ -84,7 +77,6 @@ class Kept:
             self._error = error
         finally:
             self.is_done = True
-            self._how = exchange.how
             self.ended_at = time.monotonic()
             for told in self.when_ended:
                 told(self)
@@ -132,7 +124,7 @@ class Kept:
             and self._error is None
             and self.status == 200
             and not self.is_too_long
-            and self._how in _WHOLE
+            and self._outcome() in _WHOLE
         )
 
     @property

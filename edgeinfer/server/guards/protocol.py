@@ -2,7 +2,8 @@
 
 uvicorn (httptools) limits neither header bytes nor the time a client takes to send them, nor the time
 it takes to read an answer. Here a header block, a body and a full write buffer each have a deadline,
-and headers have a number and a size.
+headers have a number and a size, and so has everything else that the parser holds back: trailers and
+chunk extensions.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from edgeinfer.host import Copies
 from edgeinfer.server.core.connection import Connection
 from edgeinfer.server.core.limits import Limits
 
+#: A client that was answered before it sent its whole body may go on with it for so long (s): closed at
+#: once, the kernel would reset the connection and the client might never see the answer.
+_LINGER_S = 2.0
+
 _REFUSALS = {
+    400: b"Bad Request",
     408: b"Request Timeout",
     414: b"URI Too Long",
     431: b"Request Header Fields Too Large",
+    501: b"Not Implemented",
     503: b"Service Unavailable",
 }
 
@@ -43,7 +50,7 @@ class _Guarded(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._header_bytes = 0
+        self._held_bytes = 0
         self._in_headers = False
         self._refused = False
 
@@ -68,20 +75,28 @@ class _Guarded(HttpToolsProtocol):
             return
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._arm(self.guard.header_s)
-        self._header_bytes += len(data)
+        self._held_bytes += len(data)
         super().data_received(data)
-        if (
-            self._in_headers
-            and self._header_bytes > self.guard.max_header_bytes + self.guard.max_url_bytes
-        ):
-            self._refuse(431)  # the parser holds an unfinished header back without a limit of its own
+        url_bytes = self.guard.max_url_bytes if self._in_headers else 0
+        if self._held_bytes > self.guard.max_header_bytes + url_bytes:
+            self._refuse(431)  # the parser holds back unfinished headers and trailers without a limit
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep a half-closed connection open while its request is answered."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return None
+        if not self.connection.is_half_closed():
+            return None
+        cycle.keep_alive = False
+        return True
 
     # --- parser callbacks
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["connection"] = self.connection  # type: ignore[typeddict-unknown-key]
-        self._header_bytes = 0
+        self._held_bytes = 0
         self._in_headers = True
 
     def on_url(self, url: bytes) -> None:
@@ -90,14 +105,22 @@ class _Guarded(HttpToolsProtocol):
             self._refuse(414)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_headers:
+            return  # a trailer: dropped, and bounded with all of them by `_held_bytes`
         super().on_header(name, value)
         if len(self.headers) > self.guard.max_headers:
             self._refuse(431)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
+        self._held_bytes = 0
         if sum(len(name) + len(value) for name, value in self.headers) > self.guard.max_header_bytes:
             self._refuse(431)
+        names = [name for name, _ in self.headers]
+        if names.count(b"host") > 1:
+            self._refuse(400)
+        if any(n == b"transfer-encoding" and v.strip().lower() != b"chunked" for n, v in self.headers):
+            self._refuse(501)
         if self._refused:
             return
         self._disarm()
@@ -105,13 +128,21 @@ class _Guarded(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._held_bytes = 0
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._held_bytes = 0
         self._disarm()
         if not self._refused:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._disarm()
+            self._arm(_LINGER_S)
 
     # --- writing
 
@@ -139,10 +170,7 @@ class _Guarded(HttpToolsProtocol):
     def _late(self) -> None:
         """The client did not finish its headers or its body in time."""
         self._timer = None
-        if self.cycle is not None and not self.cycle.response_complete and self.cycle.response_started:
-            self.transport.abort()
-        else:
-            self._refuse(408)
+        self._refuse(408)
 
     def _refuse(self, status: int) -> None:
         """Answer without the application, and close: a request begun sees a disconnect."""
@@ -152,5 +180,10 @@ class _Guarded(HttpToolsProtocol):
         self._disarm()
         reason = _REFUSALS[status]
         head = b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, reason)
-        self.transport.write(head)
+        cycle = self.cycle
+        if self.pipeline or (cycle and cycle.response_started and not cycle.response_complete):
+            self.transport.abort()  # the refusal would stand in the middle of another answer
+            return
+        if not (cycle and cycle.response_complete and cycle.more_body):  # otherwise it has its answer
+            self.transport.write(head)
         self.transport.close()

@@ -18,7 +18,9 @@ from edgeinfer.server.guards.keys import Keys
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 #: Routes that a probe may ask without a key; they name no model's content. /metrics wants the key.
-OPEN_ROUTES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
+OPEN_ROUTES = frozenset({"/health"})
+#: A name or an address in brackets, a root's dot, a port.
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+?)\.?(?::\d{0,5})?", re.ASCII | re.IGNORECASE)
 _METHODS = "GET, POST, DELETE, OPTIONS"
 #: What a page asks to send is allowed to a named origin, where it looks like a list of headers.
 _ASKED = re.compile(r"[\w, -]{1,2048}", re.ASCII)
@@ -95,10 +97,9 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_name(host: str) -> str:
-    """`Localhost:8080` → `localhost`, `[::1]:80` → `[::1]`."""
-    if host.startswith("["):
-        return host[: host.find("]") + 1].lower()
-    return host.partition(":")[0].lower().rstrip(".")
+    """`Localhost:8080` → `localhost`, `[::1]:80` → `[::1]`; "" for what is no host."""
+    found = _HOST.fullmatch(host)
+    return found[1].lower() if found else ""
 
 
 def _is_address(name: str) -> bool:

@@ -240,7 +240,7 @@ def health_of(endpoint: Endpoint) -> wire.Health:
     elif not endpoint.ready_said:
         failed = state == "cold" and bool(models.last_error)
         report = msgspec.structs.replace(
-            report, status="error" if failed else "loading", error=models.last_error
+            report, status="error" if failed else "loading", error=models.last_error or msgspec.UNSET
         )
     return report
 

@@ -216,7 +216,7 @@ class Health(Reply, frozen=True, kw_only=True):
     status: Literal["ok", "loading", "draining", "error"]
     model: str
     loading: list[LoadingModel] = msgspec.field(default_factory=list)
-    error: str = ""
+    error: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Slots(Reply, frozen=True, kw_only=True):

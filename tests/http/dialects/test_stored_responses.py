@@ -151,12 +151,33 @@ def test_a_stream_that_is_not_stored_ends_with_its_reader(client, until) -> None
     until(lambda: not here.endpoint.in_flight, "the answer to end")
 
 
+def test_limits_come_before_the_body_of_a_stored_response(client, raw_exchange, until) -> None:
+    here, openai_client = client(
+        FakeEngine([["one ", Gate(threading.Event())]]), limits=Limits(max_requests=1)
+    )
+    begun = openai_client.responses.create(model="fake", input="x", background=True)
+    until(lambda: here.endpoint.running, "the generation")
+    assert here.endpoint.in_flight == 1  # the answer holds its place after its reader left
+    head = b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n"
+    assert b" 503 " in raw_exchange(here.port, head).splitlines()[0]  # no byte of the body was sent
+    openai_client.responses.cancel(begun.id)
+    until(lambda: not here.endpoint.in_flight, "its end")
+
+
 def test_a_whole_answer_is_no_stream(client) -> None:
     here, _ = client()
     name = here.client.post(URL, json={"input": "x"}).json()["id"]
     reply = here.client.get(f"{URL}/{name}?stream=true")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
     assert here.client.get(f"{URL}/{name}?starting_after=-1").status_code == 400
+
+
+def test_an_answer_beyond_the_limit_reaches_its_reader_and_is_not_stored(client) -> None:
+    here, _ = client(FakeEngine([["word "] * 200]), limits=Limits(kept_bytes=2000))
+    reply = here.client.post(URL, json={"input": "x", "stream": True})
+    assert reply.text.count('"delta":"word ') == 200
+    name = reply.text.partition('"id":"')[2].partition('"')[0]
+    assert here.client.get(f"{URL}/{name}").status_code == 404
 
 
 def test_the_oldest_go_first(client) -> None:

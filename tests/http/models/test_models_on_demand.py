@@ -311,7 +311,6 @@ def test_health_says_what_is_loading(serve, shelf, until):
         "status": "loading",
         "model": "a",
         "loading": [{"model": "a", "stage": "reading weights", "progress": 0.5}],
-        "error": "",
     }
     shelf.holds["a"].set()
     until(lambda: here.client.get("/health").status_code == 200, "the endpoint to be healthy")

@@ -54,9 +54,6 @@ ROUTES = (
     "/api/pull",
     "/api/create",
     "/api/copy",
-    "/v2/models/{id}/generate",
-    "/v2/models/{id}/generate_stream",
-    "/v2/models/{id}/infer",
     "/v1/models/{id}/recall",
     "/v1/models/{id}/snapshot",
     "/v1/load_lora_adapter",
@@ -249,11 +246,6 @@ def _asked(draw: st.DrawFn) -> tuple[str, Any, list[str]]:
         "/api/pull": {"model": word()},
         "/api/create": {"model": word(), "from": word()},
         "/api/copy": {"source": word(), "destination": word()},
-        "/v2/models/{id}/generate": {"text_input": word(), "id": word()},
-        "/v2/models/{id}/generate_stream": {"text_input": word(), "parameters": {"stop": [word()]}},
-        "/v2/models/{id}/infer": {
-            "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [word()]}]
-        },
         "/v1/models/{id}/recall": {"agent": word(), "folder": word()},
         "/v1/models/{id}/snapshot": {"name": word()},
         "/v1/load_lora_adapter": {"lora_name": word(), "lora_path": word()},

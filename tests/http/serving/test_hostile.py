@@ -52,9 +52,6 @@ def _hostile(rng: random.Random) -> bytes:
         b"/api/create",
         b"/api/copy",
         b"/api/blobs/sha256:0",
-        b"/v2/models/fake/infer",
-        b"/v2/models/fake/generate",
-        b"/v2/models/fake/generate_stream",
         b"/v1/models/fake/recall",
     ]
     path = rng.choice(paths)
@@ -228,6 +225,38 @@ def test_pipelined_requests_are_answered_in_order(serve, raw_exchange):
             assert piece
             reply += piece
     assert reply.index(b'"one"') < reply.index(b'"two"')
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (b"host: localhost\r\nhost: evil.example\r\n", b" 400 "),
+        (b"host: localhost\r\nhost: localhost\r\n", b" 400 "),
+        (b"host: localhost\r\ntransfer-encoding: gzip, chunked\r\n", b" 501 "),
+        (b"host: localhost\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n", b" 501 "),
+    ],
+)
+def test_doubtful_framing_is_refused(serve, raw_exchange, lines, status):
+    here = serve()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n" + lines + b"\r\n"
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    assert status in raw_exchange(here.port, head + body).splitlines()[0]
+
+
+def test_half_closed_client_is_answered(serve, until):
+    gate = Gate(threading.Event())
+    here = serve(FakeEngine([["late ", gate, "answer"]]))
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.settimeout(20)
+        client.sendall(_post(BODY))
+        client.shutdown(socket.SHUT_WR)
+        assert gate.reached.wait(20)
+        gate.opened.set()
+        reply = b""
+        while piece := client.recv(65_536):
+            reply += piece
+    assert reply.startswith(b"HTTP/1.1 200 ")
+    assert b"late answer" in reply
 
 
 def test_smuggling_is_not_possible(serve, raw_exchange):

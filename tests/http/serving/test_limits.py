@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.server.core.bodies import decode_query
 from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.guards import protocol
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate as Doorkeeper
+from edgeinfer.server.native.wire import InferQuery
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 
@@ -65,6 +72,64 @@ def test_headers_have_a_number_and_a_size(serve, raw_exchange, request_bytes, st
     here = serve()
     assert _status(raw_exchange(here.port, request_bytes)) == status
     assert here.client.get("/health").status_code == 200
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [b"2\r\n{}\r\n0\r\nx: ", b"2\r\n{}\r\n0\r\n" + b"x: y\r\n" * 20, b"2;x=", b"0000"],
+    ids=["trailer", "trailers", "extension", "size"],
+)
+@pytest.mark.parametrize("keys", [[], ["k" * 20]], ids=["keyless", "401"])
+def test_endless_trailer_is_cut_off(serve, endless, keys):
+    here = serve(gate=Doorkeeper(keys=Keys(keys)))
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.settimeout(20)
+        client.sendall(CHUNKED + endless)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                client.sendall(b"a" * 65_536)
+                sent += 65_536
+        assert sent < 100 * 65_536  # otherwise 6 MB were taken
+        reply = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := client.recv(65_536):
+                reply += piece
+    assert not reply or _status(reply) in (400, 401, 431)
+
+
+def test_trailers_are_no_headers(serve, raw_exchange):
+    here = serve(gate=Doorkeeper(keys=Keys(["k" * 20])))
+    body = b"%x\r\n%b\r\n0\r\nx-api-key: %b\r\n\r\n" % (len(BODY), BODY, b"k" * 20)
+    assert _status(raw_exchange(here.port, CHUNKED + body)) == 401
+
+
+def test_unread_body_of_a_refused_request_is_not_waited_for(serve, monkeypatch):
+    monkeypatch.setattr(protocol, "_LINGER_S", 0.05)
+    here = serve(gate=Doorkeeper(keys=Keys(["k" * 20])))
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.settimeout(20)
+        client.sendall(_head(1000))
+        reply = b""
+        while piece := client.recv(65_536):
+            reply += piece
+    assert _status(reply) == 401
+    assert reply.count(b"HTTP/1.1 ") == 1
+
+
+def test_refused_body_that_is_sent_whole_leaves_the_connection_open(serve, raw_exchange):
+    here = serve(gate=Doorkeeper(keys=Keys(["k" * 20])))
+    health = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.settimeout(20)
+        client.sendall(_head(len(BODY)) + BODY + health)
+        reply = b""
+        while piece := client.recv(65_536):
+            reply += piece
+    assert [int(part[:3]) for part in reply.split(b"HTTP/1.1 ")[1:]] == [401, 200]
 
 
 def test_slow_headers_and_silence_are_cut_off(serve, raw_exchange):
@@ -217,3 +282,33 @@ def test_connections_are_limited(serve):
         assert _status(extra.recv(1000)) == 503
     for connection in kept:
         connection.close()
+
+
+class _Counted(str):
+    """A name that counts how often it is compared."""
+
+    comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        _Counted.comparisons += 1
+        return super().__eq__(other)
+
+
+def test_query_names_are_compared_linearly():
+    """A URL of 96 KiB with 20,000 names took 9 s of the event loop."""
+    names = [_Counted(f"q{number}") for number in range(2000)]
+    fields = [*((name, "") for name in names), ("prompt", "x")]
+    exchange = SimpleNamespace(
+        endpoint=SimpleNamespace(refuse_unknown=False), ignore=lambda names: None
+    )
+    request: Any = SimpleNamespace(
+        scope={"edgeinfer": exchange},
+        url=SimpleNamespace(query=""),
+        query_params=SimpleNamespace(multi_items=lambda: fields),
+    )
+    assert decode_query(request, InferQuery).prompt == "x"
+    assert _Counted.comparisons < 10 * len(names)
+    fields.append(("prompt", "y"))
+    with pytest.raises(Problem, match="given twice"):
+        decode_query(request, InferQuery)

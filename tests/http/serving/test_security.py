@@ -50,6 +50,10 @@ def keyed(serve_module):
         "127.0.0.1.evil.example",
         "localhost.evil.example",
         "0.0.0.0",
+        "localhost:1@evil.example",
+        "[::1]evil.example",
+        "localhost..",
+        "localhost:port",
     ],
 )
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
@@ -270,6 +274,8 @@ def test_tls_is_served(serve, tmp_path):
 
 def test_host_names_lose_ports_and_case():
     assert [host_name(h) for h in ("A.b:1", "[::1]:2", "c.", "[::1")] == ["a.b", "[::1]", "c", ""]
+    assert not any(host_name(h) for h in ("a:1@b", "[::1]b", "a b", "a/b", "", ":80"))
+    assert host_name("localhost..") == "localhost."
 
 
 def test_a_bind_that_cannot_be_is_one_of_our_errors():

@@ -1,1 +1,0 @@
-"""The Open Inference Protocol (V2)."""
