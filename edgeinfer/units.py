@@ -13,6 +13,14 @@ def format_bytes(n_bytes: float) -> str:
     return f"{size:.2f} TB"
 
 
+def format_parameters(n_params: int) -> str:
+    """`260K`, `135M`, `1.7B`."""
+    for size, unit in ((1e9, "B"), (1e6, "M")):
+        if n_params >= size:
+            return f"{n_params / size:.{1 if unit == 'B' else 0}f}{unit}"
+    return f"{n_params / 1e3:.0f}K"
+
+
 def format_ms(milliseconds: float) -> str:
     """`84 ms`, `7.1 s`."""
     return f"{milliseconds:.0f} ms" if milliseconds < 999.5 else f"{milliseconds / 1000:.1f} s"

@@ -8,10 +8,6 @@ from edgeinfer.arguments.launch_args import add_load_option
 from edgeinfer.arguments.verb import Verbs, add_verb
 from edgeinfer.settings.load_options import GPU_LAYERS, KV_TYPE
 
-#: What a quantization may be chosen for, and the word that asks for a choice.
-PURPOSES = ("auto", "prefill", "decode", "quality", "size")
-AUTO = "AUTO"
-
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     """Register this family's verbs."""
@@ -54,7 +50,6 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "--in-place", action="store_true", help="point at a local file instead of copying it"
     )
     parser.add_argument("--again", action="store_true", help="fetch it even when it is here")
-    _add_for(parser, "which of the published quantizations to take, by this CPU's measured rates", None)
     parser.add_argument(
         "--connections",
         type=int,
@@ -63,10 +58,6 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         help="how many connections fetch a large file at once; 8",
     )
     _add_quiet(parser)
-
-
-def _add_for(parser: argparse.ArgumentParser, help: str, default: str | None) -> None:
-    parser.add_argument("--for", dest="purpose", choices=PURPOSES, default=default, help=help)
 
 
 def _add_list(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -83,7 +74,7 @@ def _add_list(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--fits",
         action="store_true",
-        help="rank by what this machine can hold and how fast it would answer; measures once",
+        help="group by what this machine can hold and how fast it would answer",
     )
 
 
@@ -155,11 +146,10 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "make a smaller copy of a model, and measure what it costs",
     )
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
-    types = (*FILE_TYPES.values(), AUTO)
+    types = tuple(FILE_TYPES.values())
     parser.add_argument(
         "type", metavar="TYPE", type=str.upper, choices=types, help=f"one of {', '.join(types)}"
     )
-    _add_for(parser, "with TYPE auto: what the type should suit; auto", "auto")
     parser.add_argument(
         "--text",
         default="",

@@ -17,7 +17,6 @@ import msgspec
 from edgeinfer.catalog import names
 from edgeinfer.catalog import sources as places
 from edgeinfer.catalog.ggml_types import FILE_TYPES, file_type
-from edgeinfer.catalog.rates.purpose import AUTO
 from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.settings.config import about, refuse_unknown_keys
@@ -26,7 +25,19 @@ from edgeinfer.settings.sampling_options import SAMPLING_OPTIONS
 from edgeinfer.system import paths
 
 FILE_NAME = "models.toml"
-_PARAMETERS = re.compile(r"\d+(\.\d+)?[MB]")
+_PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
+#: Of whole files of the catalogue's types: embeddings and output are often of a larger type.
+_BITS_PER_WEIGHT = {
+    "Q4_0": 4.6,
+    "Q4_1": 5.1,
+    "Q4_K_M": 4.9,
+    "Q5_K_M": 5.7,
+    "Q6_K": 6.6,
+    "Q8_0": 8.5,
+    "MXFP4_MOE": 4.6,
+    "F16": 16.0,
+    "BF16": 16.0,
+}
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
@@ -59,6 +70,11 @@ class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its 
 
     def over(self, base: Sampling) -> Sampling:
         return msgspec.structs.replace(base, **self.given())
+
+
+def parameter_count(text: str) -> float:
+    """`"1.7B"` → 1.7e9; 0.0 for ""."""
+    return float(text[:-1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[text[-1]] if text else 0.0
 
 
 class LoraTable(_Table, frozen=True, kw_only=True):
@@ -94,12 +110,7 @@ class Model(_Table, frozen=True, kw_only=True):
         Literal["chat", "base", "code", "reasoning", "embedding", "reranker"], about("What it is for.")
     ] = "chat"
     quantization: Annotated[str, about("Quantization of the file the sources hold.")] = ""
-    quantize: Annotated[
-        str,
-        about(
-            'Quantize to this after pulling; "auto": what this CPU is fast at; empty keeps the file.'
-        ),
-    ] = ""
+    quantize: Annotated[str, about("Quantize to this after pulling; empty keeps the file.")] = ""
     file_name: Annotated[str, about("Name of the file; empty takes the source's.")] = ""
     size_bytes: Annotated[int, about("Exact size, where it is known.", ge=0)] = 0
     sha256: Annotated[str, about("SHA-256 of the file, where it is known.")] = ""
@@ -123,8 +134,20 @@ class Model(_Table, frozen=True, kw_only=True):
     @property
     def final_quantization(self) -> str:
         """The quantization that is stored: `quantize` when it is wanted, else the source's."""
-        wanted = "" if self.quantize.upper() == AUTO else self.quantize
-        return (wanted or self.quantization).upper()
+        return (self.quantize or self.quantization).upper()
+
+    @property
+    def stored_is_estimate(self) -> bool:
+        """Whether `stored_bytes` is estimated from the parameters."""
+        return bool(self.quantize) or not self.size_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of what `pull` stores, exact or estimated; 0 if not even the parameters are known."""
+        if not self.stored_is_estimate:
+            return self.size_bytes
+        bits = _BITS_PER_WEIGHT.get(self.final_quantization, 5.0)
+        return int(float(f"{parameter_count(self.parameters) * bits / 8:.2g}"))
 
 
 class Catalog(msgspec.Struct, frozen=True):
@@ -245,8 +268,6 @@ def _check(model: Model) -> None:
         raise UsageError('key "lora": each adapter has a path or a name')
     for key in ("quantize", "quantization"):
         value = getattr(model, key)
-        if key == "quantize" and value.upper() == AUTO:
-            continue
         if value and file_type(value) is None:
             near = difflib.get_close_matches(value.upper(), FILE_TYPES.values(), n=1)
             raise UsageError(

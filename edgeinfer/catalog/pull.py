@@ -21,12 +21,11 @@ from edgeinfer.catalog import gguf, pins, sources, store
 from edgeinfer.catalog.converting.fetched import DIRECT, convert_fetched
 from edgeinfer.catalog.fetching.fetch import fetch
 from edgeinfer.catalog.fetching.fetched import Fetched
-from edgeinfer.catalog.ggml_types import FULL_PRECISION, file_type
+from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress, Patience
-from edgeinfer.catalog.rates.purpose import AUTO, Purpose
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.errors import (
     CatalogError,
@@ -43,8 +42,7 @@ from edgeinfer.system.disk import room_errors, sha256_of, sync
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`quantize` is a type to store it in instead of the catalogue's, "" for that; with a `purpose` the
-    type of this CPU for it, of what comes in full precision.
+    """`quantize` is a type to store it in instead of the catalogue's, "" for that.
 
     `in_place` points at a local file instead of copying it; `again` fetches what is here. `offline`
     None asks the configuration and the environment; `patience` is with web servers.
@@ -52,7 +50,6 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str | None = None
     quantize: str = ""
-    purpose: Purpose | None = None
     in_place: bool = False
     again: bool = False
     offline: bool | None = None
@@ -83,7 +80,7 @@ def pull(
         try:
             fetched, source = first_that_works(todo, work, job, options)
             todo = _in_type(todo, _named_type(todo, fetched))
-            return _publish(todo, fetched, source, work, job, options.purpose)
+            return _publish(todo, fetched, source, work, job)
         finally:
             with suppress(OSError):
                 work.rmdir()  # only when nothing was fetched
@@ -93,7 +90,7 @@ def _in_type(todo: Plan, type_name: str) -> Plan:
     """The plan with another type to store the model in. Raises UsageError for none of llama.cpp's."""
     if not type_name:
         return todo
-    if type_name.upper() != AUTO and file_type(type_name) is None:
+    if file_type(type_name) is None:
         raise UsageError(
             f"{type_name!r} is no type of llama.cpp", hint="`edgeinfer quantize --help` lists them"
         )
@@ -106,14 +103,6 @@ def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
     return (
         next((part.quant for part in named), "") if fetched[0].checkpoint and not todo.quantize else ""
     )
-
-
-def _for_purpose(todo: Plan, type_name: str, purpose: Purpose, job: Job) -> Plan:
-    """The plan for a file that came in this type: quantized once, and never a second time."""
-    if type_name in FULL_PRECISION:
-        return _in_type(todo, AUTO)
-    job.note(f"it comes in {type_name} and stays so: a second quantization would lose more")
-    return todo
 
 
 @contextmanager
@@ -243,23 +232,19 @@ def _set_aside(one: Fetched, work: Path) -> str:
     return f"it is kept as {bad}"
 
 
-def _publish(
-    todo: Plan, fetched: list[Fetched], source: str, work: Path, job: Job, purpose: Purpose | None
-) -> PulledModel:
+def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
     pins.remember(todo.ref, source, fetched)
     if fetched[0].checkpoint:
         direct = todo.quantize if todo.quantize in DIRECT else ""
         fetched = [convert_fetched(fetched, direct, work, job)]
     header = gguf.check(fetched[0].path)
     original = header.quantization
-    if purpose is not None:
-        todo = _for_purpose(todo, original, purpose, job)
     if todo.quantize and original != todo.quantize:
         from edgeinfer.catalog.quantizing.quantize import (
             quantize_fetched,  # only for models that are wanted quantized
         )
 
-        fetched = quantize_fetched(fetched, todo.quantize, work, job, purpose or "auto")
+        fetched = quantize_fetched(fetched, todo.quantize, work, job)
         header = gguf.check(fetched[0].path)
     folder = store.folder_of(todo.ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -13,26 +13,15 @@ from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.memory import header_plan
 from edgeinfer.catalog.models import Model, load_catalog
+from edgeinfer.catalog.rates import fits
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.system.machine import Machine, read_machine
+from edgeinfer.units import format_parameters
 
 #: Context that the memory of a model that is not here is judged with.
 _N_CTX = 4096
-
-#: Bits per weight of the types the catalogue uses, where only the parameters are known; others are
-#: taken as 5.
-_BITS = {
-    "Q4_0": 4.6,
-    "Q4_1": 5.1,
-    "Q4_K_M": 4.9,
-    "Q5_K_M": 5.7,
-    "Q6_K": 6.6,
-    "Q8_0": 8.5,
-    "F16": 16.0,
-    "BF16": 16.0,
-}
 
 
 class Shelved(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +85,7 @@ def _pulled(pulled: PulledModel, model: Model | None, machine: Machine, warm: bo
     return Shelved(
         name=pulled.name,
         title=model.title if model else pulled.name,
-        parameters=model.parameters if model else f"{pulled.n_params / 1e6:.0f}M",
+        parameters=model.parameters if model else format_parameters(pulled.n_params),
         licence=model.licence if model else "",
         purpose=model.purpose if model else "chat",
         context_length=pulled.n_ctx_train,
@@ -133,7 +122,7 @@ def _found(found: Found, machine: Machine, warm: bool) -> Shelved:
 
 
 def _catalogued(model: Model, available: int) -> Shelved:
-    size = model.size_bytes or _guess(model)
+    size = model.stored_bytes
     return Shelved(
         name=model.name,
         title=model.title,
@@ -142,17 +131,10 @@ def _catalogued(model: Model, available: int) -> Shelved:
         purpose=model.purpose,
         context_length=model.context_length,
         size_bytes=size,
-        needs_bytes=int(size * 1.2) + (100 << 20) if size else 0,
+        needs_bytes=fits.needed_bytes(size) if size else 0,
         available_bytes=available,
-        guessed=not model.size_bytes,
+        guessed=model.stored_is_estimate,
     )
-
-
-def _guess(model: Model) -> int:
-    if not model.parameters:
-        return 0
-    count = float(model.parameters[:-1]) * {"M": 1e6, "B": 1e9}[model.parameters[-1]]
-    return int(count * _BITS.get(model.final_quantization, 5.0) / 8)
 
 
 def size_words(n_bytes: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,13 +22,10 @@ from edgeinfer.catalog.progress.job import Job, OnProgress
 from edgeinfer.catalog.quantizing import imatrix
 from edgeinfer.catalog.quantizing.quantizer import MAKE_IMATRIX, QuantizeOptions, run_quantizer
 from edgeinfer.catalog.quantizing.score import checked_text, scored
-from edgeinfer.catalog.rates import probe, speed
-from edgeinfer.catalog.rates.purpose import AUTO, Purpose
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.errors import UsageError
 from edgeinfer.system import paths
 from edgeinfer.system.disk import sha256_of, sync
-from edgeinfer.system.machine import read_memory
 
 #: Tokens of a user's text that are scored, and so not read for an importance matrix.
 _SCORED_TOKENS = 1024
@@ -39,8 +35,7 @@ class Quantized(msgspec.Struct, frozen=True, kw_only=True):
     """Before and after. Perplexities are of the text we ship, None when they were not asked for.
 
     `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
-    the share of tokens of which both think the same is likeliest. `reason` says why AUTO took its
-    type.
+    the share of tokens of which both think the same is likeliest.
     """
 
     model: PulledModel
@@ -52,7 +47,6 @@ class Quantized(msgspec.Struct, frozen=True, kw_only=True):
     same_top: float | None = None
     n_scored_tokens: int = 0
     twice: bool = False
-    reason: str = ""
 
 
 def quantize(
@@ -70,9 +64,6 @@ def quantize(
     options = options or QuantizeOptions()
     job = Job(progress, cancel)
     source = store.model_files(text)
-    reason = ""
-    if type_name.upper() == AUTO:
-        type_name, reason = _chosen(source.paths, options.purpose, job)
     kind = _kind(type_name)
     origin = None if names.is_path(text) else store.find_pulled(text)
     ref = _reference(text, FILE_TYPES[kind], origin, options)
@@ -92,7 +83,6 @@ def quantize(
         before_bytes=before_bytes,
         before_type=before.quantization,
         twice=before.quantization not in FULL_PRECISION,
-        reason=reason,
     )
     return _with_cost(result, source.paths[0], job, options) if options.perplexity else result
 
@@ -107,24 +97,6 @@ def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) 
     else:
         imatrix.make(source, imatrix.shipped_text(), made, job)
     return msgspec.structs.replace(options, imatrix=str(made))
-
-
-def _chosen(files: Sequence[str], purpose: Purpose, job: Job) -> tuple[str, str]:
-    """The type for a purpose on this CPU, and why. Raises UsageError where the file has it already."""
-    headers = [gguf.check(path) for path in files]
-    n_params = sum(header.n_params for header in headers)
-    own = headers[0].quantization
-    per_weight = sum(header.weights_bytes for header in headers) / max(1, n_params)
-    smaller = [
-        file for file, kind in speed.CHOICES.items() if speed.bytes_per_weight(kind) < 1.05 * per_weight
-    ]
-    rates = probe.kept_or_measured(job)
-    choice = speed.choose(purpose, smaller or [own], rates, n_params, read_memory().available_bytes)
-    if choice.type == own:
-        raise UsageError(
-            f"{own} is {choice.reason}: the file is that already", hint="name another type to compare"
-        )
-    return choice.type, choice.reason
 
 
 def _kind(type_name: str) -> int:
@@ -154,20 +126,11 @@ def _reference(
     return ref
 
 
-def quantize_fetched(
-    fetched: list[Fetched], type_name: str, work: Path, job: Job, purpose: Purpose = "auto"
-) -> list[Fetched]:
-    """Quantize a verified download as its catalogue entry, or who pulls it, asks.
+def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
+    """Quantize a verified download to the type of its catalogue entry or of `--quantize`.
 
-    Returns the download itself when "AUTO" has nothing better for `purpose`. Raises what `quantize`
-    does.
+    Raises what `quantize` does.
     """
-    if type_name == AUTO:
-        try:
-            type_name, reason = _chosen([str(one.path) for one in fetched], purpose, job)
-        except UsageError:
-            return fetched
-        job.note(f"{type_name}: {reason}")
     kind = _kind(type_name)
     first = fetched[0]
     # llama.cpp finds the other parts of a split by their names

@@ -11,7 +11,6 @@ from edgeinfer.catalog import gguf
 from edgeinfer.catalog.ggml_types import FILE_TYPES
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.quantizing import children, imatrix
-from edgeinfer.catalog.rates.purpose import Purpose
 from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError
 from edgeinfer.system.disk import free_bytes
 
@@ -25,8 +24,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`pure` gives every tensor one type; `keep_output` leaves the output tensor as it is.
 
     `name` replaces `NAME:TYPE`; `imatrix` is a path, or MAKE_IMATRIX. `score_tokens` bounds the scored
-    text; 0 takes all. `purpose` is what type "AUTO" is chosen for; `text` a file to score, and to make
-    the importance matrix of, instead of ours.
+    text; 0 takes all. `text` is a file to score, and to make the importance matrix of, instead of ours.
     """
 
     name: str | None = None
@@ -36,7 +34,6 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     imatrix: str = ""
     perplexity: bool = True
     score_tokens: int = 0
-    purpose: Purpose = "auto"
     text: str = ""
 
 

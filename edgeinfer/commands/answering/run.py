@@ -12,7 +12,6 @@ from typing import ClassVar, TextIO
 import msgspec
 
 from edgeinfer import requesting
-from edgeinfer.catalog.rates.measured import remember
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.result import Result
@@ -74,11 +73,6 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     )
     with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
         result = _consume(generation, model, host.start, None if options.json else sys.stdout)
-    remember(
-        result.model,
-        result.timings.decode_tokens_per_s(result.usage.completion_tokens),
-        result.usage.completion_tokens,
-    )
     if options.timings:
         sys.stderr.write(f"{timings_line(result)}\n")
     return result

@@ -13,11 +13,8 @@ from edgeinfer.catalog.adapters import PulledAdapter, list_adapters
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.models import Catalog, Model, load_catalog
-from edgeinfer.catalog.progress.bar import progress_on
-from edgeinfer.catalog.progress.job import Job
-from edgeinfer.catalog.rates.fits import Fit, fit, parameters
-from edgeinfer.catalog.rates.measured import measured_rates
-from edgeinfer.catalog.rates.probe import kept_or_measured
+from edgeinfer.catalog.rates import fits
+from edgeinfer.catalog.rates.fits import Fit
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.commands.table import table
 from edgeinfer.error_text import hint
@@ -26,11 +23,20 @@ from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, model_part, part_of
 from edgeinfer.system.machine import read_memory
-from edgeinfer.units import format_bytes
+from edgeinfer.system.memory_rate import MemoryRate, read_memory_rate
+from edgeinfer.units import format_bytes, format_parameters
+
+#: What `--fits` says over each group.
+_GROUPS = {
+    "comfortable": f"comfortable: at least {fits.READABLE_TOKENS_PER_S:g} tokens/s, the largest first",
+    "slow": f"slow: below {fits.READABLE_TOKENS_PER_S:g} tokens/s",
+    "too big": "too big for the memory that is available",
+    "embedding": "embedding and reranking",
+}
 
 
 class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. `size_bytes` 0: not here, size unknown. `snapshots` counts warmed ones.
+    """One line. `size_bytes` 0: size unknown. `snapshots` counts warmed ones.
 
     `store` is the program whose file it is, "" for a model of ours.
     """
@@ -46,6 +52,7 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     in_place: bool = False
     store: str = ""
     size_bytes: int = 0
+    size_is_estimate: bool = False
     snapshots: int = 0
     fit: Fit | None = None
 
@@ -60,12 +67,16 @@ class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListResult(Result, frozen=True, kw_only=True):
-    """Pulled models first, then other programs', then the rest of the catalogue, each by name."""
+    """Pulled models first, then other programs', then the rest of the catalogue, each by name.
+
+    With `fits` by group instead; `busy` says that the estimates are of a busy machine.
+    """
 
     kind: ClassVar[str] = "list"
 
     models: tuple[ListedModel, ...]
     fits: bool = False
+    busy: bool = False
     unusable: tuple[UnusableModel, ...] = ()
     adapters: tuple[PulledAdapter, ...] = ()
 
@@ -82,7 +93,8 @@ class ListResult(Result, frozen=True, kw_only=True):
         if not self.models:
             return "no model matches"
         if self.fits:
-            return _fits_table(self.models)
+            note = "\n\nthe machine was busy: it is faster when nothing else runs" if self.busy else ""
+            return _fits_table(self.models) + note
         head = ("NAME", "HERE", "SIZE", "PARAMETERS", "QUANT", "CONTEXT", "SNAPSHOTS", "LICENCE", "FOR")
         return table([head, *map(_row, self.models)], right=frozenset({2, 3, 5, 6}))
 
@@ -91,7 +103,7 @@ def _row(model: ListedModel) -> tuple[str, ...]:
     return (
         model.name,
         _here(model),
-        format_bytes(model.size_bytes) if model.size_bytes else "?",
+        _size(model),
         model.parameters or "?",
         model.quantization or "?",
         str(model.context_length) if model.context_length else "?",
@@ -102,23 +114,25 @@ def _row(model: ListedModel) -> tuple[str, ...]:
 
 
 def _fits_table(models: Sequence[ListedModel]) -> str:
-    head = ("NAME", "HERE", "PARAMETERS", "QUANT", "SIZE", "FITS", "TOKENS/S", "", "WHY")
-    rows = [_fit_row(model, model.fit) for model in models if model.fit]
-    return table([head, *rows], right=frozenset({2, 4, 6}))
+    head = ("NAME", "HERE", "QUANT", "SIZE", "~TOKENS/S", "FOR", "WHY")
+    grouped = [(model.fit.group, _fit_row(model, model.fit)) for model in models if model.fit]
+    top, *lines = table([head, *(row for _, row in grouped)], right=frozenset({3, 4})).splitlines()
+    text = [top]
+    for group, title in _GROUPS.items():
+        rows = [line for (own, _), line in zip(grouped, lines, strict=True) if own == group]
+        text += ["", title, *rows] if rows else []
+    return "\n".join(text)
 
 
 def _fit_row(model: ListedModel, fit: Fit) -> tuple[str, ...]:
-    return (
-        model.name,
-        _here(model),
-        model.parameters,
-        fit.quantization,
-        format_bytes(fit.size_bytes),
-        "yes" if fit.fits else "no",
-        f"{fit.decode:.1f}",
-        fit.basis,
-        fit.reason,
-    )
+    speed = "-" if fit.group == "embedding" else f"{fit.tokens_per_s:.1f}"
+    return model.name, _here(model), model.quantization, _size(model), speed, model.purpose, fit.why
+
+
+def _size(model: ListedModel) -> str:
+    """`~2.5 GB` where it is estimated."""
+    about = "~" if model.size_is_estimate else ""
+    return about + format_bytes(model.size_bytes) if model.size_bytes else "?"
 
 
 def _here(model: ListedModel) -> str:
@@ -147,9 +161,11 @@ def list_models(options: argparse.Namespace, _host: Host) -> ListResult:
     )
     wanted = [word.lower() for word in options.words]
     models = tuple(m for m in (*here, *rest) if _matches(m, wanted))
+    rate = read_memory_rate() if options.fits else None
     return ListResult(
-        models=_ranked(models, catalog) if options.fits else models,
+        models=_grouped(models, catalog, rate) if rate else models,
         fits=options.fits,
+        busy=bool(rate and rate.busy),
         adapters=tuple(one for one in list_adapters() if all(word in one.name for word in wanted)),
         unusable=tuple(m for m in broken if all(word in m.name.lower() for word in wanted)),
     )
@@ -217,39 +233,31 @@ def _available(entry: Model) -> ListedModel:
         licence=entry.licence,
         context_length=entry.context_length,
         pulled=False,
-        size_bytes=0 if entry.quantize else entry.size_bytes,
+        size_bytes=entry.stored_bytes,
+        size_is_estimate=entry.stored_is_estimate,
     )
 
 
-def _ranked(models: Sequence[ListedModel], catalog: Catalog) -> tuple[ListedModel, ...]:
-    """Models with what to expect of them here, the best first. Measures this CPU when nobody has."""
-    with progress_on() as report:
-        rates = kept_or_measured(Job(report))
-    room = read_memory().available_bytes
-    known = measured_rates()
+def _grouped(
+    models: Sequence[ListedModel], catalog: Catalog, rate: MemoryRate
+) -> tuple[ListedModel, ...]:
+    """Models of a known size with estimates for this machine, group by group."""
+    available = read_memory().available_bytes
     found = []
     for model in models:
-        total = parameters(model.parameters)
-        entry = catalog.get(model.name)
-        if total:
-            figures = fit(
-                model.name,
-                total,
-                entry.active_parameters if entry else "",
-                model.quantization,
-                here=model.pulled,
-                others=entry is not None and "hf:" in str(entry.sources),
-                rates=rates,
-                room=room,
-                measured=known.get(model.name),
-            )
-            found.append((figures.rank, msgspec.structs.replace(model, fit=figures)))
-    return tuple(model for _, model in sorted(found, key=lambda pair: pair[0]))
+        if model.size_bytes:
+            share = fits.active_share(catalog.get(model.name), model.name, model.parameters)
+            figures = fits.fit(model.size_bytes, model.purpose, share, rate, available)
+            found.append(msgspec.structs.replace(model, fit=figures))
+    return tuple(sorted(found, key=_rank))
 
 
-def format_parameters(n_params: int) -> str:
-    """`134_515_008` → "135M"."""
-    return f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.0f}M"
+def _rank(model: ListedModel) -> tuple[int, float]:
+    """The comfortable first, the largest on top; then the quickest of the slow; then by size."""
+    assert model.fit
+    group = model.fit.group
+    within = {"comfortable": -model.size_bytes, "slow": -model.fit.tokens_per_s}
+    return [*_GROUPS].index(group), within.get(group, model.size_bytes)
 
 
 def _snapshot_counts() -> dict[str, int]:

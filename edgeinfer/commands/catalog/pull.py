@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from typing import ClassVar
 from urllib.parse import quote
@@ -15,9 +14,9 @@ from edgeinfer.catalog.adapters import PulledAdapter, is_adapter, pull_adapter
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress.bar import progress_on
-from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, Patience, PullProgress
+from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Patience, PullProgress
 from edgeinfer.catalog.pull import PullOptions
-from edgeinfer.errors import InterruptedByUser, OfflineError, UsageError
+from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.settings.config import offline
@@ -104,16 +103,11 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
             return found
         if found is not None:
             wanted = f"file:{quote(found.files[0])}"
-    purpose = options.purpose or None
-    if purpose and (best := _in_best_type(wanted, options, host)) != wanted:
-        wanted = best
-        purpose = None
     if options.connections < 1:
         raise UsageError("a file comes over one connection at least", hint="`--connections 1`")
     wish = PullOptions(
         name=options.name,
         quantize=options.quantize,
-        purpose=purpose,
         in_place=options.in_place,
         again=options.again,
         offline=offline(host.config),
@@ -148,27 +142,6 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
         was_here=not fetched,
         wall_s=round(time.monotonic() - began, 3),
     )
-
-
-def _in_best_type(wanted: str, options: argparse.Namespace, host: Host) -> str:
-    """The name of the published quantization that suits a purpose on this CPU. Says which on stderr.
-
-    `wanted` itself where one file or a checkpoint is published: the choice is made once it is here.
-    Raises OfflineError, and what asking raises.
-    """
-    if names.is_path(wanted):
-        return wanted
-    from edgeinfer.catalog.rates.published import best_published  # asks the hub
-
-    if offline(host.config):
-        raise OfflineError(f"--for {options.purpose} asks the hub, and the offline switch is on")
-    with progress_on(quiet=options.quiet) as report:
-        found = best_published(wanted, options.purpose, Job(report))
-    if found is None:
-        return wanted
-    name, choice = found
-    sys.stderr.write(f"{choice.type}: {choice.reason}\n")
-    return name
 
 
 def _found(wanted: str, began: float) -> PullResult | None:

@@ -37,7 +37,6 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
     divergence: float | None
     same_top: float | None
     n_scored_tokens: int
-    reason: str
     text: str
     quantized_twice: bool
     wall_s: float
@@ -62,8 +61,6 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
                 f"\nbeside {self.source}: KL divergence {self.divergence:.4f} nats a token, the same "
                 f"likeliest token {self.same_top:.1%} of the time"
             )
-        if self.reason:
-            text += f"\n{self.type} is {self.reason}"
         if self.quantized_twice:
             text += (
                 f"\nnote: {self.source} was quantized already ({self.source_type}); "
@@ -86,7 +83,6 @@ def quantize_model(options: argparse.Namespace, _host: Host) -> QuantizeResult:
         threads=options.threads,
         imatrix=options.imatrix,
         perplexity=not options.no_perplexity,
-        purpose=options.purpose,
         text=options.text,
     )
     with progress_on(quiet=options.quiet) as report:
@@ -108,7 +104,6 @@ def quantize_model(options: argparse.Namespace, _host: Host) -> QuantizeResult:
         divergence=done.divergence,
         same_top=done.same_top,
         n_scored_tokens=done.n_scored_tokens,
-        reason=done.reason,
         text=options.text,
         quantized_twice=done.twice,
         wall_s=round(time.monotonic() - began, 3),

@@ -14,10 +14,7 @@ from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.memory import header_plan, header_shape
 from edgeinfer.catalog.models import Model, SamplingDefaults, load_catalog
-from edgeinfer.catalog.rates import probe
-from edgeinfer.catalog.rates.speed import advice
 from edgeinfer.catalog.store import PulledModel
-from edgeinfer.commands.catalog.list import format_parameters
 from edgeinfer.commands.catalog.show_devices import DevicesShown, planned_devices
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
@@ -25,7 +22,7 @@ from edgeinfer.result import Result
 from edgeinfer.runtime.planning.plan import Plan, disk_warning
 from edgeinfer.runtime.planning.shape import Buffers
 from edgeinfer.system.machine import Memory, read_machine, read_rate
-from edgeinfer.units import format_bytes
+from edgeinfer.units import format_bytes, format_parameters
 
 
 class FileShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,10 +283,6 @@ def _shown(
     notes = _notes(pulled)
     if memory is not None and memory.warning:
         notes += (memory.warning,)
-    rates = probe.kept() if headers else None
-    if rates is not None:
-        typed = name if pulled else f"{parts[0]} --name NAME"
-        notes += tuple(filter(None, [advice(typed, headers, rates)]))
     entry = entry or Model(title=(header.name if header else "") or name, sources=())
     return ShowResult(
         name=name,

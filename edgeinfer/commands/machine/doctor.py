@@ -135,21 +135,6 @@ def _llama() -> Check:
     )
 
 
-def _types() -> Check:
-    """Types: how fast this CPU reads and writes each, as far as it was measured."""
-    from edgeinfer.catalog.rates import probe
-
-    rates = probe.kept()
-    if rates is None:
-        return Check("types", "ok", "not measured yet", "edgeinfer list --fits")
-    by_prefill = sorted(rates.prefill, key=lambda kind: -rates.prefill[kind])
-    found = ", ".join(
-        f"{kind} {rates.prefill[kind] / 1e9:.0f}/{rates.decode[kind] / 1e9:.1f}" for kind in by_prefill
-    )
-    busy = "; the machine was busy" if rates.busy else ""
-    return Check("types", "ok", f"10⁹ weights/s read/written: {found}{busy}")
-
-
 def _copies() -> Check:
     """Copies: what trials of several have found in the last week."""
     from edgeinfer.workers.copies import remembered
@@ -276,7 +261,6 @@ CHECKS: tuple[Callable[[], Check | list[Check]], ...] = (
     _cpu,
     _memory,
     _llama,
-    _types,
     _copies,
     _gpu,
     _snapshots,
