@@ -75,7 +75,7 @@ def fit(
         group, why = "embedding", ""
     if needed > available_bytes:
         group = "embedding" if group == "embedding" else "too big"
-        why = f"needs {format_bytes(needed)} of memory, {format_bytes(available_bytes)} available"
+        why = f"needs {format_bytes(needed)}, {format_bytes(available_bytes)} free"
     return Fit(group=group, tokens_per_s=speed, why=why)
 
 
