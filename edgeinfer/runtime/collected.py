@@ -6,6 +6,7 @@ from edgeinfer.runtime.events import (
     Event,
     Finished,
     Progress,
+    PromptLogprobs,
     ReasoningDelta,
     TextDelta,
     TokenLogprobs,
@@ -41,6 +42,7 @@ class Collected:
         self._reasoning = [reasoning]
         self.calls: dict[int, CollectedCall] = {}
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt: PromptLogprobs | None = None
         self.progress: Progress | None = None
         self.end: Finished | None = None
 
@@ -54,6 +56,8 @@ class Collected:
                 self._reasoning.append(event.text)
             case ToolCallDelta():
                 self.calls.setdefault(event.index, CollectedCall()).add(event)
+            case PromptLogprobs():
+                self.prompt = event
             case Progress():
                 self.progress = event
             case Finished():

@@ -1,8 +1,9 @@
 """The events of one generation: text, reasoning, tool calls, progress, and a finish.
 
 A generation yields any number of `Progress`, `TextDelta`, `ReasoningDelta` and `ToolCallDelta`, then
-exactly one `Finished`. A failure raises an EngineError from the iterator instead. Text is whole UTF-8:
-a character is never torn across events, and nothing of a stop string is ever shown.
+exactly one `Finished`; if asked for, one `PromptLogprobs` comes before the first text. A failure raises
+an EngineError from the iterator instead. Text is whole UTF-8: a character is never torn across events,
+and nothing of a stop string is ever shown.
 """
 
 from __future__ import annotations
@@ -86,6 +87,13 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
     queued: bool = False
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, tag="prompt_logprobs", tag_field="type"):
+    """The prompt's tokens: the `first`, which nothing predicts, and the others' log-probabilities."""
+
+    first: bytes
+    tokens: tuple[TokenLogprobs, ...] = ()
+
+
 class TextDelta(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
     """More of the answer."""
 
@@ -122,4 +130,4 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
     divergence: Divergence = Divergence()
 
 
-Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished
+Event = Progress | PromptLogprobs | TextDelta | ReasoningDelta | ToolCallDelta | Finished

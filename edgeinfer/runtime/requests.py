@@ -118,9 +118,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     a user's as one still being written (`max_tokens` 0). `overflow`: what to do when the context
     is full, "refuse" up front and finish with "length", or "shift" (drop the oldest tokens behind the
     system prompt). `logprobs`: None for none, else how many alternatives per token (0
-    to 20). `lora`: (adapter name, scale) pairs; None applies all that were
-    loaded with the model, each at the scale it was loaded with. `speculative`: "auto" lets the engine
-    decide by what it measures. `deadline_s` counts from submission.
+    to 20). `prompt_logprobs`: the same for the prompt's tokens, reported at once in `PromptLogprobs`;
+    a cached prefix serves only where its log-probabilities are cached too. `lora`: (adapter name,
+    scale) pairs; None applies all that were loaded with the model, each at its scale. `speculative`:
+    "auto" lets the engine decide by what it measures. `deadline_s` counts from submission.
 
     `max_tokens` 0 computes the prompt, keeps it for whoever begins like it, and ends with no token: at
     the lowest priority, and cancelling it loses nothing; with `background` it leaves the processor to
@@ -150,6 +151,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     constraint: Constraint | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     overflow: Literal["refuse", "shift"] = "refuse"
     deadline_s: float | None = None
     cache_prompt: bool = True

@@ -10,7 +10,7 @@ from edgeinfer.settings.sampling_options import SAMPLING_OPTIONS
 
 _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0
-_MAX_STOPS = 64
+_MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
 _MAX_LOGPROBS = 20
 
@@ -62,8 +62,12 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         math.isfinite(request.deadline_s) and request.deadline_s > 0
     ):
         _refuse("deadline_s", "a positive number of seconds")
-    if request.logprobs is not None and not 0 <= request.logprobs <= _MAX_LOGPROBS:
-        _refuse("logprobs", f"{request.logprobs} is not between 0 and {_MAX_LOGPROBS}")
+    for name in ("logprobs", "prompt_logprobs"):
+        top = getattr(request, name)
+        if top is not None and not 0 <= top <= _MAX_LOGPROBS:
+            _refuse(name, f"{top} is not between 0 and {_MAX_LOGPROBS}")
+    if request.prompt_logprobs is not None and request.overflow == "shift":
+        _refuse("prompt_logprobs", 'a shifted prompt is not whole; leave overflow at "refuse"')
     if len(request.stop) > _MAX_STOPS:
         _refuse("stop", f"more than {_MAX_STOPS} stop strings")
     if any(not stop or len(stop) > _MAX_STOP_CHARS for stop in request.stop):

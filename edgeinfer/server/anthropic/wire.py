@@ -324,7 +324,6 @@ class AnthropicError(Reply, frozen=True, kw_only=True):
 
 class TextOut(Reply, frozen=True, tag="text", tag_field="type"):
     text: str
-    citations: None = None
 
 
 class ThinkingOut(Reply, frozen=True, tag="thinking", tag_field="type"):

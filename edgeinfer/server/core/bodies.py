@@ -113,9 +113,20 @@ def _read(exchange: Exchange, raw: bytes, kind: type[T]) -> T:
         with _json_only():
             value = reading.read(msgspec.json.decode(raw), kind)
     except msgspec.ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation(*_located(error, raw)) from None
     exchange.ignore(reading.ignored)
     return value
+
+
+def _located(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.ValidationError, str]:
+    """Name the field whose number is out of range; "" if the body is no object."""
+    with contextlib.suppress(msgspec.ValidationError):
+        for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+            try:
+                msgspec.json.decode(value)
+            except msgspec.ValidationError as found:
+                return found, name
+    return error, ""
 
 
 @contextlib.contextmanager

@@ -62,11 +62,14 @@ class Reading:
             return self._tagged(plan, value, place)
         if plan.item is not None and isinstance(value, list) and len(value) <= plan.most:
             return self._items(plan.item, value, place)
-        if not (plan.is_text and isinstance(value, str)):
-            try:
-                msgspec.convert(value, plan.kind, strict=self._strict)
-            except msgspec.ValidationError as error:
-                self._problems.append(from_validation(error, place))
+        if plan.is_text and isinstance(value, str):
+            return value
+        try:
+            msgspec.convert(value, plan.kind, strict=self._strict)
+        except msgspec.ValidationError as error:
+            if isinstance(value, float) and value.is_integer():  # of Lua, PHP and spreadsheets
+                return self._value(plan, int(value), place)
+            self._problems.append(from_validation(error, place))
         return value
 
     def _items(self, plan: _Plan, items: list[Any], place: str) -> list[Any]:

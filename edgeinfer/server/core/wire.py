@@ -60,6 +60,10 @@ TokenCount = Annotated[
         description="Most tokens of the answer; 0 only reads the prompt, for a request to come.",
     ),
 ]
+#: As llama.cpp's servers and LM Studio take it.
+TokenLimit = Annotated[
+    int, Meta(ge=-1, le=MAX_TOKENS, description="As max_tokens elsewhere; -1 sets no limit.")
+]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32, extra=WORDS)]
 #: Bounded by the body limit alone.
 Text = str
@@ -79,7 +83,7 @@ ReasoningBudget = Annotated[
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
-StopList = Annotated[list[StopString], Meta(max_length=16)]
+StopList = Annotated[list[StopString], Meta(max_length=128)]
 JsonObject = dict[str, Any]
 KeepAlive = (
     Annotated[

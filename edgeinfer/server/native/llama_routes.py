@@ -28,7 +28,7 @@ from edgeinfer.server.native import llama_wire as wire
 from edgeinfer.server.native.adapters import chosen_of_request
 from edgeinfer.server.native.llama_render import LlamaRenderer
 from edgeinfer.server.openai.routes import embed
-from edgeinfer.server.openai.translate import sampling_of
+from edgeinfer.server.openai.translate import limit_of, sampling_of
 
 
 async def completion(request: Request) -> Response:
@@ -55,7 +55,7 @@ def _request(body: wire.LlamaCompletion, info: EngineInfo) -> GenerateRequest:
 def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
     """Fields of GenerateRequest that a text and a gap fill alike."""
     return {
-        "max_tokens": None if body.n_predict == -1 else body.n_predict,
+        "max_tokens": limit_of(body.n_predict),
         "sampling": sampling_of(body, info.sampling),
         "stop": stop_strings(body.stop),
         "ignore_eos": body.ignore_eos,

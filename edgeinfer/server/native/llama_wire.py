@@ -25,13 +25,11 @@ from edgeinfer.server.core.wire import (
     Temperature,
     Text,
     TokenId,
+    TokenLimit,
     Wire,
     WireTimings,
 )
 from edgeinfer.server.openai.wire import LogitBias
-
-#: -1 has no limit, as in llama.cpp.
-NPredict = Annotated[int, Meta(ge=-1, le=1 << 24)]
 
 
 class LoraById(Wire, frozen=True, kw_only=True):
@@ -74,7 +72,7 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
 
     lora: Annotated[list[LoraById], Meta(max_length=64)] | None = None
     model: ModelName | None = None
-    n_predict: NPredict = -1
+    n_predict: TokenLimit = -1
     stream: bool = False
     temperature: Temperature | None = None
     top_p: Probability | None = None

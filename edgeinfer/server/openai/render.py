@@ -16,6 +16,7 @@ from edgeinfer.runtime.events import (
     Event,
     Finished,
     Logprob,
+    PromptLogprobs,
     ReasoningDelta,
     TextDelta,
     TokenLogprobs,
@@ -26,8 +27,11 @@ from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.renderer import sse_comment, total, wire_timings
 from edgeinfer.server.openai import wire_replies as wire
 from edgeinfer.server.openai.errors import DONE, error_events
+from edgeinfer.server.openai.wire import CompletionRequest
 
 _encode = msgspec.json.Encoder().encode
+#: Ends a chunk. It has no `usage`: strands-agents drops the text of a chunk that has it, even null.
+_TAIL = b"]}\n\n"
 
 
 def finish_reason(end: Finished) -> wire.WireFinish:
@@ -96,7 +100,6 @@ class _OpenAI:
         self._ends: dict[int, Finished] = {}
         head = _encode(self._chunk([]))
         self._head = b"data: " + head[: head.rindex(b'"choices":[') + len(b'"choices":[')]
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def _chunk(self, choices: list[Any]) -> wire.ChatChunk | wire.Completion:
         raise NotImplementedError
@@ -112,8 +115,6 @@ class _OpenAI:
         """Encode the last chunk of an answer; that of the last answer has the timings."""
         self._ends[index] = end
         chunk = self._chunk([choice])
-        if self.include_usage:
-            chunk = msgspec.structs.replace(chunk, usage=None)
         if len(self._ends) == self.count:
             chunk = msgspec.structs.replace(chunk, timings=wire_timings(*total(self.ends, self.n)))
         return b"data: " + _encode(chunk) + b"\n\n"
@@ -175,9 +176,7 @@ class ChatRenderer(_OpenAI):
         delta = (
             b'"delta":{"role":"assistant","content":%b},"finish_reason":null,"logprobs":null}' % text
         )
-        return b"".join(
-            self._head + b'{"index":%d,' % index + delta + self._tail for index in range(self.n)
-        )
+        return b"".join(self._head + b'{"index":%d,' % index + delta + _TAIL for index in range(self.n))
 
     def event(self, index: int, event: Event) -> bytes:
         match event:
@@ -203,7 +202,7 @@ class ChatRenderer(_OpenAI):
             index,
             delta,
             logprobs,
-            self._tail,
+            _TAIL,
         )
 
     def _finish(self, index: int, end: Finished) -> bytes:
@@ -251,8 +250,37 @@ def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
     return wire.DeltaToolCall(index=event.index, function=function)
 
 
+def wire_prompt_logprobs(prompt: PromptLogprobs) -> list[dict[str, wire.PromptLogprob] | None]:
+    """vLLM's `prompt_logprobs`: by token id, the likeliest tokens and the prompt's own."""
+    rows: list[dict[str, wire.PromptLogprob] | None] = [None]
+    for token in prompt.tokens:
+        ranked = {o: rank for rank, o in enumerate(token.top, 1)}
+        rows.append(
+            {
+                str(o.token_id): wire.PromptLogprob(
+                    logprob=_finite(o.logprob), rank=ranked.get(o), decoded_token=_piece(o)
+                )
+                for o in (*token.top, token.chosen)
+            }
+        )
+    return rows
+
+
+def _joined(
+    head: wire.CompletionLogprobs | None, tail: wire.CompletionLogprobs | None
+) -> wire.CompletionLogprobs | None:
+    if head is None or tail is None:
+        return head or tail
+    return wire.CompletionLogprobs(
+        tokens=head.tokens + tail.tokens,
+        token_logprobs=head.token_logprobs + tail.token_logprobs,
+        top_logprobs=head.top_logprobs + tail.top_logprobs,
+        text_offset=head.text_offset + tail.text_offset,
+    )
+
+
 class CompletionRenderer(_OpenAI):
-    """Render `text_completion`; `echoes` lead the answers, one a prompt of `n`."""
+    """Render `text_completion`; with `echo` each prompt leads its `n` answers."""
 
     def __init__(
         self,
@@ -261,19 +289,27 @@ class CompletionRenderer(_OpenAI):
         *,
         include_usage: bool,
         fingerprint: str,
-        n: int = 1,
-        prompts: int = 1,
-        echoes: Sequence[str] = (),
+        prompts: Sequence[str | tuple[int, ...]],
+        body: CompletionRequest,
     ) -> None:
-        count = n * prompts
+        n = body.n or 1
+        count = n * len(prompts)
         super().__init__(
             request_id, model, include_usage=include_usage, fingerprint=fingerprint, n=n, count=count
         )
-        self.echoes = echoes
-        self._offsets = [len(self._echo(index)) for index in range(count)]
+        self._body = body
+        self._prompts = prompts
+        self._offsets = [0] * count
 
-    def _echo(self, index: int) -> str:
-        return self.echoes[index // self.n] if self.echoes else ""
+    def _echo(self, index: int, tokens: PromptLogprobs | None) -> str:
+        """The prompt's text, of its `tokens` if it was given as token ids."""
+        prompt = self._prompts[index // self.n]
+        if not self._body.echo:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
+        pieces = (tokens.first, *(t.chosen.piece for t in tokens.tokens)) if tokens else ()
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def _chunk(self, choices: list[wire.CompletionChoice]) -> wire.Completion:
         return wire.Completion(
@@ -285,11 +321,19 @@ class CompletionRenderer(_OpenAI):
         )
 
     def opening(self) -> bytes:
-        said = [(index, self._echo(index)) for index in range(self.count)]
-        return b"".join(self._delta(index, text, b"null") for index, text in said if text)
+        """Echo texts; with log-probabilities the echo comes once they are computed."""
+        if self._body.logprobs is not None:
+            return b""
+        texts = [(index, self._echo(index, None)) for index in range(self.count)]
+        return b"".join(self._delta(index, text, b"null") for index, text in texts if text)
 
     def event(self, index: int, event: Event) -> bytes:
         match event:
+            case PromptLogprobs():
+                text = self._echo(index, event)
+                self._offsets[index] = len(text)
+                logprobs = _encode(self._prompt_logprobs(event, text))
+                return self._delta(index, text, logprobs) if self._body.echo else b""
             case TextDelta() | ReasoningDelta():
                 logprobs = b"null"
                 if event.logprobs:
@@ -309,7 +353,7 @@ class CompletionRenderer(_OpenAI):
             index,
             _encode(text),
             logprobs,
-            self._tail,
+            _TAIL,
         )
 
     def _finish(self, index: int, end: Finished) -> bytes:
@@ -326,11 +370,33 @@ class CompletionRenderer(_OpenAI):
         )
 
     def _choice(self, index: int, answer: Collected) -> wire.CompletionChoice:
-        logprobs = self._logprobs(answer.logprobs, len(self._echo(index))) if answer.logprobs else None
-        text = self._echo(index) + answer.reasoning + answer.text
+        echo = self._echo(index, answer.prompt)
+        logprobs = self._logprobs(answer.logprobs, len(echo)) if answer.logprobs else None
+        prompt_logprobs: Any = msgspec.UNSET
+        if answer.prompt is not None:
+            logprobs = _joined(self._prompt_logprobs(answer.prompt, echo), logprobs)
+            if self._body.prompt_logprobs is not None:
+                prompt_logprobs = wire_prompt_logprobs(answer.prompt)
         return wire.CompletionChoice(
-            index=index, text=text, finish_reason=finish_reason(answer.finished), logprobs=logprobs
+            index=index,
+            text=echo + answer.reasoning + answer.text,
+            finish_reason=finish_reason(answer.finished),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _prompt_logprobs(self, prompt: PromptLogprobs, text: str) -> wire.CompletionLogprobs | None:
+        """The log-probabilities of an echo; None without an echo, or if they are not asked for."""
+        top = self._body.logprobs
+        if top is None or not self._body.echo:
+            return None
+        first = prompt.first.decode("utf-8", "replace")
+        offset = len(first) if text.startswith(first) else 0  # a BOS token is in no text
+        tokens = [TokenLogprobs(t.chosen, t.top[:top]) for t in prompt.tokens]
+        head = wire.CompletionLogprobs(
+            tokens=[first], token_logprobs=[None], top_logprobs=[None], text_offset=[0]
+        )
+        return _joined(head, self._logprobs(tokens, offset))
 
     @staticmethod
     def _logprobs(tokens: Sequence[TokenLogprobs], offset: int) -> wire.CompletionLogprobs:

@@ -69,8 +69,6 @@ async def completions(request: Request) -> Response:
     body = await decode(request, wire.CompletionRequest)
     usage = bool(body.stream_options and body.stream_options.include_usage)
     found = translate.prompts(body.prompt, "prompt")
-    if body.echo and not all(isinstance(prompt, str) for prompt in found):
-        raise InvalidRequestError("echo needs the prompt as text", param="echo")
 
     def renderer(model: str, info: EngineInfo) -> CompletionRenderer:
         return CompletionRenderer(
@@ -78,9 +76,8 @@ async def completions(request: Request) -> Response:
             model,
             include_usage=usage,
             fingerprint=fingerprint(info),
-            n=body.n or 1,
-            prompts=len(found),
-            echoes=[str(prompt) for prompt in found] if body.echo else (),
+            prompts=found,
+            body=body,
         )
 
     job = Job(

@@ -47,6 +47,7 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
     """`n` requests that differ in their seed alone. Raises InvalidRequestError."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    _check_open_turn(body)
     tools = tools_of(body.tools)
     choice = body.tool_choice
     if isinstance(choice, wire.AllowedToolsChoice):
@@ -64,33 +65,55 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **_shared(body, info, constraint(body.response_format, body)),
     )
-    if (
-        body.continue_final_message
-        and body.messages
-        and not isinstance(body.messages[-1], wire.AssistantMessage)
-    ):
+    return copies(request, body.n or 1)
+
+
+def _check_open_turn(body: wire.ChatRequest) -> None:
+    """Raise InvalidRequestError unless the prompt ends in exactly one open turn of the assistant."""
+    continues = body.continue_final_message
+    if continues and not isinstance(body.messages[-1], wire.AssistantMessage):
         raise InvalidRequestError(
             "the last message must be the assistant's", param="continue_final_message"
         )
-    return copies(request, body.n or 1)
+    if body.add_generation_prompt is continues:
+        raise InvalidRequestError(
+            "add_generation_prompt opens a turn, continue_final_message continues the last one: set "
+            "exactly one of them",
+            param="add_generation_prompt",
+        )
 
 
 def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
     """`n` requests a prompt, in order of the prompts. Raises InvalidRequestError."""
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequestError("echo cannot be combined with logprobs", param="echo")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs come with whole answers: leave stream out, or use echo with logprobs",
+            param="prompt_logprobs",
+        )
     shared = _shared(body, info, constraint(body.response_format, body))
     found = prompts(body.prompt, "prompt")
     if len(found) * (body.n or 1) > 64:
         raise InvalidRequestError("at most 64 answers a request: prompts times n", param="n")
     requests = []
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    max_tokens = 16 if body.max_tokens is None else limit_of(body.max_tokens)
     for prompt in found:
         request = GenerateRequest(
-            **_asked(prompt, body, info), max_tokens=max_tokens, logprobs=body.logprobs, **shared
+            **_asked(prompt, body, info),
+            max_tokens=max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=prompt_logprobs(prompt, body),
+            **shared,
         )
         requests += copies(request, body.n or 1)
     return requests
+
+
+def prompt_logprobs(prompt: str | tuple[int, ...], body: wire.CompletionRequest) -> int | None:
+    """Count the alternatives wanted per token of the prompt; an echo of token ids needs their text."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    if body.echo and not isinstance(prompt, str):
+        wanted.append(0)
+    return max((top for top in wanted if top is not None), default=None)
 
 
 def _asked(
@@ -102,6 +125,8 @@ def _asked(
     refuse_infill(info, "suffix")
     if not isinstance(prompt, str):
         raise InvalidRequestError("suffix needs the prompt as text", param="suffix")
+    if prompt_logprobs(prompt, body) is not None:
+        raise InvalidRequestError("suffix has no log-probabilities of the prompt", param="suffix")
     return {"infill": Infill(prefix=prompt, suffix=body.suffix)}
 
 
@@ -253,8 +278,13 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:
     """The smaller of the two names' limits: a client that sends both means neither to be exceeded."""
-    given = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
-    return min(given, default=None)
+    limits = [limit_of(limit) for limit in (body.max_tokens, body.max_completion_tokens)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def limit_of(max_tokens: int | None) -> int | None:
+    """Return a request's token limit; -1 is none."""
+    return None if max_tokens == -1 else max_tokens
 
 
 def _shared(body: wire.GenerationFields, info: EngineInfo, limit: Constraint | None) -> dict[str, Any]:

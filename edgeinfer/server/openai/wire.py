@@ -29,8 +29,8 @@ from edgeinfer.server.core.wire import (
     StopList,
     StopString,
     Text,
-    TokenCount,
     TokenId,
+    TokenLimit,
     ToolName,
     Wire,
 )
@@ -290,7 +290,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=32)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: TokenCount | None = None
+    max_tokens: TokenLimit | None = None
     repetition_penalty: RepeatPenalty | None = None
     grammar: Annotated[str, Meta(min_length=1, max_length=262_144)] | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -315,11 +315,12 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
         "audio": "answers are text",
         "moderation": "nothing is moderated",
         "prediction": "answers are not predicted from a text",
+        "prompt_logprobs": "use /v1/completions",
         "web_search_options": "nothing is searched",
     }
 
     messages: Messages
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: TokenLimit | None = None
     tools: Tools | None = None
     tool_choice: ToolChoiceParam | None = None
     functions: Annotated[list[FunctionTool], Meta(max_length=256)] | None = None
@@ -332,6 +333,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     reasoning_budget: ReasoningBudget | None = None
     chat_template_kwargs: JsonObject | None = None
     continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     store: Literal[False, "none"] | None = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
 
@@ -350,6 +352,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     prompt: Prompt
     suffix: Text | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     response_format: ResponseFormat | None = None
 

@@ -152,15 +152,25 @@ class ChatChunk(Reply, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     system_fingerprint: str = ""
     choices: list[ChunkChoice]
-    usage: WireUsage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: WireUsage | None = None
     timings: WireTimings | None = None
 
 
 class CompletionLogprobs(Reply, frozen=True, kw_only=True):
+    """Null: of the prompt's first token, which nothing predicts."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Reply, frozen=True, kw_only=True):
+    """vLLM's form. `rank` is null for a token beyond the likeliest that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
 
 
 class CompletionChoice(Reply, frozen=True, kw_only=True):
@@ -168,6 +178,7 @@ class CompletionChoice(Reply, frozen=True, kw_only=True):
     text: str
     finish_reason: WireFinish | None = None
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(Reply, frozen=True, kw_only=True, omit_defaults=True):
@@ -179,7 +190,7 @@ class Completion(Reply, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     system_fingerprint: str = ""
     choices: list[CompletionChoice]
-    usage: WireUsage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: WireUsage | None = None
     timings: WireTimings | None = None
 
 

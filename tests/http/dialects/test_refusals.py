@@ -40,7 +40,7 @@ CHAT = [
     ({"messages": HI, "n": 10**30}, "n", "integer_above_max_value"),
     ({"messages": HI, "n": 1.5}, "n", "invalid_type"),
     ({"messages": HI, "cache_salt": ""}, "cache_salt", "string_below_min_length"),
-    ({"messages": HI, "max_tokens": -1}, "max_tokens", "integer_below_min_value"),
+    ({"messages": HI, "max_tokens": -2}, "max_tokens", "integer_below_min_value"),
     ({"messages": HI, "top_p": 1.01}, "top_p", "decimal_above_max_value"),
     ({"messages": HI, "presence_penalty": 3}, "presence_penalty", "decimal_above_max_value"),
     ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
@@ -48,7 +48,7 @@ CHAT = [
     ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
     ({"messages": HI, "logit_bias": {"1": 101}}, "logit_bias[...]", "decimal_above_max_value"),
     ({"messages": HI, "stop": [""]}, "stop[0]", "string_below_min_length"),
-    ({"messages": HI, "stop": ["a"] * 17}, "stop", "array_above_max_length"),
+    ({"messages": HI, "stop": ["a"] * 129}, "stop", "array_above_max_length"),
     ({"messages": HI, "keep_alive": "soon"}, "keep_alive", "invalid_value"),
     ({"messages": []}, "messages", "array_below_min_length"),
     ({}, "messages", "missing_required_parameter"),
@@ -84,6 +84,16 @@ CHAT = [
     ({"messages": HI, "structured_outputs": {}}, "structured_outputs", "invalid_value"),
     ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"messages": HI, "model": ""}, "model", "string_below_min_length"),
+    (
+        {
+            "messages": [*HI, {"role": "assistant", "content": "x"}],
+            "continue_final_message": True,
+            "add_generation_prompt": True,
+        },
+        "add_generation_prompt",
+        "invalid_value",
+    ),
+    ({"messages": HI, "add_generation_prompt": False}, "add_generation_prompt", "invalid_value"),
 ]
 
 
@@ -142,6 +152,22 @@ def test_a_body_that_is_no_request_is_a_400(here, raw, said):
     answer = _post(here, "/v1/chat/completions", raw)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        (b'{"user":"x","temperature":1e999}', "temperature"),
+        (b'{"seed":' + b"9" * 5000 + b"}", "seed"),
+        (b'{"logit_bias":{"1":1e999}}', "logit_bias[...]"),
+    ],
+    ids=["float", "integer", "inner"],
+)
+def test_number_out_of_range_names_its_field(here, raw, param):
+    error = _post(here, "/v1/chat/completions", raw).json()["error"]
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    assert error["message"].startswith(f"Invalid '{param}': ")
+    assert error["message"].endswith("out of range.")
 
 
 def test_every_field_that_is_wrong_is_named_at_once(here):

@@ -105,6 +105,34 @@ def test_n_answers_count_the_prompt_once_and_seeds_up(serve):
     assert body["usage"]["prompt_tokens"] == len("user: hi\nassistant:")
 
 
+def test_minus_one_token_is_no_limit_and_whole_floats_are_integers(serve):
+    engine = FakeEngine()
+    here = serve(engine)
+    assert here.chat(max_tokens=-1, max_completion_tokens=7.0).status_code == 200
+    assert here.chat(max_tokens=-1, seed=3.0).status_code == 200
+    endless = here.client.post("/v1/completions", json={"prompt": "p", "max_tokens": -1})
+    assert endless.status_code == 200
+    assert [request.max_tokens for request in engine.requests] == [7, None, None]
+    assert engine.requests[1].sampling.seed == 3
+    assert here.chat(max_tokens=2.5).json()["error"]["param"] == "max_tokens"
+
+
+def test_as_many_stop_strings_as_autocompletion_sends_reach_the_engine(serve):
+    engine = FakeEngine()
+    here = serve(engine)
+    stops = [f"<{number}>" for number in range(128)]
+    assert here.chat(stop=stops).status_code == 200
+    generate = {"model": "fake", "prompt": "p", "stream": False, "options": {"stop": stops}}
+    assert here.client.post("/api/generate", json=generate).status_code == 200
+    assert [request.stop for request in engine.requests] == [tuple(stops)] * 2
+
+
+def test_message_text_has_no_citations(serve):
+    body = {"max_tokens": 9, "messages": HI}
+    reply = serve(FakeEngine([["a"]])).client.post("/v1/messages", json=body).json()
+    assert reply["content"] == [{"type": "text", "text": "a"}]
+
+
 def test_several_streams_are_told_apart_and_usage_comes_last(serve):
     text = (
         serve(FakeEngine([["a"], ["b", "c"], ["d"]]))
@@ -119,7 +147,7 @@ def test_several_streams_are_told_apart_and_usage_comes_last(serve):
     assert sorted(said.values()) == ["a", "bc", "d"]
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 4
-    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert all("usage" not in chunk for chunk in chunks[:-1])
 
 
 def test_logprobs_survive_torn_characters_and_minus_infinity(serve):

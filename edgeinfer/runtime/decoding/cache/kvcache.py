@@ -16,6 +16,7 @@ from edgeinfer.runtime.decoding.cache.points import Point, Points
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.decoding.active import ActiveContext
+    from edgeinfer.runtime.events import TokenLogprobs
 
 #: Stamps of the adapters' files, and scales, that a sequence was computed with; another set's cells are
 #: of no use.
@@ -93,7 +94,7 @@ class Resident:
     One that was shifted has keys that were turned, or brought from another context, not computed where
     they are. Of its tokens the first `n_unchanged` have stood since whoever writes them last looked;
     those from `memory_only_from` on are not to be written. One `is_read_ahead` waits for a request
-    that is yet to come.
+    that is yet to come. `logprobs[i]` is of token `i + 1`, with `n_top` alternatives each.
     """
 
     seq_id: int
@@ -111,6 +112,8 @@ class Resident:
     is_read_ahead: bool = False
     ghost: bool = False
     used_at: int = 0
+    n_top: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class KvCache:
@@ -151,11 +154,12 @@ class KvCache:
         return len(self._free)
 
     def match(
-        self, tokens: Sequence[int], adapters: AdapterKey, salt: str = ""
+        self, tokens: Sequence[int], adapters: AdapterKey, salt: str = "", *, n_top: int | None = None
     ) -> tuple[Resident | None, int]:
         """The resident that shares the longest prefix with `tokens`, and how much of it can be used.
 
-        At least one token of `tokens` is always left to compute, because its logits are wanted.
+        At least one token of `tokens` is always left to compute, because its logits are wanted; with
+        `n_top`, the logits behind each token whose successor has no cached log-probabilities.
         """
         best, length = None, 0
         limit = len(tokens) - 1
@@ -163,7 +167,11 @@ class KvCache:
             foreign = resident.salt != salt and not resident.pinned
             if resident.adapters != adapters or foreign or resident.ghost:
                 continue
-            n = self._usable(resident, min(common_prefix(resident.tokens, tokens), limit))
+            shared = common_prefix(resident.tokens, tokens)
+            if n_top is not None:
+                known = len(resident.logprobs) if resident.n_top == n_top else 0
+                shared = min(known, max(0, shared - 1))
+            n = self._usable(resident, min(shared, limit))
             if n > length or (
                 n == length and n and best is not None and best.active and not resident.active
             ):
@@ -181,12 +189,18 @@ class KvCache:
         return 0 if lost else n
 
     def claim(
-        self, tokens: Sequence[int], adapters: AdapterKey, salt: str = "", *, reuse: bool = True
+        self,
+        tokens: Sequence[int],
+        adapters: AdapterKey,
+        salt: str = "",
+        *,
+        reuse: bool = True,
+        n_top: int | None = None,
     ) -> Resident | None:
         """A resident for a new sequence, holding the longest cached prefix of `tokens`; None when every
         id is active.
         """
-        source, n = self.match(tokens, adapters, salt) if reuse else (None, 0)
+        source, n = self.match(tokens, adapters, salt, n_top=n_top) if reuse else (None, 0)
         if source is not None and not source.active and not source.pinned and n == len(source.tokens):
             source.active = True  # the next turn of the same conversation: go on in place
             return source
@@ -212,6 +226,7 @@ class KvCache:
         target.is_shifted = source.is_shifted
         if source.memory_only_from is not None and source.memory_only_from < n:
             target.memory_only_from = source.memory_only_from
+        target.n_top, target.logprobs = source.n_top, source.logprobs[:n]
         target.tokens = source.tokens[:n]
         target.cells = source.cells[:n]
         for cell in target.cells:
@@ -238,6 +253,7 @@ class KvCache:
         self._give_back(resident.cells[n:])
         del resident.tokens[n:], resident.cells[n:]
         resident.n_unchanged = min(resident.n_unchanged, n)
+        resident.logprobs = resident.logprobs[: max(0, n - 1)]
         if resident.memory_only_from is not None:
             resident.memory_only_from = min(resident.memory_only_from, n)
         if self.points is not None:
@@ -287,6 +303,7 @@ class KvCache:
             return False
         self._memory.shift(resident.seq_id, keep + drop, -drop)
         resident.is_shifted = True
+        resident.logprobs = []
         self._give_back(resident.cells[keep : keep + drop])
         del resident.tokens[keep : keep + drop], resident.cells[keep : keep + drop]
         resident.n_unchanged = min(resident.n_unchanged, keep)
@@ -303,6 +320,7 @@ class KvCache:
         self._clock += 1
         resident.active, resident.used_at = False, self._clock
         resident.ghost = not keep or not resident.tokens
+        resident.logprobs = resident.logprobs[: max(0, len(resident.tokens) - 1)]
         self._retire_short()
         ghosts = [r for r in self.residents if r.ghost]
         if (

@@ -85,6 +85,7 @@ class Admission:
             and s.request.cache_prompt
             and s.request.cache_salt == seq.request.cache_salt
             and not s.is_prefill_only
+            and seq.request.prompt_logprobs in (None, s.request.prompt_logprobs)
         ]
         limit = len(seq.tokens) - 1
         return max((min(limit, common_prefix(s.tokens, seq.tokens)) for s in prefilling), default=0)

@@ -77,10 +77,14 @@ class Prefill:
         past = seq.n_past
         if not self._can_cut:
             budget = min(budget, points.tokens_to_next(past, len(seq.tokens)))
+        scores = seq.request.prompt_logprobs is not None
+        if scores:
+            budget = min(budget, self._batch.max_outputs - self._batch.n_outputs)
         tokens = seq.tokens[past : past + budget]
         complete = past + len(tokens) == len(seq.tokens)
-        wanted = complete and not seq.is_prefill_only
-        row = self._batch.add(tokens, past, seq.resident.seq_id, outputs=int(wanted))
+        wanted = complete and seq.max_tokens > 0
+        n_outputs = len(tokens) if scores else int(wanted)
+        row = self._batch.add(tokens, past, seq.resident.seq_id, outputs=n_outputs)
         parts.append(Part(seq, row + len(tokens) - 1, tokens, has_output=wanted, is_prefill=True))
         return len(tokens)
 

@@ -56,7 +56,8 @@ class Prefixes:
         """How many of its tokens the cells hold already."""
         if not seq.request.cache_prompt:
             return 0
-        return self._kv.match(seq.tokens, seq.adapters, seq.request.cache_salt)[1]
+        n_top = seq.request.prompt_logprobs
+        return self._kv.match(seq.tokens, seq.adapters, seq.request.cache_salt, n_top=n_top)[1]
 
     # taking over
 
@@ -69,18 +70,23 @@ class Prefixes:
         if request.cache_prompt and not seq.clock.started:
             residents = self._kv.residents
             seq.closest = closest(residents, seq.tokens, seq.adapters, request.cache_salt)
+        n_top = request.prompt_logprobs
         resident = self._kv.claim(
-            seq.tokens, seq.adapters, request.cache_salt, reuse=request.cache_prompt
+            seq.tokens, seq.adapters, request.cache_salt, reuse=request.cache_prompt, n_top=n_top
         )
         if resident is None:
             return
         seq.resident = resident
         kept = common_prefix(resident.tokens, seq.tokens[:-1])
+        if n_top is not None:
+            kept = min(kept, len(resident.logprobs))
+            seq.prompt_logprobs = resident.logprobs[:kept]
         if not self._kv.truncate(resident, kept):
             kept = 0
+            seq.prompt_logprobs = []
         if is_alone:
             self._make_way(seq, len(seq.tokens) - kept)
-        if request.cache_prompt and self.blocks is not None:
+        if request.cache_prompt and self.blocks is not None and n_top is None:
             seq.restore = self.blocks.match(
                 seq.tokens, seq.adapters, request.cache_salt, kept, is_alone=is_alone
             )

@@ -64,9 +64,10 @@ class Readings:
             self.on_lost(failure)
 
     def _is_for(self, seq: Sequence) -> bool:
-        """Whether a prompt is to be computed elsewhere: once, and without adapters."""
+        """Whether a prompt is computed elsewhere: once, without adapters, and only for its answer."""
         is_waiting = seq.resident is None or seq.restore is not None
-        return not (is_waiting or seq.was_read or seq.adapters) and seq.n_pending > SHORT_TOKENS
+        is_here = seq.was_read or seq.adapters or seq.request.prompt_logprobs is not None
+        return not (is_waiting or is_here) and seq.n_pending > SHORT_TOKENS
 
     def _take(self, seq: Sequence, reading: Restore[Piece], reader: Reader) -> None:
         piece = reading.take()

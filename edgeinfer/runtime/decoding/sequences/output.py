@@ -57,16 +57,22 @@ class Output:
     def feed(self, token: int, logprobs: TokenLogprobs | None = None) -> list[Parsed]:
         """The events that are certain once `token` was sampled."""
         if logprobs is not None:
-            self._logprobs.append(logprobs)
+            self.note(logprobs)
         events = self._parsed(self._text.feed(self._vocab.piece(token, special=self._special)))
         self.reasoning_tokens += any(isinstance(event, ReasoningDelta) for event in events)
         return self._with_logprobs(events)
+
+    def note(self, logprobs: TokenLogprobs) -> None:
+        """Report a token's log-probabilities with the next text, or at the end."""
+        self._logprobs.append(logprobs)
 
     def finish(self) -> list[Parsed]:
         """The rest, at the end of the generation."""
         events = self._parsed(self._text.finish())
         if self._parser is not None:
             events += self._note(self._parser.finish())
+        if self._logprobs and not events and self.stopped_by is None:
+            events = [TextDelta("")]
         return self._with_logprobs(events)
 
     def _parsed(self, text: str) -> list[Parsed]:

@@ -83,6 +83,7 @@ class Sequence:
     restore: Restore[Block] | None = None
     reading: Restore[Piece] | None = None
     was_read: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     n_generated: int = 0
     lent_s: float = 0.0
     constraint_s: float = 0.0
@@ -116,8 +117,8 @@ class Sequence:
 
     @property
     def is_prefill_only(self) -> bool:
-        """The prompt is to be computed and nothing sampled: for a request that is expected."""
-        return self.max_tokens == 0
+        """The prompt is computed and nothing is sampled or reported: for a request that is expected."""
+        return self.max_tokens == 0 and self.request.prompt_logprobs is None
 
     @property
     def is_in_background(self) -> bool:
@@ -162,6 +163,8 @@ class Sequence:
         self.tokens.append(token)
         self.n_generated += 1
         if vocab.is_eos(token) and not self.request.ignore_eos:
+            if logprobs is not None and self.request.prompt_logprobs is not None:
+                self.output.note(logprobs)  # evaluators drop the last entry as the generated token's
             return "stop"
         for event in self.output.feed(token, logprobs):
             self.stream.put(event)
@@ -242,7 +245,7 @@ class Sequence:
     def timings(self) -> Timings:
         c = self.clock
         started = c.started or time.monotonic()
-        read = time.monotonic() if self.is_prefill_only and c.started else c.first
+        read = time.monotonic() if self.max_tokens == 0 and c.started else c.first
         return Timings(
             queue_ms=(started - c.submitted) * 1000.0,
             prefill_ms=(read - c.started) * 1000.0 if read else 0.0,

@@ -1,0 +1,170 @@
+"""Log-probabilities of a prompt's tokens: OpenAI's `echo` with `logprobs`, vLLM's `prompt_logprobs`."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from made_models import make_llama
+from raw_logits import read
+
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest
+
+CONTEXT = [ord(letter) for letter in "Which of these animals says meow, the cat or the dog? It is"]
+#: The engine's KV cache is f16, the raw logits' f32; another token's log-probability is 0.5 and more away.
+ROUNDED = 0.03
+OPTIONS = [[*CONTEXT, *b" the cat"], [*CONTEXT, *b" the dog"], [*CONTEXT, *b" a horse"]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("scored") / "scored.gguf")
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    files = ModelFiles(name="scored", paths=(str(path),))
+    options = LoadOptions(n_ctx=256, n_parallel=4, n_threads=1, kv_type="f16")
+    engine = load_engine(files, options, None)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def here(serve_module, engine):
+    return serve_module(engine, names=("scored",))
+
+
+def _complete(here, **body):
+    answer = here.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def _raw_logprobs(path, tokens):
+    """What llama.cpp itself says of each token behind the first, and the likeliest in its place."""
+    rows = read(path, tokens).astype(np.float64)[:-1]
+    rows -= rows.max(axis=1, keepdims=True)
+    rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+    return rows[np.arange(len(rows)), tokens[1:]], rows.max(axis=1)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echoed_logprobs_of_a_list_are_those_of_raw_logits(here, path, max_tokens):
+    reply = _complete(
+        here, prompt=OPTIONS, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1
+    )
+    for option, choice in zip(OPTIONS, reply["choices"], strict=True):
+        found = choice["logprobs"]
+        own, best = _raw_logprobs(path, option)
+        assert len(found["token_logprobs"]) == len(option) + max_tokens
+        assert found["token_logprobs"][0] is None
+        np.testing.assert_allclose(found["token_logprobs"][1 : len(option)], own, atol=ROUNDED)
+        tops = [max(top.values()) for top in found["top_logprobs"][1 : len(option)]]
+        np.testing.assert_allclose(tops, best, atol=ROUNDED)
+        assert choice["text"].startswith(bytes(option).decode())
+        sums = sum(found["token_logprobs"][len(CONTEXT) : len(option)])
+        assert sums == pytest.approx(own[len(CONTEXT) - 1 :].sum(), abs=4 * ROUNDED)
+
+
+def test_shared_prefix_is_computed_once_in_a_list_and_across_requests(here):
+    prompts = [[*b"<list>", *option] for option in OPTIONS]
+    details = _complete(here, prompt=prompts, echo=True, logprobs=0, max_tokens=0)["usage"]
+    cached = details["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= 2 * len(CONTEXT)
+    again = _complete(here, prompt=prompts[0], echo=True, logprobs=0, max_tokens=1)["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] >= len(prompts[0]) - 2
+
+
+def test_prefix_cached_without_logprobs_is_computed_again(here, path):
+    prompt = [*b"plain first: ", *OPTIONS[0]]
+    _complete(here, prompt=prompt, max_tokens=1)
+    scored = _complete(here, prompt=prompt, echo=True, logprobs=1, max_tokens=0)
+    assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    own, _ = _raw_logprobs(path, prompt)
+    logprobs = scored["choices"][0]["logprobs"]["token_logprobs"][1:]
+    np.testing.assert_allclose(logprobs, own, atol=ROUNDED)
+    plain = _complete(here, prompt=[*prompt, 65], max_tokens=1)["usage"]
+    assert plain["prompt_tokens_details"]["cached_tokens"] == len(prompt)
+
+
+def test_cached_logprobs_end_where_another_text_went_on(engine, path):
+    """A scored prompt is continued by a plain request, then scored on with another text."""
+
+    def score(text):
+        request = GenerateRequest(prompt=tuple(text), max_tokens=0, prompt_logprobs=1)
+        (scored,) = [e for e in engine.submit(request) if type(e).__name__ == "PromptLogprobs"]
+        return [token.chosen.logprob for token in scored.tokens]
+
+    begin = [*b"A scored beginning that is long enough"]
+    score(begin)
+    for _ in engine.submit(GenerateRequest(prompt=(*begin, *b" goes on"), max_tokens=4)):
+        pass
+    for end in (b" goes on", b" ends otherwise", b""):
+        own, _ = _raw_logprobs(path, [*begin, *end])
+        np.testing.assert_allclose(score([*begin, *end]), own, atol=ROUNDED)
+
+
+def test_generated_end_counts_as_a_token(here, engine):
+    """Evaluators drop the last entry as the one of the generated token."""
+    (end,) = engine.tokenize("<|end|>", parse_special=True)
+    prompt = OPTIONS[0]
+    reply = _complete(
+        here, prompt=prompt, echo=True, logprobs=1, max_tokens=1, logit_bias={str(end): 100}
+    )
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 1
+
+
+def test_streamed_echo_joins_to_the_whole_one(here):
+    body = {"prompt": OPTIONS[1], "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
+    (whole,) = _complete(here, **body)["choices"]
+    text = here.client.post("/v1/completions", json=body | {"stream": True}).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+
+    def joined(field):
+        return [part for choice in choices for part in (choice["logprobs"] or {}).get(field, [])]
+
+    for field in ("tokens", "text_offset"):
+        assert joined(field) == whole["logprobs"][field]
+    assert joined("token_logprobs")[1:] == pytest.approx(
+        whole["logprobs"]["token_logprobs"][1:], abs=1e-3
+    )
+    assert [sorted(top or {}) for top in joined("top_logprobs")] == [
+        sorted(top or {}) for top in whole["logprobs"]["top_logprobs"]
+    ]
+
+
+def test_vllm_prompt_logprobs_are_by_token_id_with_ranks(here, path):
+    prompt = OPTIONS[2]
+    (choice,) = _complete(here, prompt=prompt, prompt_logprobs=2, max_tokens=1)["choices"]
+    first, *rows = choice["prompt_logprobs"]
+    own, best = _raw_logprobs(path, prompt)
+    assert first is None
+    assert choice["logprobs"] is None
+    for token, row, logprob, likeliest in zip(prompt[1:], rows, own, best, strict=True):
+        assert row[str(token)]["logprob"] == pytest.approx(logprob, abs=ROUNDED)
+        ranked = {entry["rank"]: entry["logprob"] for entry in row.values() if entry["rank"]}
+        assert sorted(ranked) == [1, 2]
+        assert ranked[1] == pytest.approx(likeliest, abs=ROUNDED)
+
+
+def test_text_prompt_is_echoed_as_it_was_sent(here):
+    (choice,) = _complete(here, prompt="Text, once.", echo=True, logprobs=0, max_tokens=0)["choices"]
+    assert choice["text"] == "Text, once."
+    assert "".join(choice["logprobs"]["tokens"]).endswith("Text, once.")
+
+
+def test_prompt_logprobs_are_refused_where_they_cannot_be_given(here):
+    streamed = here.client.post(
+        "/v1/completions", json={"prompt": "a", "prompt_logprobs": 1, "stream": True}
+    )
+    assert streamed.json()["error"]["param"] == "prompt_logprobs"
+    chat = here.chat(prompt_logprobs=1)
+    assert (chat.status_code, chat.json()["error"]["param"]) == (400, "prompt_logprobs")
