@@ -5,7 +5,7 @@
  * processes of a first start, PyInstaller's own main goes on: it extracts a small Python that unpacks the application and
  * executes this file again. Measured in docs/decisions/070-first-stage.md.
  *
- * Two fields are written into the finished executable by build/assemble.py (and `edgeinfer bundle` for the second).
+ * Two fields are written into the finished executable by build/assemble.py (and build/release.py --model for the second).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -4,8 +4,7 @@ usage: release.py [--without-criu] [--model NAME] [--out DIR]
 
 Stages, each timed on stderr: bootloader (compiled once), CRIU (fetched once), PyInstaller, the tree,
 the payload, the file. Equal inputs give an equal payload: PyInstaller runs with a fixed hash seed and
-SOURCE_DATE_EPOCH, and pack.py leaves times out. With a model, `edgeinfer bundle` puts it into the file
-just built.
+SOURCE_DATE_EPOCH, and pack.py leaves times out. With a model, the file just built gets it inside.
 """
 
 from __future__ import annotations
@@ -35,8 +34,12 @@ import notices  # noqa: E402
 import pack  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
+from edgeinfer.catalog import store  # noqa: E402
+from edgeinfer.catalog.models import load_catalog  # noqa: E402
 from edgeinfer.cli import build_parser  # noqa: E402
 from edgeinfer.commands.machine.completion import script  # noqa: E402
+from edgeinfer.shipping import payload  # noqa: E402
+from edgeinfer.shipping.bundle import write as write_bundle  # noqa: E402
 
 WORK = ROOT / "work"
 CRIU_PROGRAM = "criu/bin/criu"
@@ -87,7 +90,8 @@ def main() -> None:
     print(f"binary: {out}, {packed.name}, {sizes}", file=sys.stderr)
     if options.model:
         with stage(f"bundle with {options.model}"):
-            bundle(out, options.model)
+            bundle(out, options.model, out.with_name("edgeinfer.bundled"))
+            os.replace(out.with_name("edgeinfer.bundled"), out)
     checksums(options.out)
 
 
@@ -153,15 +157,13 @@ def publish(tree: Path, out: Path) -> None:
     shutil.copytree(share / "completions", out / "completions", dirs_exist_ok=True)
 
 
-def bundle(out: Path, model: str) -> None:
-    """Pull the model and put it inside, with the file just built: it is the first to run what it
-    ships.
-    """
-    program = [sys.executable, "-c", "import sys; from edgeinfer.cli import main; sys.exit(main())"]
-    subprocess.run([*program, "pull", model], check=True, cwd=ROOT)
-    scratch = out.with_name("edgeinfer.bundled")
-    subprocess.run([*program, "bundle", model, "--binary", out, "-o", scratch], check=True, cwd=ROOT)
-    os.replace(scratch, out)
+def bundle(program: Path, model: str, out: Path) -> None:
+    """Pull the model and write `out`: the shipped file `program` with it inside."""
+    code = "import sys; from edgeinfer.cli import main; sys.exit(main())"
+    subprocess.run([sys.executable, "-c", code, "pull", model], check=True, cwd=ROOT)
+    record = store.find_pulled(model, load_catalog())
+    assert record is not None, f"{model} is not pulled"
+    write_bundle(payload.open_shipped(program), record, out, lambda _done, _of: None)
 
 
 def _make_libraries_find_each_other(internal: Path) -> None:

@@ -8,31 +8,35 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NoReturn
 
 from edgeinfer import __version__, error_text
 from edgeinfer.arguments import catalog, launch_args, machine, snapshots
-from edgeinfer.arguments.times import refuse_unknown
-from edgeinfer.arguments.verb import wants_json
+from edgeinfer.arguments.parser import Parser
+from edgeinfer.arguments.times import refuse_unknown, verbs_of
+from edgeinfer.arguments.verb import EXAMPLES, nearest, wants_json
 from edgeinfer.errors import EdgeInferError, SnapshotsUnavailableError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.launch_verbs import with_verb
 from edgeinfer.result import Result, envelope, error_envelope
 
 FAMILIES = (launch_args, catalog, snapshots, machine)
+#: Verbs and actions of the release before this one, and what takes their place.
+MOVED = {
+    "bundle": "build a file with a model inside from the source: `make binary MODEL=NAME`",
+    "self-check": "type `edgeinfer doctor --verify`",
+    "licenses": "type `edgeinfer version --licenses`",
+    "preload": "type `edgeinfer warm --preload MODEL`",
+    "backend add": "put the library and its JSON file where `edgeinfer backend` says",
+    "backend remove": "delete the library and its JSON file where `edgeinfer backend` says",
+}
 #: What every verb is: one function below `commands/`.
 Command = Callable[[argparse.Namespace, Host], Result]
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse that raises our error instead of printing its own and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"run `{self.prog} --help`")
 
 
 @cache
@@ -41,9 +45,16 @@ def build_parser() -> argparse.ArgumentParser:
 
     `verb` is empty when none was typed: that means `chat`.
     """
-    parser = _Parser(prog="edgeinfer", description="Local language models that feel already loaded.")
+    parser = Parser(
+        prog="edgeinfer",
+        description="Local language models that feel already loaded.",
+        epilog=f"""{EXAMPLES}:
+  edgeinfer                       chat with the default model
+  edgeinfer run "Name a colour."  answer one prompt
+  edgeinfer help run              what a verb does, and its options""",
+    )
     parser.add_argument("--version", action="version", version=f"edgeinfer {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for family in FAMILIES:
         family.add(verbs)
     parser.set_defaults(parser=parser, json=False)
@@ -55,14 +66,18 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
 
     Raises nothing but SystemExit, from `--help` and `--version`.
     """
-    typed = list(sys.argv[1:] if argv is None else argv)
+    typed = with_verb(list(sys.argv[1:] if argv is None else argv))
     as_json = wants_json(typed)
+    host = host or Host()
     try:
         parser = build_parser()
-        options, unknown = parser.parse_known_args(typed or ["chat"])
-        refuse_unknown(parser, options.verb or "", unknown)
+        if typed[0] == "help":
+            typed = [*typed[1:], "--help"]
+        _refuse_unknown_verb(typed, parser, host)
+        options, unknown = parser.parse_known_args(typed)
+        refuse_unknown(parser, options, unknown)
         as_json = options.json
-        result = _run(options, host or Host())
+        result = _run(options, host)
         _print_result(result, as_json=as_json)
         return result.exit_code
     except EdgeInferError as error:
@@ -77,6 +92,25 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
     except Exception as error:  # noqa: BLE001  a person never sees a traceback unasked
         _print_unexpected(error, as_json=as_json)
         return 70
+
+
+def _refuse_unknown_verb(typed: Sequence[str], parser: argparse.ArgumentParser, host: Host) -> None:
+    """Raise UsageError that says what was probably meant."""
+    for old, new in MOVED.items():
+        if list(typed[: len(old.split())]) == old.split():
+            raise UsageError(f"`edgeinfer {old}` is gone", hint=new)
+    word, known = typed[0], verbs_of(parser)
+    if word.startswith("-") or word in known:
+        return
+    if " " in word:
+        meant = shlex.join(["edgeinfer", "run", word])
+    elif near := nearest(word, list(known)):
+        meant = f"edgeinfer {near}"
+    elif host.is_model(word):
+        meant = f"edgeinfer chat {word}"
+    else:
+        raise UsageError(f"{word!r} is not a verb", hint="`edgeinfer --help` lists the verbs")
+    raise UsageError(f"{word!r} is not a verb", hint=f"did you mean `{meant}`?")
 
 
 def _run(options: argparse.Namespace, host: Host) -> Result:

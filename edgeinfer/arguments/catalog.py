@@ -1,4 +1,4 @@
-"""`pull`, `list`, `show`, `preload`, `rm`, `forget`, `quantize`, `merge`: models as files."""
+"""`pull`, `list`, `show`, `rm`, `forget`, `quantize`, `merge`: models as files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_pull(verbs)
     _add_list(verbs)
     _add_show(verbs)
-    _add_preload(verbs)
     _add_rm(verbs)
     _add_forget(verbs)
     _add_quantize(verbs)
@@ -27,7 +26,13 @@ def _add_quiet(parser: argparse.ArgumentParser) -> None:
 
 def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "pull", "catalog.pull:pull", "fetch, verify and store a model; goes on where it stopped"
+        verbs,
+        "pull",
+        "catalog.pull:pull",
+        "fetch, verify and store a model; an interrupted pull continues",
+        "pull qwen3-4b",
+        "pull bartowski/Qwen_Qwen3-4B-GGUF:Q4_K_M",
+        "pull ~/Downloads/model.gguf --name mine",
     )
     parser.add_argument(
         "model",
@@ -38,7 +43,10 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--name", help="store it under this name")
     parser.add_argument(
-        "--base", default="", metavar="MODEL", help="it is a LoRA adapter of PEFT's, for this model"
+        "--base",
+        default="",
+        metavar="MODEL",
+        help="MODEL is a PEFT LoRA adapter; this is its base model",
     )
     parser.add_argument(
         "--quantize",
@@ -49,28 +57,33 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--in-place", action="store_true", help="point at a local file instead of copying it"
     )
-    parser.add_argument("--again", action="store_true", help="fetch it even when it is here")
+    parser.add_argument("--again", action="store_true", help="fetch it even if it is already here")
     parser.add_argument(
         "--connections",
         type=int,
         default=8,
         metavar="N",
-        help="how many connections fetch a large file at once; 8",
+        help="connections for a large file (default 8)",
     )
     _add_quiet(parser)
 
 
 def _add_list(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "list", "catalog.list:list_models", "models that are here, and models that can be pulled"
+        verbs,
+        "list",
+        "catalog.list:list_models",
+        "list models on this machine, and models that can be pulled",
+        "list --fits",
+        "list coder",
     )
     parser.add_argument(
         "words",
         nargs="*",
         metavar="WORD",
-        help="only models that have every word in name, title or purpose",
+        help="list only models whose name, title or purpose has every word",
     )
-    parser.add_argument("--pulled", action="store_true", help="only those that are here")
+    parser.add_argument("--pulled", action="store_true", help="only those on this machine")
     parser.add_argument(
         "--fits",
         action="store_true",
@@ -83,10 +96,14 @@ def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
         verbs,
         "show",
         "catalog.show:show",
-        "a model's architecture, sizes, licence, source and memory needs",
+        "show a model's architecture, sizes, licence, source and memory needs",
+        "show qwen3-4b --ctx 32768",
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="NAME, NAME:QUANT or FILE.gguf (default: the configured one)",
     )
     parser.add_argument(
         "--ctx", dest="n_ctx", type=int, metavar="TOKENS", help="estimate memory for this context"
@@ -96,21 +113,10 @@ def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument("--template", action="store_true", help="print the chat template alone")
 
 
-def _add_preload(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = add_verb(
-        verbs,
-        "preload",
-        "catalog.preload:preload",
-        "bring a model's files into memory before they are needed",
-    )
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf; the default model"
-    )
-    _add_quiet(parser)
-
-
 def _add_rm(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = add_verb(verbs, "rm", "catalog.rm:rm", "remove models; files used in place are left alone")
+    parser = add_verb(
+        verbs, "rm", "catalog.rm:rm", "remove models; files used in place are left alone", "rm qwen3-4b"
+    )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="NAME or NAME:QUANT")
     parser.add_argument(
         "--forget", action="store_true", help="forget the pinned SHA-256 too: the next pull trusts anew"
@@ -122,7 +128,9 @@ def _add_forget(verbs: Verbs[argparse.ArgumentParser]) -> None:
         verbs,
         "forget",
         "catalog.forget:forget",
-        "delete what models have read and the disk still knows",
+        "delete cached prefixes: of a model, of a conversation, or all",
+        "forget qwen3-4b",
+        "forget --conversation chat-12",
     )
     parser.add_argument(
         "models", nargs="*", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf, or `all`"
@@ -132,7 +140,7 @@ def _add_forget(verbs: Verbs[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="ID",
-        help="what only this conversation has read: chat-NUMBER, or requests' prompt_cache_key",
+        help="a conversation's own prefixes: chat-NUMBER, or a request's prompt_cache_key",
     )
 
 
@@ -144,6 +152,7 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "quantize",
         "catalog.quantize:quantize_model",
         "make a smaller copy of a model, and measure what it costs",
+        "quantize qwen3-4b:F16 Q4_K_M",
     )
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
     types = tuple(FILE_TYPES.values())
@@ -157,7 +166,9 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
         help="measure what it costs, and make the importance matrix, with this text instead of ours",
     )
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
-    parser.add_argument("--pure", action="store_true", help="the same type for every tensor")
+    parser.add_argument(
+        "--pure", action="store_true", help="use TYPE for every tensor, with no mix of types"
+    )
     parser.add_argument("--keep-output", action="store_true", help="leave the output tensor as it is")
     parser.add_argument(
         "--imatrix",
@@ -181,6 +192,7 @@ def _add_merge(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "merge",
         "catalog.merge:merge",
         "store a model with LoRA adapters merged into its weights",
+        "merge qwen3-4b my-adapter --name mine",
     )
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf")
     parser.add_argument(
@@ -191,6 +203,9 @@ def _add_merge(verbs: Verbs[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--name", required=True, help="store it under this name")
     parser.add_argument(
-        "--quantize", default="", metavar="TYPE", help="its type; else each tensor keeps its own"
+        "--quantize",
+        default="",
+        metavar="TYPE",
+        help="type of the merged model (default: each tensor keeps its own)",
     )
     _add_quiet(parser)

@@ -8,6 +8,7 @@ from typing import Any
 
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments import times
+from edgeinfer.arguments.parser import HelpAll
 from edgeinfer.arguments.verb import Verbs, add_verb
 from edgeinfer.settings import sampling_options
 from edgeinfer.settings.config import copies_range
@@ -26,6 +27,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of load time; None means that the configuration decides."""
+    parser.add_argument("--help-all", action=HelpAll, nargs=0, help="this help with every option")
     group = parser.add_argument_group(times.LOAD)
     for option in LOAD_OPTIONS:
         if option.flag and option.of_snapshot:
@@ -85,11 +87,13 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(times.LAUNCH)
     add_attached_options(group)
     which = group.add_mutually_exclusive_group()
-    which.add_argument("--resume", choices=("auto", "always", "never"), help="resume from a snapshot")
+    which.add_argument(
+        "--resume", choices=("auto", "always", "never"), help="whether to resume from a snapshot"
+    )
     which.add_argument(
         "--snapshot",
         metavar="NAME",
-        help="resume this one, with the model and load options it was made with",
+        help="resume this snapshot, with the model and load options it was made with",
     )
 
 
@@ -108,13 +112,18 @@ def _add_chat(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "chat",
         "answering.chat:chat",
         "chat in the terminal; what `edgeinfer` alone does",
+        "chat qwen3-4b",
+        "chat --continue",
         json=False,
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a model's name; left out: the default"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a model's name or a GGUF file (default: the configured one)",
     )
     parser.add_argument(
-        "--continue", dest="continue_last", action="store_true", help="go on with the last conversation"
+        "--continue", dest="continue_last", action="store_true", help="continue the last conversation"
     )
     parser.add_argument(
         "--plain", action="store_true", help="line by line, for screen readers and dumb terminals"
@@ -122,16 +131,26 @@ def _add_chat(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--system", metavar="TEXT|NAME", help="system prompt, or the name of a saved one"
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens an answer")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens per answer")
     add_sampling_options(parser)
     add_load_options(parser)
     add_launch_options(parser)
 
 
 def _add_run(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    parser = add_verb(verbs, "run", "answering.run:run", "answer one prompt on stdout")
+    parser = add_verb(
+        verbs,
+        "run",
+        "answering.run:run",
+        "answer one prompt on stdout",
+        'run "Name three colours."',
+        'run qwen3-4b --max-tokens 50 "Summarise this." < notes.txt',
+    )
     parser.add_argument(
-        "model_or_prompt", nargs="?", metavar="MODEL", help="a model's name; left out: the default"
+        "model_or_prompt",
+        nargs="?",
+        metavar="MODEL",
+        help="a model's name or a GGUF file (default: the configured one)",
     )
     parser.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is read too when it is piped"
@@ -141,9 +160,9 @@ def _add_run(verbs: Verbs[argparse.ArgumentParser]) -> None:
     told.add_argument(
         "--raw",
         action="store_true",
-        help="go on with the prompt as it is, without the model's chat template",
+        help="send the prompt unchanged, without the model's chat template",
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens")
     parser.add_argument("--timings", action="store_true", help="timings on stderr")
     add_sampling_options(parser)
     add_load_options(parser)
@@ -156,13 +175,14 @@ def _add_serve(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "serve",
         "answering.serve:serve",
         "answer OpenAI, Anthropic, Ollama and plain HTTP clients",
+        "serve qwen3-4b --port 8080",
         json=False,
     )
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="the model when a request names none; left out: the default",
+        help="model of requests that name none (default: the configured one)",
     )
     add_endpoint_options(parser)
     add_load_options(parser)
@@ -186,7 +206,7 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", metavar="FILE", help="API keys, one a line; also EDGEINFER_API_KEY"
     )
     where.add_argument(
-        "--allow-host", action="append", metavar="NAME", help="a Host name to accept besides loopback's"
+        "--allow-host", action="append", metavar="NAME", help="also accept this Host header"
     )
     where.add_argument(
         "--allow-origin", action="append", metavar="ORIGIN", help="a web page's origin that may call"
@@ -197,13 +217,13 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         "--keep-alive",
         type=keep_alive_s,
         metavar="S",
-        help="seconds an idle model stays; 0 not, -1 for ever",
+        help="seconds an idle model stays loaded; 0 unloads at once, -1 never",
     )
     where.add_argument(
         "--idle-exit",
         type=positive_s,
         metavar="S",
-        help="leave after so many seconds without a request",
+        help="exit after this many seconds without a request",
     )
     where.add_argument(
         "--copies",
@@ -221,19 +241,21 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         help="requests that may wait; beyond it the answer is 503",
     )
     where.add_argument(
-        "--max-requests", type=count, metavar="N", help="requests at once, over all models"
+        "--max-requests", type=count, metavar="N", help="requests run at once, over all models"
     )
-    where.add_argument("--max-per-key", type=count, metavar="N", help="requests at once of one API key")
+    where.add_argument(
+        "--max-per-key", type=count, metavar="N", help="requests run at once for one API key"
+    )
     where.add_argument("--max-body-mib", type=count, metavar="N", help="largest request body")
     where.add_argument(
         "--unknown-fields",
         choices=("ignore", "refuse"),
-        help="fields of requests that nothing here knows; ignored ones are named in a header",
+        help="request fields this endpoint does not know; ignored ones are named in a header",
     )
     where.add_argument(
         "--log",
         choices=("json", "text", "off"),
-        help="log lines on stderr; left out: text on a terminal",
+        help="log lines on stderr (default: text on a terminal)",
     )
     where.add_argument(
         "--payload-log", metavar="FILE", help="write requests and answers to FILE (rotated, 0600)"
@@ -249,24 +271,33 @@ def _add_launch(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "launch",
         "answering.launch:launch",
         "run a coding agent (claude, codex, …) on a model of this machine",
+        "launch codex",
+        "launch --model qwen3-4b claude --resume",
     )
-    parser.add_argument("--list", action="store_true", help="the agents that can be launched")
-    parser.add_argument("--model", metavar="MODEL", help="the model; left out: the endpoint's default")
+    parser.add_argument("--list", action="store_true", help="list the agents that can be launched")
+    parser.add_argument("--model", metavar="MODEL", help="the model (default: the endpoint's)")
     add_load_option(parser, N_CTX)
     parser.add_argument(
-        "--anyway", action="store_true", help="even where the context is smaller than the agent needs"
+        "--anyway", action="store_true", help="even if the context is smaller than the agent needs"
     )
     parser.add_argument(
         "agent", nargs="?", choices=tuple(AGENTS), metavar="AGENT", help=", ".join(AGENTS)
     )
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="what the agent is given, as it is"
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="arguments passed to the agent unchanged",
     )
 
 
 def _add_batch(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "batch", "answering.batch:batch", "answer a file of requests in OpenAI's batch format"
+        verbs,
+        "batch",
+        "answering.batch:batch",
+        "answer a file of requests in OpenAI's batch format",
+        "batch requests.jsonl answers.jsonl",
     )
     parser.add_argument(
         "input", metavar="IN.jsonl", help="requests, one a line: custom_id, method, url, body"
@@ -274,16 +305,18 @@ def _add_batch(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "output",
         metavar="OUT.jsonl",
-        help="answers, one a line; what is there already is not done again",
+        help="answers, one a line; finished lines are skipped, so a run can be resumed",
     )
     parser.add_argument(
-        "--model", metavar="MODEL", help="the model of requests that name none; left out: the default"
+        "--model",
+        metavar="MODEL",
+        help="model of requests that name none (default: the configured one)",
     )
     parser.add_argument(
         "--concurrency",
         type=count,
         metavar="N",
-        help="requests in the engine at once; left out: decided",
+        help="requests run at once (default: chosen automatically)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     add_load_options(parser)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments.launch_args import add_attached_options, add_load_options
-from edgeinfer.arguments.verb import Verbs, add_verb, json_option
+from edgeinfer.arguments.verb import Verbs, add_action, add_verb
 from edgeinfer.durations import parse_duration
 
 
@@ -15,13 +16,15 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     """Register this family's verbs."""
     _add_warm(verbs)
     _add_snapshots(verbs)
-    add_verb(
+    ps = add_verb(
         verbs,
         "ps",
         "snapshots.ps:ps",
-        "what runs, and what it remembered of its latest prompt",
+        "list running processes, and what each had cached of its latest prompt",
+        "ps",
         linux_only=True,
     )
+    _add_everywhere(ps)
     _add_stop(verbs)
 
 
@@ -31,21 +34,31 @@ def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "warm",
         "snapshots.warm:warm",
         "build a snapshot of the loaded model: later launches take a tenth of a second",
+        "warm qwen3-4b",
+        'warm qwen3-4b --system "You are a pirate." --name pirate',
         linux_only=True,
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a model's name or a GGUF file; left out: the default"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a model's name or a GGUF file (default: the configured one)",
     )
     parser.add_argument(
-        "--system", metavar="TEXT|@FILE", default="", help="system prompt to compute in advance"
+        "--system", metavar="TEXT|@FILE", default="", help="system prompt to prefill, or a file with it"
     )
     parser.add_argument(
         "--agent",
         choices=tuple(AGENTS),
         metavar="NAME",
-        help="no snapshot: read what this agent (`launch --list`) begins with, and keep it on the disk",
+        help="no snapshot: prefill this agent's system preamble into the prefix cache",
     )
-    parser.add_argument("--name", default="", help="name of this snapshot, beside others of the model")
+    parser.add_argument(
+        "--preload",
+        action="store_true",
+        help="no snapshot: read the model's files into memory before they are needed",
+    )
+    parser.add_argument("--name", default="", help="name of this snapshot")
     add_attached_options(parser)
     parser.add_argument("--load-options", help=argparse.SUPPRESS)  # all of them in JSON (`watch_build`)
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
@@ -58,6 +71,8 @@ def _add_snapshots(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "snapshots",
         "snapshots.snapshots:snapshots",
         "list, show, take, verify, remove, export and import snapshots",
+        "snapshots",
+        "snapshots show my-snapshot",
         linux_only=True,
     )
     parser.set_defaults(action="list")
@@ -65,28 +80,40 @@ def _add_snapshots(verbs: Verbs[argparse.ArgumentParser]) -> None:
         dest="action", metavar="list|show|take|verify|rm|prune|export|import|trust"
     )
 
-    def add_action(name: str, about: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=about, parents=[json_option()])
+    def add(name: str, about: str, *words: str) -> argparse.ArgumentParser:
+        return add_action(actions, name, about, " ".join(("snapshots", name, *words)))
 
-    named = "a snapshot's name, or its model's"
-    add_action("show", "one snapshot").add_argument("name", help=named)
-    _add_take(add_action("take", "a snapshot of what a running process has loaded; it goes on"))
-    add_action("verify", "read every byte and compare").add_argument("name", help=named)
-    add_action("rm", "remove").add_argument("name", nargs="+", help=named)
-    add_action("list", "all of them (what `edgeinfer snapshots` does)")
-    prune = add_action("prune", "remove those this machine refuses, and the oldest beyond the limit")
+    add("list", "list all of them, as `edgeinfer snapshots` does")
+    _add_name(add("show", "show one", "my-snapshot"))
+    _add_take(add("take", "build one of what a running process has loaded", "--name my-snapshot"))
+    _add_name(add("verify", "read every byte and compare", "my-snapshot"))
+    rm = add("rm", "remove one or more", "my-snapshot")
+    _add_name(rm, nargs="+")
+    prune = add("prune", "remove those this machine refuses, and the oldest beyond the limit")
     prune.add_argument("--all", action="store_true", help="remove every snapshot")
-    _add_transfer(add_action)
+    for parser in (rm, prune):
+        parser.add_argument("--yes", action="store_true", help="do not ask")
+    _add_transfer(add)
 
 
-def _add_transfer(add_action: Callable[[str, str], argparse.ArgumentParser]) -> None:
+def _add_name(parser: argparse.ArgumentParser, **more: Any) -> None:
+    parser.add_argument(
+        "name", metavar="SNAPSHOT", help="its name, or its model's if it has one", **more
+    )
+
+
+def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
     """The actions of snapshots that travel."""
-    export = add_action("export", "write one, signed, to a folder or a registry for another machine")
-    export.add_argument("name", help="a snapshot's name, or its model's")
+    export = add(
+        "export",
+        "write one, signed, to a folder or a registry for another machine",
+        "my-snapshot ~/exported",
+    )
+    _add_name(export)
     export.add_argument(
         "destination", metavar="DEST", help="a folder (an OCI image layout) or oci://REGISTRY/NAME:TAG"
     )
-    bring = add_action("import", "take one of another machine, if you trust who signed it")
+    bring = add("import", "import one of another machine, if you trust who signed it", "~/exported")
     bring.add_argument("source", metavar="SRC", help="a folder, or oci://REGISTRY/NAME:TAG")
     bring.add_argument("--name", default="", help="which one of a folder that holds several")
     bring.add_argument(
@@ -95,14 +122,14 @@ def _add_transfer(add_action: Callable[[str, str], argparse.ArgumentParser]) -> 
     bring.add_argument(
         "--rebuild",
         action="store_true",
-        help="have the same built here in the background instead, of the same model and options",
+        help="build the same here in the background instead, from the same model and options",
     )
-    bring.add_argument("--wait", action="store_true", help="with --rebuild: end when it is built")
+    bring.add_argument("--wait", action="store_true", help="with --rebuild: return once it is built")
     for parser in (export, bring):
         parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    trust = add_action("trust", "say your key and those you trust; or trust one more")
+    trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")
     trust.add_argument("fingerprint", nargs="?", default="", metavar="FINGERPRINT", help="SHA256:…")
-    trust.add_argument("--remove", action="store_true", help="do not trust it any more")
+    trust.add_argument("--remove", action="store_true", help="stop trusting FINGERPRINT")
 
 
 def _add_take(parser: argparse.ArgumentParser) -> None:
@@ -110,9 +137,9 @@ def _add_take(parser: argparse.ArgumentParser) -> None:
         "which",
         nargs="?",
         metavar="PID|NAME",
-        help="as `edgeinfer ps` shows it, or a model; left out: the endpoint that runs",
+        help="as `edgeinfer ps` shows it, or a model (default: the endpoint that runs)",
     )
-    parser.add_argument("--name", default="", help="name of the snapshot, to start from it by name")
+    parser.add_argument("--name", default="", help="name of the snapshot")
     parser.add_argument("--model", help="of a process that has several, this one")
     parser.add_argument(
         "--every",
@@ -136,7 +163,22 @@ def _duration(text: str) -> float:
 
 def _add_stop(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
-        verbs, "stop", "snapshots.stop:stop", "end running chats, endpoints or workers", linux_only=True
+        verbs,
+        "stop",
+        "snapshots.stop:stop",
+        "end running chats, endpoints or workers",
+        "stop qwen3-4b",
+        "stop --all",
+        linux_only=True,
     )
     parser.add_argument("which", nargs="*", metavar="PID|MODEL", help="as `edgeinfer ps` shows them")
-    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--all", action="store_true", help="end all of them")
+    _add_everywhere(parser)
+
+
+def _add_everywhere(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--everywhere",
+        action="store_true",
+        help="include processes that keep their data elsewhere (EDGEINFER_HOME)",
+    )

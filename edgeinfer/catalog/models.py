@@ -170,7 +170,7 @@ def nearest(name: str, known: Any) -> str | None:
     """A hint with the names of `known` nearest to `name`, or None when none is near."""
     near = (
         difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-        or [k for k in known if name in k][:3]
+        or [k for k in known if len(name) > 2 and name in k][:3]
     )
     return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
 

@@ -105,10 +105,6 @@ class GpuConfig(_Section, frozen=True, kw_only=True):
     max_memory_gib: Annotated[
         float, about("Memory, GiB, to take of each device at most; 0 takes what is free.", ge=0)
     ] = 0.0
-    source: Annotated[
-        str,
-        about("Folder or address of a release, from which `edgeinfer backend add` takes libraries."),
-    ] = ""
 
 
 #: Copies of a model that one endpoint may have.

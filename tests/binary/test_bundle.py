@@ -2,6 +2,11 @@
 store once.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from edgeinfer.shipping.payload import open_shipped
@@ -9,13 +14,21 @@ from edgeinfer.shipping.payload import open_shipped
 from .conftest import MODEL, Machine
 from .test_bare_machine import ASK
 
+BUILD = Path(__file__).parents[2] / "build"
+
 
 @pytest.fixture(scope="module")
-def bundled(used, tmp_path_factory):
-    """The shipped file with the small model inside, written by the program itself."""
-    found = used.json("bundle", MODEL, "-o", "/tmp/with-model")
-    assert found["size_bytes"] > 98_000_000
-    return used.root / "tmp/with-model"
+def bundled(binary, smollm2, tmp_path_factory):
+    """The shipped file with the small model inside, as `make binary MODEL=` writes it."""
+    folder = tmp_path_factory.mktemp("bundled")
+    environment = {**os.environ, "EDGEINFER_HOME": str(folder / "home"), "PYTHONPATH": str(BUILD)}
+    program = Path(sys.executable).with_name("edgeinfer")
+    pull = [program, "pull", smollm2, "--name", MODEL, "--quiet"]
+    subprocess.run(pull, env=environment, check=True)
+    code = "import sys, pathlib, release; release.bundle(pathlib.Path(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]))"
+    out = folder / "with-model"
+    subprocess.run([sys.executable, "-c", code, binary, MODEL, out], env=environment, check=True)
+    return out
 
 
 def test_its_size_is_the_files_and_the_models(bundled, binary, smollm2):
@@ -32,7 +45,7 @@ def test_answers_on_a_machine_without_a_network(bundled, tmp_path):
     assert len(weights) == 1
     again = machine.run(*ASK, "--resume", "never", options=("--no-network",))
     assert (again.stdout, "first start" in again.stderr) == (first.stdout, False)
-    assert machine.json("self-check")["findings"] == []
+    assert machine.json("doctor", "--verify")["findings"] == []
 
 
 def test_a_damaged_model_is_refused_and_nothing_is_stored(bundled, tmp_path):

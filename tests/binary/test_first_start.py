@@ -80,7 +80,7 @@ def test_a_home_that_is_not_utf_8(machine):
 
 
 def test_what_was_unpacked_is_what_was_built(machine):
-    found = machine.json("self-check")
+    found = machine.json("doctor", "--verify")
     assert found["findings"] == []
     assert found["files_checked"] > 100
 
@@ -89,7 +89,7 @@ def test_self_check_finds_an_altered_file(machine):
     machine.run("--version")
     notes = machine.home / ".local/share/edgeinfer/app" / machine.apps[0] / "share/INSTALL.md"
     notes.write_text(notes.read_text().replace("edgeinfer", "edgeinfeR", 1))
-    done = machine.run("self-check", check=False)
+    done = machine.run("doctor", "--verify", check=False)
     assert done.returncode == 5
     assert "share/INSTALL.md: altered" in done.stdout
 

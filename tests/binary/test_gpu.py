@@ -49,7 +49,7 @@ def test_it_starts_on_the_oldest_libc_and_nothing_is_opened_without_a_loader(use
         assert vulkan(used)["reason"] == "its driver could not start"
     finally:
         library.unlink()
-    licences = {one["name"] for one in used.json("licenses")["components"]}
+    licences = {one["name"] for one in used.json("version", "--licenses")["components"]}
     assert {"libvulkan-dev", "spirv-headers"} <= licences
 
 

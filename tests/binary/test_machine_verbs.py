@@ -1,6 +1,7 @@
-"""licenses, completion, uninstall, self-check and the man page, run from this checkout."""
+"""completion, uninstall, `doctor --verify` and the man page, run from this checkout."""
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,10 @@ import manual
 
 from edgeinfer.cli import build_parser
 from edgeinfer.commands.machine.completion import script, verbs
-from edgeinfer.commands.machine.licenses import licenses
-from edgeinfer.commands.machine.self_check import self_check
+from edgeinfer.commands.machine.doctor import doctor
 from edgeinfer.commands.machine.uninstall import uninstall
-from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
+from edgeinfer.commands.machine.version import version
+from edgeinfer.errors import EdgeInferError, InterruptedByUser, ShippingError
 from edgeinfer.host import Host
 from edgeinfer.shipping import shipped
 from edgeinfer.system import paths
@@ -37,19 +38,19 @@ def fill():
         path.write_bytes(b"x" * 5000)
 
 
-def test_licenses_of_an_installation():
-    found = licenses(options(), Host())
-    names = {c.name.lower(): c for c in found.components}
-    assert names["msgspec"].licence.startswith("BSD")
-    assert {"textual", "starlette", "jinja2", "llguidance"} <= set(names)
-    assert "pytest" not in names
-    assert "msgspec" in found.human()
+def test_licences_are_listed_from_the_shipped_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(shipped, "app_dir", lambda: tmp_path)
+    (tmp_path / "share").mkdir()
+    part = {"name": "msgspec", "version": "0.19", "licence": "BSD-3-Clause"}
+    (tmp_path / "share/licences.json").write_text(json.dumps([part]))
+    found = version(options(licenses=True), Host())
+    assert found.human().startswith("msgspec 0.19  BSD-3-Clause\n")
+    assert f"{tmp_path}/share/licences" in found.human()
 
 
-def test_the_text_of_one_licence():
-    assert "MIT" in licenses(options(name="Textual"), Host()).human()
-    with pytest.raises(UsageError, match="nothing called"):
-        licenses(options(name="nothing"), Host())
+def test_licences_outside_the_shipped_file_are_refused_with_a_hint():
+    with pytest.raises(ShippingError, match="not the shipped file"):
+        version(options(licenses=True), Host())
 
 
 def test_uninstall_asks_with_everything_it_would_remove():
@@ -91,7 +92,7 @@ def test_uninstall_with_nothing_there():
 def test_self_check_is_for_the_shipped_file():
     assert shipped.app_dir() is None
     with pytest.raises(EdgeInferError, match="not the shipped file"):
-        self_check(options(), Host())
+        doctor(options(verify=True), Host())
 
 
 def test_certificates_of_this_system_unless_the_environment_names_some(monkeypatch):

@@ -27,7 +27,7 @@ def model(tmp_path: Path, make_gguf, capsys) -> Path:
 
 
 def preloaded(capsys, *more: str) -> dict:
-    assert main(["preload", "mine", "--json", *more]) == 0
+    assert main(["warm", "--preload", "mine", "--json", *more]) == 0
     return json.loads(capsys.readouterr().out)["result"]
 
 

@@ -14,6 +14,7 @@ import threading
 
 import pytest
 
+from edgeinfer import cli
 from edgeinfer.commands.snapshots.snapshots import SnapshotsResult
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError
 from edgeinfer.runtime.fake import FakeEngine
@@ -74,6 +75,26 @@ def test_the_model_is_the_first_word_that_has_a_snapshot(root):
     assert choose.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
     assert choose.launch_choice(["run", "hello"]).model == places.DEFAULT_MODEL
     assert choose.launch_choice(["run", "--draft", "m", "hello"]).model == places.DEFAULT_MODEL
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["run", "m", "--max-tokens", "4", "hello"],
+        ["run", "--system", "other", "m", "hello"],
+        ["run", "m", "other"],
+        ["chat", "--plain", "m"],
+        ["batch", "--model", "m", "other", "out"],
+        ["run", "--raw", "--", "m", "--snapshot"],
+    ],
+)
+def test_launcher_and_argparse_agree_on_the_model_wherever_options_stand(root, typed):
+    publish(root, "m")
+    publish(root, "other")
+    parsed = cli.build_parser().parse_args(typed)
+    assert choose.launch_choice(typed).model == "m"
+    assert getattr(parsed, "model_or_prompt", None) or parsed.model == "m"
+    assert choose.launch_choice(typed).snapshot == (parsed.snapshot or "")
 
 
 @pytest.mark.parametrize(

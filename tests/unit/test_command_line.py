@@ -3,14 +3,17 @@
 import argparse
 import importlib
 import inspect
+import itertools
 import json
+import shlex
 import typing
 
 import pytest
 
 from edgeinfer import cli
-from edgeinfer.arguments.verb import wants_json
+from edgeinfer.arguments.verb import EXAMPLES, wants_json
 from edgeinfer.host import Host
+from edgeinfer.launch_verbs import LAUNCH_VERBS, SWITCHES, with_verb
 from edgeinfer.result import Result
 
 
@@ -103,3 +106,130 @@ def test_an_option_of_no_time_is_just_unknown(capsys):
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["code"] == "usage"
     assert error["hint"] == "run `edgeinfer warm --help`"
+
+
+def every_parser():
+    """Each verb and each action of a verb, by its words."""
+    for name, parser in verbs().items():
+        yield name, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from ((f"{name} {inner}", one) for inner, one in action.choices.items())
+
+
+# --- options anywhere
+
+
+def test_options_may_stand_anywhere_among_the_words():
+    pieces = (["m"], ["hi there"], ["--max-tokens", "4"], ["--raw"], ["--seed=1"])
+    for order in itertools.permutations(pieces):
+        if order.index(["m"]) < order.index(["hi there"]):
+            options = cli.build_parser().parse_args(["run", *itertools.chain(*order)])
+            assert (options.model_or_prompt, options.prompt) == ("m", "hi there")
+            assert (options.max_tokens, options.raw, options.seed) == (4, True, 1)
+
+
+def test_a_prompt_may_begin_with_a_dash():
+    for typed in (["run", "-5"], ["run", "- what is this?"], ["run", "--", "--raw"], ["run", "-"]):
+        options = cli.build_parser().parse_args(typed)
+        assert (options.model_or_prompt, options.raw) == (typed[-1], False)
+
+
+def test_the_launcher_knows_every_option_without_a_value():
+    known = {
+        flag
+        for verb in LAUNCH_VERBS
+        for action in verbs()[verb]._actions
+        for flag in action.option_strings
+        if action.nargs == 0
+    }
+    assert known == SWITCHES
+    assert all(
+        action.nargs in (None, 0)
+        for verb in LAUNCH_VERBS
+        for action in verbs()[verb]._actions
+        if action.option_strings
+    )
+
+
+def test_an_agents_arguments_are_left_as_they_are():
+    options = cli.build_parser().parse_args(["launch", "--ctx", "8192", "codex", "--ctx", "1", "x"])
+    assert (options.n_ctx, options.arguments) == (8192, ["--ctx", "1", "x"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ([], ["chat"]),
+        (["--continue"], ["chat", "--continue"]),
+        (["--version"], ["--version"]),
+        (["run", "x"], ["run", "x"]),
+    ],
+)
+def test_the_chat_is_meant_where_no_verb_is_typed(typed, meant):
+    assert with_verb(typed) == meant
+
+
+# --- suggestions
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("lst", "did you mean `edgeinfer list`?"),
+        ("smollm2-135m-instruct", "did you mean `edgeinfer chat smollm2-135m-instruct`?"),
+        ("'hello there'", "did you mean `edgeinfer run 'hello there'`?"),
+        ("xyzzy", "`edgeinfer --help` lists the verbs"),
+        ("help lst", "did you mean `edgeinfer list`?"),
+        ("launch codx", "did you mean codex? `edgeinfer launch --help` lists them"),
+        ("launch vim", "`edgeinfer launch --help` lists them"),
+        ("quantize m q4ks", "did you mean Q4_K_S? `edgeinfer quantize --help` lists them"),
+        ("run --max-token 4 x", "did you mean --max-tokens?"),
+        ("run what is two", 'put the prompt in quotes: `edgeinfer run "Name three colours."`'),
+        ("bundle m -o f", "build a file with a model inside from the source: `make binary MODEL=NAME`"),
+        ("self-check", "type `edgeinfer doctor --verify`"),
+        ("licenses", "type `edgeinfer version --licenses`"),
+        ("preload m", "type `edgeinfer warm --preload MODEL`"),
+        ("backend add cuda", "put the library and its JSON file where `edgeinfer backend` says"),
+    ],
+)
+def test_what_was_probably_meant_is_the_hint(typed, hint, capsys):
+    assert cli.main([*shlex.split(typed), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["hint"] == hint
+
+
+def test_a_long_list_of_choices_is_not_quoted(capsys):
+    assert cli.main(["quantize", "m", "banana"]) == 2
+    assert len(capsys.readouterr().err) < 200
+
+
+def test_a_letter_is_near_no_model(capsys):
+    assert cli.main(["show", "x", "--json"]) == 3
+    assert "did you mean" not in json.loads(capsys.readouterr().out)["error"]["hint"]
+
+
+# --- help
+
+
+def test_every_verb_shows_examples_that_parse():
+    for name, parser in every_parser():
+        heading, *examples = (parser.epilog or "").splitlines()
+        assert heading == f"{EXAMPLES}:"
+        for example in examples:
+            program, *typed = shlex.split(example.partition(" < ")[0].partition(" > ")[0])
+            assert program == "edgeinfer"
+            assert example.split()[1] == name.split()[0]
+            cli.build_parser().parse_args(typed)
+
+
+def test_help_of_run_fits_a_small_terminal_and_help_all_has_the_rest(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for typed in (["run", "--help"], ["help", "run"]):
+        with pytest.raises(SystemExit):
+            cli.main(typed)
+        shown = capsys.readouterr().out
+        assert len(shown.splitlines()) <= 24
+        assert "--ctx" not in shown
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help-all"])
+    assert "--ctx" in capsys.readouterr().out

@@ -30,8 +30,7 @@ COMMANDS = {
     "rm": (("other", "--forget"), 0),
     "quantize": ((MODEL, "q8_0", "--name", "eight", "--no-perplexity"), None),
     "merge": ((MODEL, "red", "--name", "merged"), 2),
-    "preload": ((MODEL,), 0),
-    "backend": (("list",), 0),
+    "backend": ((), 0),
     "warm": ((MODEL,), None),  # as far as CRIU, which cannot dump what a seccomp filter watches
     "snapshots": (("list",), 0),
     "forget": ((), None),
@@ -41,9 +40,6 @@ COMMANDS = {
     "version": ((), 0),
     "config": ((), 0),
     "completion": (("models",), 0),
-    "licenses": ((), 0),
-    "bundle": ((MODEL, "-o", "bundled"), None),  # there is no shipped file to put it into
-    "self-check": ((), None),
     "uninstall": (("--yes",), None),
 }
 BATCH = {

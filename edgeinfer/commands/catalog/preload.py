@@ -1,4 +1,4 @@
-"""`edgeinfer preload`: bring a model's files into memory before they are needed."""
+"""`edgeinfer warm --preload`: bring a model's files into memory before they are needed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from edgeinfer import __version__, error_text
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, ModelNotPulledError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.runtime.backends.devices import Loaded, NotLoaded, device_line
@@ -25,7 +25,7 @@ from edgeinfer.settings.config import Config, config_path, load_config, offline
 from edgeinfer.system import paths
 from edgeinfer.system.disk import free_bytes
 
-Status = Literal["ok", "warn", "fail"]
+Status = Literal["ok", "todo", "warn", "fail"]
 #: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
 CPU_FEATURES = """
     sse4_2 avx f16c fma avx2 bmi2 avx512f avx512_vnni avx512_bf16 avx_vnni amx_int8
@@ -33,11 +33,13 @@ CPU_FEATURES = """
 GIB = 1 << 30
 #: So many trials of devices are shown, the latest.
 _TRIALS = 5
-_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+_MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One finding. "warn" costs comfort or speed, "fail" the main job. `fix` is what to type."""
+    """One finding. "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" the
+    main job. `fix` is what to type.
+    """
 
     name: str
     status: Status
@@ -67,8 +69,12 @@ class DoctorResult(Result, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def doctor(_options: argparse.Namespace, _host: Host) -> DoctorResult:
-    """Look at everything; nothing is changed."""
+def doctor(options: argparse.Namespace, _host: Host) -> Result:
+    """Look at everything; nothing is changed. Raises ShippingError for `--verify` without its file."""
+    if options.verify:
+        from edgeinfer.commands.machine.self_check import self_check  # compression: 10 ms
+
+        return self_check()
     found = (_guarded(check) for check in CHECKS)
     return DoctorResult(version=__version__, checks=tuple(one for many in found for one in many))
 
@@ -141,7 +147,7 @@ def _copies() -> Check:
 
     found = [verdict for model in remembered.everything().values() for verdict in model]
     said = "; ".join(f"{verdict.model}: {verdict.words}" for verdict in found)
-    return Check("copies", "ok", said or "of no model was it measured what several give")
+    return Check("copies", "ok", said or "not measured yet")
 
 
 def _gpu() -> list[Check]:
@@ -156,7 +162,7 @@ def _gpu() -> list[Check]:
     checks += [Check("gpu", "ok", f"{trial.model}: {trial}") for trial in latest]
     if not answers and cards:
         text = f"{' and '.join(cards)} on the bus, but no library for it"
-        return [Check("gpu", "warn", text, "edgeinfer backend add vulkan")]
+        return [Check("gpu", "warn", text, "`edgeinfer backend` says where a library for it goes")]
     return checks or [Check("gpu", "ok", "none on the bus, and no library for one")]
 
 
@@ -249,10 +255,11 @@ def _catalogue() -> Check:
     text = f"{known} models known, {pulled} pulled{others}; default {config.default_model}"
     try:
         model_files(config.default_model)
+    except ModelNotPulledError:
+        text = f"{text}, not pulled yet"
+        return Check("catalogue", "todo", text, f"edgeinfer pull {config.default_model}")
     except EdgeInferError as error:
-        return Check(
-            "catalogue", "fail", f"{text}: {error.message}", f"edgeinfer pull {config.default_model}"
-        )
+        return Check("catalogue", "fail", f"{text}: {error.message}", error_text.hint(error))
     return Check("catalogue", "ok", text)
 
 

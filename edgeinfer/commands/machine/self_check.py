@@ -1,8 +1,7 @@
-"""`edgeinfer self-check`: compare the unpacked application and its file with what was built."""
+"""`edgeinfer doctor --verify`: compare the unpacked application and its file with what was built."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.errors import EdgeInferError, ShippingError
-from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.shipping import payload, shipped, unpack
 from edgeinfer.shipping.payload import Index
@@ -43,7 +41,7 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
         )
 
 
-def self_check(_options: argparse.Namespace, _host: Host) -> SelfCheckResult:
+def self_check() -> SelfCheckResult:
     """Raises ShippingError outside the shipped file."""
     app = shipped.app_dir()
     if app is None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import platform
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import msgspec
 
 from edgeinfer import __version__
+from edgeinfer.commands.table import table
+from edgeinfer.errors import ShippingError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
+from edgeinfer.shipping import shipped
 
 
 class VersionResult(Result, frozen=True, kw_only=True):
@@ -38,8 +43,24 @@ class VersionResult(Result, frozen=True, kw_only=True):
         )
 
 
-def version(_options: argparse.Namespace, _host: Host) -> VersionResult:
-    """Ask the loaded library itself."""
+class LicensesResult(Result, frozen=True, kw_only=True):
+    """The parts of the shipped file, as `share/licences.json` has them. `folder` has their licences."""
+
+    kind: ClassVar[str] = "licenses"
+
+    folder: str
+    components: tuple[dict[str, Any], ...]
+
+    def human(self) -> str:
+        rows = [(f"{c['name']} {c['version']}", c["licence"]) for c in self.components]
+        source = "CRIU is a separate program under GPL-2.0; criu/SOURCE-OFFER.txt offers its source"
+        return f"{table(rows)}\n\ntheir texts: {self.folder}\n{source}"
+
+
+def version(options: argparse.Namespace, _host: Host) -> Result:
+    """Ask the loaded library itself. Raises ShippingError for `--licenses` outside the shipped file."""
+    if options.licenses:
+        return _licenses()
     from edgeinfer.runtime.libllama import build_info  # 160–290 ms: llama_cpp
 
     build = build_info()
@@ -53,3 +74,15 @@ def version(_options: argparse.Namespace, _host: Host) -> VersionResult:
         cpu_variant=build.cpu_variant,
         attention=build.attention,
     )
+
+
+def _licenses() -> LicensesResult:
+    app = shipped.app_dir()
+    if app is None:
+        raise ShippingError(
+            "this is not the shipped file, which lists its parts",
+            hint="Python's packages name their own: `pip show --verbose NAME`",
+        )
+    listed = (app / "share/licences.json").read_bytes()
+    components = msgspec.json.decode(listed, type=tuple[dict[str, Any], ...])
+    return LicensesResult(folder=str(app / "share/licences"), components=components)

@@ -51,6 +51,10 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
     """Raises what `build_order.build` raises, UsageError for an unreadable system prompt; with an agent
     as `launch` does.
     """
+    if options.preload:
+        from edgeinfer.commands.catalog.preload import preload  # builds nothing
+
+        return preload(options, host)
     if options.agent:
         from edgeinfer.commands.snapshots.warm_agent import warm_agent  # the server's types take 60 ms
 

@@ -288,4 +288,6 @@ def find_devices(wishes: Wishes) -> tuple[Device, ...]:
             reasons.append(f"{file.name} has no such device")
         else:
             reasons.append(f"{answer.name}: {answer.reason}")
-    raise NoTarget("; ".join(reasons) or "no library for one is here: `edgeinfer backend add`")
+    raise NoTarget(
+        "; ".join(reasons) or "there is no library for one: `edgeinfer backend` says where it goes"
+    )

@@ -92,7 +92,7 @@ def shipped_dir() -> Path:
 
 
 def added_dir() -> Path:
-    """Where a user's own lie: `edgeinfer backend add` puts them there."""
+    """Where a user's own lie: `edgeinfer backend` names the folder."""
     return paths.data_dir() / "backends"
 
 

@@ -70,11 +70,11 @@ def load(name: str) -> Loaded | NotLoaded:
         build = this_build()
         file = files.find(name, build)
         if file is None:
-            fix = f"edgeinfer backend add {name}"
+            fix = "`edgeinfer backend` says where its library goes"
             return NotLoaded(name=name, reason="no library of it is here", fix=fix, absent=True)
         misfit = files.misfit(file, build)
         if misfit:
-            fix = f"edgeinfer backend add {name}" if file.added else ""
+            fix = "`edgeinfer backend` says where its library goes" if file.added else ""
             return NotLoaded(name=name, reason=misfit, fix=fix)
         return _load(file)
 

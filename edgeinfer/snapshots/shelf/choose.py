@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
+from edgeinfer.launch_verbs import options_and_words
 from edgeinfer.settings.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
 from edgeinfer.snapshots import frames
 from edgeinfer.snapshots.shelf import fingerprint, format
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-#: Options after which a model's name, or a word like one, is not the model to launch.
-_NAME_ANOTHER = ("--draft", "--system", "--snapshot")
-#: Verbs whose first word is a model's name where so many words stand behind it.
+#: Verbs whose first word is a model's name if at least this many words follow it.
 _BEHIND_THE_MODEL = {"chat": 0, "serve": 0, "run": 1}
 
 
@@ -66,47 +65,49 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     bundled = os.environ.get(places.BUNDLED_MODEL)
     model = str(config.get("default-model") or bundled or places.DEFAULT_MODEL)
     known = {format.model_part(name) for name in format.generations()}
-    for at, word in enumerate(argv[1:]):
-        if argv[at] in _NAME_ANOTHER or word.startswith("-"):
-            continue
-        named = _warm(word, known) if len(word) < 200 else ""
-        if named:
-            model = named
-            break
-    else:
-        if format.part_of(model) not in known:  # nothing can be resumed: say of which model
-            model = _named_first(argv) or model
+    first = _first_word(argv)
+    if warm := _warm(first, known):
+        model = warm
+    elif format.part_of(model) not in known:  # nothing can be resumed: say of which model
+        model = _named_first(argv) or model
     resume = option(argv, "--resume") or str(snapshots.get("resume", "auto"))
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
 
 
+def _first_word(argv: list[str]) -> str:
+    """Return the word that may name the model, "" if none does."""
+    if argv[0] == "batch":
+        return option(argv, "--model")
+    _, words = options_and_words(argv)
+    return words[1] if len(words) > 1 and len(words[1]) < 200 else ""
+
+
 def _warm(word: str, known: set[str]) -> str:
-    """The model with a snapshot that `word` names; "" for none. `hf:` may be left out."""
+    """Return the model with a snapshot that `word` names, "" for none. `hf:` may be left out."""
     spellings = (word, f"hf:{word}") if "/" in word else (word,)
-    return next((name for name in spellings if format.part_of(name) in known), "")
+    return next((name for name in spellings if name and format.part_of(name) in known), "")
 
 
 def _named_first(argv: list[str]) -> str:
-    """The model that the word behind the verb can only mean; "" where it may be a prompt or a file."""
+    """Return the first word if it can only be a model, "" if it may be a prompt."""
+    _, words = options_and_words(argv)
     n_behind = _BEHIND_THE_MODEL.get(argv[0])
-    if n_behind is None:
-        return ""
-    words = argv[1 : 2 + n_behind]
-    is_named = len(words) == 1 + n_behind and not any(word.startswith("-") for word in words)
-    return words[0] if is_named else ""
+    is_named = n_behind is not None and len(words) > 1 + n_behind
+    return words[1] if is_named else ""
 
 
 def option(argv: list[str], name: str) -> str:
-    """The value typed for an option, the last one when typed twice; "" when it was not."""
+    """Return the value typed for an option, the last one if typed twice, "" if it was not."""
     return (typed(argv, name) or [""])[-1]
 
 
 def typed(argv: list[str], name: str) -> list[str]:
-    """Every value typed for an option."""
+    """Return every value typed for an option."""
+    options, _ = options_and_words(argv)
     values = []
-    for at, word in enumerate(argv):
-        if word == name and at + 1 < len(argv):
-            values.append(argv[at + 1])
+    for at, word in enumerate(options):
+        if word == name and at + 1 < len(options):
+            values.append(options[at + 1])
         elif word.startswith(f"{name}="):
             values.append(word[len(name) + 1 :])
     return values
