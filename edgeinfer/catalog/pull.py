@@ -27,16 +27,7 @@ from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress, Patience
 from edgeinfer.catalog.store import PulledFile, PulledModel
-from edgeinfer.errors import (
-    CatalogError,
-    ChecksumError,
-    DownloadError,
-    InvalidGgufError,
-    OfflineError,
-    UsageError,
-)
-from edgeinfer.settings.config import load_config
-from edgeinfer.settings.config import offline as offline_in
+from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, UsageError
 from edgeinfer.system import paths
 from edgeinfer.system.disk import room_errors, sha256_of, sync
 
@@ -44,15 +35,14 @@ from edgeinfer.system.disk import room_errors, sha256_of, sync
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`quantize` is a type to store it in instead of the catalogue's, "" for that.
 
-    `in_place` points at a local file instead of copying it; `again` fetches what is here. `offline`
-    None asks the configuration and the environment; `patience` is with web servers.
+    `in_place` points at a local file instead of copying it; `again` fetches what is here; `patience` is
+    with web servers.
     """
 
     name: str | None = None
     quantize: str = ""
     in_place: bool = False
     again: bool = False
-    offline: bool | None = None
     patience: Patience = Patience()
 
 
@@ -149,7 +139,6 @@ def first_that_works(
     for parts in todo.candidates:
         source = " + ".join(map(str, parts))
         try:
-            _refuse_network(parts, source, options)
             fetched = fetch(parts, todo, work, job, in_place=options.in_place)
             for one in fetched:
                 _verify(one, todo, source, work, job)
@@ -167,13 +156,6 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
     # a checksum that does not fit must not hide behind a server that was merely down
     worst = next((error for error in failures if isinstance(error, ChecksumError)), failures[-1])
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
-
-
-def _refuse_network(parts: tuple[sources.Source, ...], source: str, options: PullOptions) -> None:
-    if all(isinstance(part, sources.LocalFile) for part in parts):
-        return
-    if offline_in(load_config()) if options.offline is None else options.offline:
-        raise OfflineError(f"{source} needs the network, and the offline switch is on")
 
 
 def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from edgeinfer.errors import ConfigError
+from edgeinfer.errors import ConfigError, OfflineError
 from edgeinfer.settings.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.system import places
 
@@ -258,3 +258,9 @@ def offline(config: Config) -> bool:
     """Whether the network is off, by configuration or environment."""
     switches = (os.environ.get("EDGEINFER_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
     return config.offline or any(s not in (None, "", "0", "false", "no") for s in switches)
+
+
+def refuse_offline(target: str) -> None:
+    """Raise OfflineError when the network is off. Whatever leaves this machine asks this first."""
+    if offline(load_config()):
+        raise OfflineError(f"{target} needs the network, and the offline switch is on")

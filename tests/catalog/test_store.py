@@ -76,7 +76,7 @@ def test_what_cannot_be_imported(tmp_path: Path, local: Path) -> None:
         pull(str(bad))
     assert bad.exists()
     with pytest.raises(UsageError, match="in place"):
-        pull("https://example.invalid/x.gguf", options=PullOptions(in_place=True, offline=False))
+        pull("https://example.invalid/x.gguf", options=PullOptions(in_place=True))
     same = tmp_path / "qwen3-4b.gguf"
     same.write_bytes(local.read_bytes())
     with pytest.raises(UsageError, match="the catalogue has a model called"):

@@ -42,6 +42,17 @@ COMMANDS = {
     "completion": (("models",), 0),
     "uninstall": (("--yes",), None),
 }
+#: What only some words of a verb would ask the network for. Addresses are of TEST-NET-1.
+ASKING = {
+    "pull oci://192.0.2.1/library/tiny:1b": 4,
+    "pull s3://bucket/tiny.gguf": 4,
+    "pull https://192.0.2.1/tiny.gguf": 4,
+    "pull owner/repo:Q8_0": 4,
+    "pull wheel:tiny==1.0/tiny/tiny.gguf": 4,
+    "pull owner/adapter --base small": 4,
+    "snapshots import oci://192.0.2.1/people/small:a": 4,
+    "list --fits": 0,
+}
 BATCH = {
     "custom_id": "1",
     "method": "POST",
@@ -128,6 +139,15 @@ def test_silent(home, verb):
     assert watch.seen == []
     assert code is None or process.returncode == code, (out, err)
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_silent_where_the_network_is_asked_for(home, command):
+    process, watch = _seen(home, *command.split())
+    out, err = process.communicate(timeout=250)
+    watch.join()
+    assert watch.seen == []
+    assert process.returncode == ASKING[command], (out, err)
 
 
 def test_what_is_not_silent_is_seen():

@@ -70,14 +70,6 @@ def validator(response: httpx2.Response) -> str:
     return response.headers.get("Last-Modified", "")
 
 
-def refuse_downgrade(url: str, origin: str, response: httpx2.Response) -> None:
-    """Raise DownloadError when a request that began encrypted went on in the open."""
-    if url.startswith("https:") and any(
-        hop.url.scheme != "https" for hop in (*response.history, response)
-    ):
-        raise DownloadError(f"{origin}: the server redirects to an unencrypted address")
-
-
 def refuse_status(origin: str, response: httpx2.Response) -> None:
     """Raise for an answer without a body of the file: DownloadError and its kin, AgainError."""
     status = response.status_code

@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 import msgspec
 
-from edgeinfer.catalog.fetching import answers, ranges, spans
+from edgeinfer.catalog.fetching import answers, ranges, spans, web
 from edgeinfer.catalog.fetching.answers import AgainError, WholeOnlyError
-from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, Patience
+from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job
 from edgeinfer.errors import ChecksumError, DownloadError
 from edgeinfer.system.disk import need_room, room_errors, write_whole
 from edgeinfer.units import format_bytes
@@ -57,7 +57,8 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
     patience = job.patience
     failures = 0
     alone = patience.connections < 2
-    with _client(patience) as client:
+    timeout = httpx2.Timeout(patience.silence_s, connect=patience.connect_s)
+    with web.client(remote.origin, timeout) as client:
         while True:
             had = spans.fetched_bytes(part)
             try:
@@ -77,13 +78,6 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 job.wait(pause)
 
 
-@contextmanager
-def _client(patience: Patience) -> Iterator[httpx2.Client]:
-    timeout = httpx2.Timeout(patience.silence_s, connect=patience.connect_s)
-    with httpx2.Client(timeout=timeout, follow_redirects=True) as client:
-        yield client
-
-
 def _attempt(client: httpx2.Client, remote: Remote, part: Path, job: Job, *, alone: bool) -> None:
     known = _read_partial(part)
     start = _resume_at(known, remote, part)
@@ -92,7 +86,6 @@ def _attempt(client: httpx2.Client, remote: Remote, part: Path, job: Job, *, alo
     def opened(start: int, end: int | None, validator: str) -> Iterator[httpx2.Response]:
         headers = remote.headers | answers.range_headers(start, end, validator)
         with client.stream("GET", remote.url, headers=headers) as response:
-            answers.refuse_downgrade(remote.url, remote.origin, response)
             yield response
 
     try:
@@ -108,6 +101,8 @@ def _attempt(client: httpx2.Client, remote: Remote, part: Path, job: Job, *, alo
                 f"{remote.origin}: {answers.describe_trouble(error)}",
                 hint="SSL_CERT_FILE=FILE names the certificates to trust, as a company's proxy needs",
             ) from error
+        if isinstance(error, httpx2.ConnectError) and web.is_loopback(error.request.url.host):
+            raise DownloadError(f"{remote.origin}: nothing listens there ({error})") from error
         raise AgainError(answers.describe_trouble(error)) from error
     except httpx2.TooManyRedirects as error:
         raise DownloadError(f"{remote.origin}: the server redirects for ever") from error

@@ -12,6 +12,7 @@ from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.plan import Plan
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
+from edgeinfer.settings.config import refuse_offline
 from edgeinfer.system.disk import need_room
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def fetch(
         raise UsageError("only wheel: sources can be concatenated")
     if in_place and not isinstance(first, sources.LocalFile):
         raise UsageError("only a file of this machine can be used in place")
+    if not isinstance(first, sources.LocalFile):
+        refuse_offline(str(first))
     job.begin("resolving", str(first))
     match first:
         case sources.WheelFile():

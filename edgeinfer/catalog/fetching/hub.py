@@ -28,15 +28,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TIMEOUT_S = 15.0
 
 
-def quantizations(source: HubQuant) -> list[str]:
-    """The quantizations that a repository has files of. Raises what `resolve` raises."""
-    api = _api()
-    with _hub_errors(source):
-        info = api.model_info(source.repo, revision=source.revision, timeout=_TIMEOUT_S)
-    paths = [file.rfilename for file in info.siblings or []]
-    return sorted({found for path in paths if (found := names.quantization_of(path))})
-
-
 def _api() -> Any:
     from huggingface_hub import HfApi, get_token  # 130 ms, only when something is pulled from there
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 
 from edgeinfer.catalog import names
-from edgeinfer.catalog.fetching import answers
+from edgeinfer.catalog.fetching import answers, web
 from edgeinfer.catalog.fetching.download import Remote
 from edgeinfer.catalog.sources import OciArtifact
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
@@ -52,7 +52,7 @@ def resolve(source: OciArtifact) -> list[Remote]:
     asked for by its digest, DownloadError.
     """
     try:
-        with httpx2.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
+        with web.client(str(source), _TIMEOUT_S) as client:
             registry = Registry(source, client)
             manifest = registry.manifest(source.reference)
             if manifest.get("mediaType") in _INDEXES or "manifests" in manifest:
@@ -98,8 +98,10 @@ class Registry:
 
     def __init__(self, source: OciArtifact, client: httpx2.Client) -> None:
         host = _HUB if source.registry in ("docker.io", "index.docker.io") else source.registry
-        scheme = "http" if _is_loopback(host) else "https"
+        # as Docker has it: a registry on this machine may speak without encryption
+        scheme = "http" if web.is_loopback(host) else "https"
         self.base = f"{scheme}://{host}/v2/{source.repository}"
+        self._url = httpx2.URL(self.base)
         self._source = source
         self._client = client
         self._authorization = ""
@@ -145,7 +147,7 @@ class Registry:
         Raises AuthenticationError, SourceNotFoundError, DownloadError.
         """
         response = self._ask(method, url, headers, content)
-        if response.status_code == 401:
+        if response.status_code == 401 and self._is_ours(response.url):
             challenge = response.headers.get("WWW-Authenticate", "")
             self._authorization = self._authorize(challenge)
             response = self._ask(method, url, headers, content)
@@ -163,11 +165,15 @@ class Registry:
     def _ask(
         self, method: str, url: str, headers: dict[str, str], content: bytes | Iterator[bytes] | None
     ) -> httpx2.Response:
+        target = httpx2.URL(url)  # of an upload, what the registry's Location says
+        web.refuse_downgrade(str(self._source), self._url, target)
         given = {"Authorization": self._authorization} if self._authorization else {}
-        all_of = {"User-Agent": "edgeinfer"} | headers | given
-        response = self._client.request(method, url, headers=all_of, content=content)
-        answers.refuse_downgrade(url, str(self._source), response)
-        return response
+        all_of = {"User-Agent": "edgeinfer"} | headers | (given if self._is_ours(target) else {})
+        return self._client.request(method, url, headers=all_of, content=content)
+
+    def _is_ours(self, url: httpx2.URL) -> bool:
+        """Whether an address is of the registry itself, which alone sees the login."""
+        return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:
         """The Authorization header that a challenge asks for; "" when none can be made."""
@@ -176,11 +182,14 @@ class Registry:
         if kind.lower() == "basic":
             return f"Basic {login}" if login else ""
         words = dict(_CHALLENGE.findall(rest))
-        realm = words.pop("realm", "")
-        if kind.lower() != "bearer" or not realm.startswith(("https:", self.base[:6])):
+        realm = httpx2.URL(words.pop("realm", ""))
+        if kind.lower() != "bearer" or not realm.host:
             return ""
+        if realm.scheme != "https" and not self._is_ours(realm):
+            raise DownloadError(f"{self._source}: the registry names an unencrypted login: {realm}")
         asked = {key: words[key] for key in ("service", "scope") if key in words}
-        headers = {"Authorization": f"Basic {login}"} if login else {}
+        trusted = login and _same_owner(realm.host, self._url.host)
+        headers = {"Authorization": f"Basic {login}"} if trusted else {}
         response = self._client.get(realm, params=asked, headers=headers)
         if response.status_code != 200:
             return ""
@@ -189,10 +198,10 @@ class Registry:
         return f"Bearer {token}" if token else ""
 
 
-def _is_loopback(host: str) -> bool:
-    """As Docker has it: a registry on this machine may speak without encryption."""
-    name = host.partition(":")[0]
-    return name == "localhost" or name.startswith("127.")
+def _same_owner(one: str, other: str) -> bool:
+    """Whether two hosts are one, or names in one domain, as auth.docker.io is beside its registry."""
+    domain = one.split(".")[-2:]
+    return one == other or (domain == other.split(".")[-2:] and not domain[-1].isdigit())
 
 
 def _login(registry: str) -> str:

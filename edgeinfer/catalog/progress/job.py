@@ -24,7 +24,6 @@ Stage = Literal[
     "weighing",
     "scoring",
     "reading",
-    "probing",
     "done",
 ]
 

@@ -22,7 +22,6 @@ STAGES: dict[Stage, str] = {
     "weighing": "weighing",
     "scoring": "measuring",
     "reading": "reading",
-    "probing": "measuring",
     "done": "done",
 }
 _COUNTS: dict[Stage, str] = {"quantizing": "tensors", "weighing": "tokens", "scoring": "tokens"}

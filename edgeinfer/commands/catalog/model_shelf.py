@@ -6,7 +6,6 @@ import threading
 from typing import TYPE_CHECKING
 
 from edgeinfer.host import Host
-from edgeinfer.settings.config import offline
 
 if TYPE_CHECKING:
     from edgeinfer.catalog.progress.job import OnProgress
@@ -24,7 +23,7 @@ class ModelShelf:
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
         from edgeinfer.catalog import pull
 
-        pull.pull(text, report, cancel, pull.PullOptions(offline=offline(self._host.config)))
+        pull.pull(text, report, cancel)
 
     def create(self, name: str, path: str, report: OnProgress, cancel: threading.Event) -> None:
         from edgeinfer.catalog import pull

@@ -19,7 +19,6 @@ from edgeinfer.catalog.pull import PullOptions
 from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.settings.config import offline
 from edgeinfer.units import format_bytes
 
 #: What to type next, by what a model is for.
@@ -76,13 +75,13 @@ class PullAdapterResult(Result, frozen=True, kw_only=True):
         )
 
 
-def _pull_adapter(wanted: str, options: argparse.Namespace, host: Host) -> PullAdapterResult:
+def _pull_adapter(wanted: str, options: argparse.Namespace) -> PullAdapterResult:
     if not options.base:
         raise UsageError(
             f"{wanted} is an adapter, which is made for one model",
             hint=f"say which it is here: `edgeinfer pull {wanted} --base MODEL`",
         )
-    wish = PullOptions(name=options.name, offline=offline(host.config))
+    wish = PullOptions(name=options.name)
     with progress_on(quiet=options.quiet) as report:
         return PullAdapterResult(adapter=pull_adapter(wanted, options.base, report, wish))
 
@@ -96,7 +95,7 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
     began = time.monotonic()
     wanted: str = options.model or host.config.default_model
     if options.base or is_adapter(wanted):
-        return _pull_adapter(wanted, options, host)
+        return _pull_adapter(wanted, options)
     if stores.is_name(wanted) or not (options.again or options.name or names.is_path(wanted)):
         found = _found(wanted, began)
         if found is not None and not options.name:
@@ -110,7 +109,6 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
         quantize=options.quantize,
         in_place=options.in_place,
         again=options.again,
-        offline=offline(host.config),
         patience=Patience(connections=options.connections),
     )
     fetched = False

@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from edgeinfer.catalog import names, sources
 from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.progress.job import OnProgress, PullProgress
-from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError
+from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError, UsageError
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.connection import disconnected
 from edgeinfer.server.core.exchange import Exchange, exchange_of
@@ -60,20 +61,20 @@ def source_of(name: str) -> str:
     Neither files of this machine nor other servers: who may speak to the endpoint may not make it look
     at those.
     """
-    for hub in _HUBS:
-        if name.startswith(hub):
-            return f"hf:{name.removeprefix(hub).removesuffix(LATEST)}"
     plain = name.removesuffix(LATEST)
-    if plain.startswith(("file:", "http:", "https:", "wheel:", "/", ".", "~")) or plain.endswith(
-        ".gguf"
-    ):
-        raise InvalidRequestError(
-            "model: a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION; /api/create takes "
-            "a file",
-            param="model",
-        )
-    _refuse_sizes(plain)
-    return plain
+    hub = next((hub for hub in _HUBS if plain.startswith(hub)), "")
+    plain = f"hf:{plain.removeprefix(hub)}" if hub else plain
+    if not (names.is_path(plain) or sources.looks_like_source(plain)):
+        _refuse_sizes(plain)
+        return plain
+    with contextlib.suppress(UsageError):
+        if isinstance(sources.parse(plain), sources.HubFile | sources.HubQuant):
+            return plain
+    raise InvalidRequestError(
+        "model: a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION; /api/create takes a "
+        "file",
+        param="model",
+    )
 
 
 def _refuse_sizes(name: str) -> None:

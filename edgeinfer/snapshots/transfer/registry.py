@@ -13,7 +13,7 @@ from urllib.parse import urljoin
 
 import httpx2  # 75–120 ms: imported for a registry only
 
-from edgeinfer.catalog.fetching import answers, download
+from edgeinfer.catalog.fetching import answers, download, web
 from edgeinfer.catalog.fetching.oci import Registry
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.sources import OciArtifact
@@ -31,9 +31,9 @@ _TIMEOUT_S = 60.0
 
 @contextmanager
 def opened(artifact: OciArtifact) -> Iterator[RegistryStore]:
-    """A registry to put a snapshot in. Raises DownloadError."""
+    """A registry to put a snapshot in. Raises OfflineError before any connection, DownloadError."""
     try:
-        with httpx2.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
+        with web.client(str(artifact), _TIMEOUT_S) as client:
             yield RegistryStore(artifact, client)
     except httpx2.TransportError as error:
         raise DownloadError(f"{artifact}: {answers.describe_trouble(error)}") from error

@@ -251,6 +251,14 @@ def test_refusals(server, url, options, fault, status, error) -> None:
     assert len(server.gets("/tiny.gguf")) == 2, "a refusal is not asked again"
 
 
+@pytest.mark.parametrize("target", ["file:///etc/hostname", "ftp://127.0.0.1/tiny.gguf"])
+def test_redirect_away_from_http_is_refused_at_once(server, url, options, fault, target) -> None:
+    server.always = fault(status=302, headers={"Location": target})
+    with pytest.raises(DownloadError, match=f"redirects to a {target.partition(':')[0]}: address"):
+        pull(url, options=options)
+    assert len(server.gets("/tiny.gguf")) == 1
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_trouble_that_passes(server, url, body, options, sha256, fault, status) -> None:
     server.faults.extend([fault(status=status, headers={"Retry-After": "0"}), fault(status=status)])
@@ -432,11 +440,11 @@ def test_a_redirect_for_ever(server, options, fault) -> None:
         pull(f"{server.url}/tiny.gguf", options=options)
 
 
-def test_nobody_listens(options) -> None:
+def test_refused_connection_to_this_machine_is_not_tried_again(options) -> None:
     import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        with pytest.raises(DownloadError, match="cannot connect"):
+        with pytest.raises(DownloadError, match="nothing listens there"):
             pull(f"http://127.0.0.1:{port}/x.gguf", options=options)

@@ -281,8 +281,5 @@ def test_without_pip_the_error_says_what_to_do(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DownloadError, match="needs pip") as caught:
-        pull(
-            "wheel:tiny-model==1.0/tiny_model/tiny.gguf",
-            options=PullOptions(name="tiny", offline=False),
-        )
+        pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
     assert "edgeinfer pull FILE.gguf" in (caught.value.hint or "")

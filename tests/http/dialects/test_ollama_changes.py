@@ -152,6 +152,12 @@ def test_a_pull_that_fails_later_says_so_in_its_last_line(here, hub, monkeypatch
         "file:/x.gguf",
         "http://127.0.0.1/x.gguf",
         "wheel:a==1/b",
+        "oci://127.0.0.1:9/x/y",
+        "s3://bucket/folder/",
+        "gs://bucket/key",
+        "OCI://127.0.0.1:9/x/y",
+        "hf.co/../x",
+        "hf:oci://127.0.0.1:9/x",
         "~/x.gguf",
     ],
 )
