@@ -11,7 +11,7 @@ import argparse
 import msgspec
 
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.requests import Sampling
+from edgeinfer.runtime.requests import Sampling, with_options
 from edgeinfer.settings.config import LoadConfig
 from edgeinfer.settings.load_options import LOAD_OPTIONS
 from edgeinfer.settings.sampling_options import TYPED
@@ -38,4 +38,4 @@ def typed_sampling(options: argparse.Namespace) -> dict[str, float | int | None]
 
 def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:
     """The model's sampling defaults with what was typed on top."""
-    return msgspec.structs.replace(default, **typed_sampling(options))
+    return with_options(default, typed_sampling(options))

@@ -17,6 +17,7 @@ from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.interface import Generation
+from edgeinfer.runtime.repetition import RepetitionWatch
 
 
 class Answer:
@@ -44,6 +45,8 @@ class Answer:
         self._ended = ended
         self._all = Collected(turn.content, turn.reasoning)
         self._new = Collected()
+        self._watch = RepetitionWatch()
+        self._repeats = False
 
     @property
     def text(self) -> str:
@@ -70,7 +73,8 @@ class Answer:
     def flush(self) -> Collected:
         """Store what came since the last flush and return it.
 
-        A store that fails does not stop the answer: `store_error`.
+        A store that fails does not stop the answer: `store_error`. An answer that repeats itself is
+        stopped.
         """
         new, self._new = self._new, Collected()
         if (new.text or new.reasoning) and self.done is None:
@@ -78,6 +82,9 @@ class Answer:
                 self._store.append(self.turn.id, new.text, new.reasoning)
             except StoreError as error:
                 self.store_error = error
+            if self._watch.add(new.reasoning + new.text):
+                self._repeats = True
+                self.stop()
         return new
 
     def stop(self) -> None:
@@ -109,7 +116,8 @@ class Answer:
             n_ctx=self._n_ctx,
         )
         self.last_prompt = LastPrompt.of(self.turn.model, end)
-        self._end(statuses.get(end.reason, "complete"), "", stats)
+        repeated = "the answer repeated itself" if self._repeats and end.reason == "cancelled" else ""
+        self._end(statuses.get(end.reason, "complete"), repeated, stats)
 
     def _end(self, status: Status, error: str, stats: Stats) -> Turn:
         if self.done is None:

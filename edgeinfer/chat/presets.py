@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-import msgspec
-
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.requests import Sampling
+from edgeinfer.runtime.requests import Sampling, with_options
 from edgeinfer.settings.sampling_options import TYPED, SamplingOption
 
 Value = float | int | None
@@ -64,9 +62,7 @@ def changed(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, V
 
 def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:
     """The model's sampling with what the user set; `max_tokens` is the request's and left out."""
-    return msgspec.structs.replace(
-        base, **{k: v for k, v in sampling.items() if k in Sampling.__struct_fields__}
-    )
+    return with_options(base, {k: v for k, v in sampling.items() if k in Sampling.__struct_fields__})
 
 
 def describe(sampling: Mapping[str, Value]) -> str:

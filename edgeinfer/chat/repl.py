@@ -19,6 +19,7 @@ from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commands import slash
 from edgeinfer.chat.commands.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.commands.settings import save
+from edgeinfer.chat.history.purging import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.read_ahead import ReadAhead
@@ -31,7 +32,10 @@ from edgeinfer.runtime.events import Progress, TextDelta
 
 
 class Repl:
-    """A `Front` on two text streams. `run` returns when the user leaves or the input ends."""
+    """A `Front` on two text streams. `run` returns when the user leaves or the input ends.
+
+    A script, as opposed to a person at a terminal, is asked nothing.
+    """
 
     def __init__(self, launch: Launch, source: TextIO, out: TextIO) -> None:
         self.launch = launch
@@ -40,6 +44,8 @@ class Repl:
         self._engines = launch.engines()
         self._source = source
         self._out = out
+        self._interactive = source.isatty() and out.isatty()
+        self._failure: EdgeInferError | None = None
         self._read_ahead = ReadAhead(self.session)
         self._attachments: list[Attachment] = list(launch.attachments)
         self._editing: int | None = None
@@ -47,7 +53,10 @@ class Repl:
         self._unfolded = False
 
     def run(self) -> None:
-        """Read and answer until the end."""
+        """Read and answer until the end.
+
+        A script's first error is raised again then, for its exit code; at once if no model can be used.
+        """
         self.show_text(
             f"edgeinfer, plain chat. {started(self.launch.host.start).capitalize()}. /help lists the "
             f"commands, /quit leaves."
@@ -64,6 +73,9 @@ class Repl:
             if self.session.answer is not None and self.session.busy:
                 self.session.answer.abandon()
             self._engines.close()
+            purge_deleted(self.launch.open_store)
+        if self._failure is not None and not self._interactive:
+            raise self._failure
 
     def _begin(self) -> None:
         if self.launch.continue_last and self.session.open_last():
@@ -73,6 +85,8 @@ class Repl:
         try:
             self.use_model(self.session.conversation.model or self.launch.model)
         except EdgeInferError as error:
+            if not self._interactive:
+                raise
             self._trouble(error)
 
     def _read(self) -> str | None:
@@ -146,6 +160,7 @@ class Repl:
         return attachments.counted(attachment, engine)
 
     def _trouble(self, error: EdgeInferError) -> None:
+        self._failure = self._failure or error
         self.show_text(f"Error: {error.message}")
         if hint(error):
             self.show_text(f"Next: {hint(error)}")
@@ -189,12 +204,8 @@ class Repl:
         if answer.last_prompt is not None:
             self.launch.host.note_prompt(answer.last_prompt)
         done = answer.done or answer.abandon()
-        if done.status in ("stopped", "length"):
-            self.show_text(
-                "(stopped; /continue goes on)"
-                if done.status == "stopped"
-                else "(cut: no room left; /continue goes on)"
-            )
+        if done.cut:
+            self.show_text(f"({done.cut})")
         if answer.store_error is not None:
             self._trouble(answer.store_error)
 
@@ -238,6 +249,8 @@ class Repl:
         try:
             engine = self._engines.get(name, n_ctx, progress)
         except ModelNotPulledError as error:
+            if not self._interactive:
+                raise
             for row in shelf(self.launch.host.warm_models()):
                 if row.store:
                     self.show_text(f"Here from {row.store}, used where it is: /model {row.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -67,6 +68,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     mirostat_eta: float = 0.1
     logit_bias: dict[int, float] = {}
     seed: int | None = None
+
+
+def with_options(defaults: Sampling, given: Mapping[str, Any]) -> Sampling:
+    """Return a model's `defaults` with the options that were `given` on top.
+
+    Temperature 0 drops the DRY penalty of the defaults: greedy output is the model's own.
+    """
+    greedy = given.get("temperature") == 0
+    return msgspec.structs.replace(
+        defaults, **({"dry_multiplier": 0.0} if greedy else {}) | dict(given)
+    )
 
 
 class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):

@@ -45,22 +45,26 @@ def _row(
 
 _TOKENS = 1 << 20
 SAMPLING_OPTIONS = (
-    _row("temperature", float, 0, 10, "0 is greedy, higher is freer"),
-    _row("top_k", int, 0, 1_000_000, "sample from so many tokens; 0 from all"),
-    _row("top_p", float, 0, 1, "sample from the tokens that make up this probability"),
-    _row("min_p", float, 0, 1, "leave out tokens less likely than this share of the best"),
+    _row("temperature", float, 0, 10, "0 always picks the likeliest token; higher values vary more"),
+    _row("top_k", int, 0, 1_000_000, "keep only the N most likely tokens; 0 keeps all"),
+    _row("top_p", float, 0, 1, "keep the most likely tokens that together have this probability"),
+    _row("min_p", float, 0, 1, "drop tokens less likely than this share of the likeliest"),
     _row("typical_p", float, 0, 1, "locally typical sampling; 1 is off"),
-    _row("repeat_penalty", float, 0.01, 10, "against repeats; 1 is off"),
-    SamplingOption("repeat_last_n", int, -1, _TOKENS, "tokens that penalties look back on; -1 all"),
-    _row("presence_penalty", float, -2, 2, "against tokens that were there"),
-    _row("frequency_penalty", float, -2, 2, "against tokens that were there often"),
-    _row("dry_multiplier", float, 0, 100, "against repeated phrases; 0 is off"),
-    SamplingOption("dry_base", float, 1, 100, "growth of that penalty with a phrase's length"),
-    SamplingOption("dry_allowed_length", int, 0, _TOKENS, "longest phrase that may repeat"),
-    SamplingOption("dry_penalty_last_n", int, -1, _TOKENS, "tokens it looks back on; -1 all"),
+    _row("repeat_penalty", float, 0.01, 10, "penalize tokens that were repeated; 1 is off"),
+    SamplingOption(
+        "repeat_last_n", int, -1, _TOKENS, "tokens that the penalties look back on; -1 is all"
+    ),
+    _row("presence_penalty", float, -2, 2, "penalize tokens that have appeared"),
+    _row("frequency_penalty", float, -2, 2, "penalize tokens by how often they have appeared"),
+    _row("dry_multiplier", float, 0, 100, "penalize repeated phrases (DRY); 0 is off"),
+    SamplingOption(
+        "dry_base", float, 1, 100, "growth of the DRY penalty with the length of the phrase"
+    ),
+    SamplingOption("dry_allowed_length", int, 0, _TOKENS, "longest phrase that may repeat, in tokens"),
+    SamplingOption("dry_penalty_last_n", int, -1, _TOKENS, "tokens that DRY looks back on; -1 is all"),
     _row("mirostat", int, 0, 2, "0 off, or version 1 or 2"),
-    SamplingOption("mirostat_tau", float, 0, 100, "surprise that mirostat aims at"),
-    SamplingOption("mirostat_eta", float, 0, 1, "how fast mirostat learns"),
+    SamplingOption("mirostat_tau", float, 0, 100, "target surprise of mirostat"),
+    SamplingOption("mirostat_eta", float, 0, 1, "learning rate of mirostat"),
     _row("seed", int, 0, (1 << 32) - 1, "the same seed gives the same answer"),
 )
 BY_FIELD = {option.field: option for option in SAMPLING_OPTIONS}

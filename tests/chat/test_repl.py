@@ -6,8 +6,9 @@ import signal
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
-from fixed_chat import FixedHost, make_launch, words
+from fixed_chat import MODEL, FixedHost, end, make_launch, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 
@@ -16,14 +17,19 @@ from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
 from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.runtime.events import ReasoningDelta
-from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 
 
-def talk(tmp_path, *lines, engine=None, host=None, **fields):
-    out = io.StringIO()
+class Tty(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def talk(tmp_path, *lines, engine=None, host=None, kind=Tty, **fields):
+    out = kind()
     host = host or FixedHost(engine or FakeEngine([words("Hello you")]))
     repl = Repl(
-        make_launch(tmp_path, host, **fields), io.StringIO("".join(f"{line}\n" for line in lines)), out
+        make_launch(tmp_path, host, **fields), kind("".join(f"{line}\n" for line in lines)), out
     )
     repl.run()
     assert "\x1b" not in out.getvalue()
@@ -208,3 +214,33 @@ def test_a_pull_is_told_in_lines(tmp_path, monkeypatch):
     host = FixedHost(errors=[ModelNotPulledError("it is not here")])
     out, _ = talk(tmp_path, "y", host=host)
     assert "it is not here. Fetch it now? (y/n) downloading x\nverifying x\nModel:" in out
+
+
+def test_a_script_is_asked_nothing_and_gets_the_error(tmp_path):
+    host = FixedHost(errors=[ModelNotPulledError("m is not here")])
+    with pytest.raises(ModelNotPulledError):
+        talk(tmp_path, "y", host=host, kind=io.StringIO)
+    assert host.opened == [(MODEL, 0)]
+
+
+def test_a_script_goes_on_after_an_error_and_ends_with_it(tmp_path):
+    engine = FakeEngine([[DecodeError("it broke")], ["fine"]])
+    with pytest.raises(DecodeError, match="it broke"):
+        talk(tmp_path, "q", "q again", engine=engine, kind=io.StringIO)
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("n_ctx", "said"), [(2048, "(cut: max-tokens reached"), (408, "(cut: no room left in the context")]
+)
+def test_why_an_answer_was_cut_is_said(tmp_path, n_ctx, said):
+    info = msgspec.structs.replace(DEFAULT_INFO, n_ctx=n_ctx)
+    out, _ = talk(tmp_path, "q", engine=FakeEngine([["Hello", end(reason="length")]], info=info))
+    assert said in out
+
+
+def test_an_answer_that_repeats_itself_is_stopped_and_said(tmp_path):
+    engine = FakeEngine([["Avaid, "] * 20_000])
+    out, repl = talk(tmp_path, "q", engine=engine)
+    assert "(the answer repeated itself; stopped" in out
+    assert repl.session.path[-1].content.count("Avaid") < 10_000

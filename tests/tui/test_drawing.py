@@ -145,7 +145,7 @@ def test_what_a_terminal_would_obey_is_taken_out():
         Turn(content="\x1b[31mred", attachments=(Attachment(name="\x1b.txt", text=""),))
     )
     failed = AnswerEntry(Turn(role="assistant", status="failed", error="\x1b[1m"))
-    for entry in (question, failed, Remark("\x1b", hint="\x1b"), Welcome("\x1b", "\x1b")):
+    for entry in (question, failed, Remark("\x1b", hint="\x1b"), Welcome("\x1b")):
         assert all("\x1b" not in line.text for line in entry.lines(40))
 
 

@@ -14,6 +14,7 @@ from edgeinfer.errors import QueueFullError
 from edgeinfer.host import Host, Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
+from edgeinfer.runtime.requests import Sampling
 
 END = Finished(
     reason="stop",
@@ -224,3 +225,27 @@ def test_an_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
 def test_a_mistyped_command_line_is_exit_2(argv, engine, capsys):
     assert cli.main(argv, ScriptedHost(engine)) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_an_answer_that_repeats_itself_is_ended_and_said(capsys):
+    class Looping(Scripted):
+        def __iter__(self):
+            while not self.cancelled:
+                yield TextDelta("Avaid, ")
+            yield Finished(reason="cancelled", usage=Usage(), timings=Timings())
+
+    assert cli.main(["run", "tiny", "x"], ScriptedHost(Looping([]))) == 0
+    said = capsys.readouterr()
+    assert said.err == "edgeinfer: the answer repeated itself; stopped\n"
+    assert len(said.out) < 1000
+    assert cli.main(["run", "tiny", "x", "--json"], ScriptedHost(Looping([]))) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["finish_reason"] == "repetition"
+
+
+@pytest.mark.parametrize(
+    ("typed", "dry"), [([], 0.4), (["--temperature", "0"], 0), (["--top-p", "1"], 0.4)]
+)
+def test_greedy_output_is_without_the_penalty_of_the_defaults(engine, typed, dry):
+    engine.info = EngineInfo(model="m", sampling=Sampling(dry_multiplier=0.4))
+    assert cli.main(["run", "tiny", "x", *typed], ScriptedHost(engine)) == 0
+    assert engine.asked[0].sampling.dry_multiplier == dry

@@ -19,7 +19,7 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.options import parse_adapters
 from edgeinfer.settings.config import ChatConfig
-from edgeinfer.settings.load_options import LORA
+from edgeinfer.settings.load_options import LOAD_OPTIONS, LORA
 
 
 class Front(Protocol):
@@ -370,19 +370,16 @@ def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:
 def stats_text(session: ChatSession, started: str) -> str:
     """Model, context, speed and how this process started, one a line."""
     engine = session.engine
-    answers = [t for t in session.path if t.role == "assistant"]
+    answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     stats = answers[-1].stats if answers else None
     rows = [("model", session.conversation.model), ("started", started)]
     if engine is not None:
         used = stats.context_tokens if stats else 0
-        rows += [
-            ("context", f"{used:,} of {engine.info.n_ctx:,} tokens"),
-            ("loaded in", f"{engine.info.load_ms:,.0f} ms"),
-        ]
+        rows.append(("context", f"{used:,} of {engine.info.n_ctx:,} tokens"))
     if stats:
         rows += [
             ("prompt", f"{stats.prompt_tokens:,} tokens, {stats.cached_tokens:,} cached"),
-            ("first", f"{stats.ttft_ms:,.0f} ms"),
+            ("first token", f"{stats.ttft_ms:,.0f} ms"),
             ("speed", f"{stats.tokens_per_s:.1f} tokens/s over {stats.completion_tokens:,} tokens"),
         ]
     last = session.answer.last_prompt if session.answer is not None else None
@@ -390,9 +387,11 @@ def stats_text(session: ChatSession, started: str) -> str:
         rows.append(("prefix", last.words))
     rows.append(("sampling", presets.describe(session.conversation.sampling)))
     if engine is not None:
+        chosen = engine.info.choices
         rows += [
-            (name.replace("_", " "), f"{chosen.value} ({chosen.reason})")
-            for name, chosen in engine.info.choices.items()
+            (option.flag, str(chosen[option.field].value))
+            for option in LOAD_OPTIONS
+            if option.flag and option.field in chosen
         ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {words}" for name, words in rows)

@@ -47,7 +47,7 @@ class Typed(msgspec.Struct, frozen=True):
 
 
 COMMANDS: tuple[Slash, ...] = (
-    Slash("help", "[COMMAND]", "what can be typed and pressed", "command", ("?",)),
+    Slash("help", "[COMMAND]", "commands and keys", "command", ("?",)),
     Slash("model", "[NAME]", "switch to another model, or pick one", "model", ("models",)),
     Slash(
         "system",
@@ -55,8 +55,14 @@ COMMANDS: tuple[Slash, ...] = (
         "show or set the system prompt; a saved one by its name; `none` for none",
         "prompt",
     ),
-    Slash("save-system", "NAME", "keep the system prompt under a name", "text"),
-    Slash("temp", "[NUMBER]", "temperature: 0 is greedy, higher is freer", "number", ("temperature",)),
+    Slash("save-system", "NAME", "save the system prompt under a name", "text"),
+    Slash(
+        "temp",
+        "[NUMBER]",
+        "temperature: 0 always picks the likeliest token",
+        "number",
+        ("temperature",),
+    ),
     Slash(
         "set", "[OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; alone shows all", "setting"
     ),
@@ -65,7 +71,7 @@ COMMANDS: tuple[Slash, ...] = (
     Slash(
         "lora",
         "[NAME[:SCALE] …]",
-        "have these LoRA adapters and no others; `none` for none",
+        "apply these LoRA adapters and no others; `none` for none",
         "adapter",
         ("adapters",),
     ),
@@ -83,13 +89,13 @@ COMMANDS: tuple[Slash, ...] = (
         "regen", "", "answer once more; the answers so far are kept", aliases=("regenerate", "retry")
     ),
     Slash("next", "", "show the next alternative"),
-    Slash("prev", "", "show the alternative before"),
-    Slash("continue", "", "go on with an answer that was cut"),
+    Slash("prev", "", "show the previous alternative"),
+    Slash("continue", "", "continue an answer that was cut"),
     Slash("edit", "[TEXT]", "change your last question and ask again; the old branch is kept", "text"),
-    Slash("fork", "", "copy this branch into a conversation of its own"),
+    Slash("fork", "", "copy this branch into a new conversation"),
     Slash("copy", "[code [N]|all]", "copy the answer, a code block, or everything", "copy"),
     Slash("reasoning", "", "unfold or fold the model's reasoning"),
-    Slash("drop", "", "no longer send the oldest turns"),
+    Slash("drop", "", "stop sending the oldest turns"),
     Slash("summarise", "", "send a summary in place of the oldest turns", aliases=("summarize",)),
     Slash("stats", "", "tokens, speed, context and how this process started"),
     Slash("theme", "[NAME]", "colours", "theme"),

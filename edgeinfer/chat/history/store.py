@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -289,14 +289,21 @@ class Store:
                 self._fold(turn_id, "interrupted")
         return len(rows)
 
-    def purge(self) -> list[int]:
-        """Delete for good what was deleted a day ago; return the conversations' ids."""
-        before = (self.clock() - UNDO_MS,)
-        with self._transaction():
+    def overdue(self) -> list[Conversation]:
+        """Return what was deleted a day ago: ids alone."""
+        with speaking(self.name):
             rows = self._db.execute(
-                "DELETE FROM conversation WHERE deleted_ms < ? RETURNING id", before
+                "SELECT id FROM conversation WHERE deleted_ms < ?", (self.clock() - UNDO_MS,)
             ).fetchall()
-        return [row[0] for row in rows]
+        return [Conversation(id=row[0]) for row in rows]
+
+    def purge(self, deleted: Sequence[Conversation]) -> None:
+        """Delete these for good, unless one was brought back meanwhile."""
+        with self._transaction():
+            self._db.executemany(
+                "DELETE FROM conversation WHERE id = ? AND deleted_ms IS NOT NULL",
+                [(conversation.id,) for conversation in deleted],
+            )
 
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)

@@ -77,6 +77,20 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         n_ctx = self.stats.n_ctx
         return self.status == "length" and 0 < n_ctx <= self.stats.context_tokens + 1
 
+    @property
+    def cut(self) -> str:
+        """Why this answer was cut and what to type next; "" if it was not cut, or failed."""
+        if self.status == "stopped" and self.error:
+            return f"{self.error}; stopped · /regen tries again"
+        reason = {
+            "length": "cut: no room left in the context"
+            if self.context_full
+            else "cut: max-tokens reached",
+            "stopped": "stopped",
+            "interrupted": "interrupted",
+        }.get(self.status)
+        return f"{reason} · /continue goes on" if reason else ""
+
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """One conversation.

@@ -12,12 +12,14 @@ from typing import ClassVar, TextIO
 import msgspec
 
 from edgeinfer import requesting
+from edgeinfer.chat.history.purging import purge_deleted
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.result import Result
 from edgeinfer.runtime.collected import Collected
-from edgeinfer.runtime.events import TextDelta, Timings, Usage
+from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.interface import Generation
+from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.units import format_ms
 
@@ -73,6 +75,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     )
     with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
         result = _consume(generation, model, host.start, None if options.json else sys.stdout)
+    purge_deleted()
     if options.timings:
         sys.stderr.write(f"{timings_line(result)}\n")
     return result
@@ -124,8 +127,12 @@ def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[Generation]:
 
 def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO | None) -> RunResult:
     answer = Collected()
+    watch, repeats = RepetitionWatch(), False
     for event in generation:
         answer.add(event)
+        if isinstance(event, TextDelta | ReasoningDelta) and not repeats and watch.add(event.text):
+            repeats = True
+            generation.cancel()
         if stream_to is not None and isinstance(event, TextDelta):
             stream_to.write(event.text)
             stream_to.flush()
@@ -133,11 +140,14 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
         stream_to.write("\n")
         stream_to.flush()
     end = answer.finished
+    repeats = repeats and end.reason == "cancelled"
+    if repeats:
+        sys.stderr.write("edgeinfer: the answer repeated itself; stopped\n")
     return RunResult(
         model=model,
         text=answer.text,
         reasoning=answer.reasoning,
-        finish_reason=end.reason,
+        finish_reason="repetition" if repeats else end.reason,
         usage=end.usage,
         timings=end.timings,
         start=start,

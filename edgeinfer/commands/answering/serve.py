@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 import msgspec
 
 from edgeinfer import requesting
+from edgeinfer.chat.history.purging import purge_deleted
 from edgeinfer.commands.catalog.model_shelf import ModelShelf
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from edgeinfer.catalog.found.stores import Watched
 
 T = TypeVar("T")
+
+_PURGE_EVERY_S = 24 * 3600
 
 
 class ServeResult(Result, frozen=True, kw_only=True):
@@ -142,7 +145,17 @@ async def _serve(
     if _speaks_ollama(options, host):
         endpoint.shelf = ModelShelf(host)
     copies = host.keep_copies(crash_replies.replies(DIALECTS))
-    return await run(endpoint, gate, listeners, run_options, copies, host.hand_over())
+    purging = asyncio.create_task(_purge_daily())
+    try:
+        return await run(endpoint, gate, listeners, run_options, copies, host.hand_over())
+    finally:
+        purging.cancel()
+
+
+async def _purge_daily() -> None:
+    while True:
+        await asyncio.to_thread(purge_deleted)
+        await asyncio.sleep(_PURGE_EVERY_S)
 
 
 class Loader:

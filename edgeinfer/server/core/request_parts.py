@@ -130,8 +130,13 @@ def caching(body: Caching) -> dict[str, Any]:
 
 
 def overridden(base: Sampling, **given: Any) -> Sampling:
-    """The model's defaults with what the request gives; None means not given."""
-    return msgspec.structs.replace(base, **{k: v for k, v in given.items() if v is not None})
+    """Return the model's defaults with what the request gives; None means not given.
+
+    A request that chooses its sampling gets no DRY penalty unless it asks for one.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    dry = {"dry_multiplier": 0.0} if given.keys() - {"seed"} else {}
+    return msgspec.structs.replace(base, **dry | given)
 
 
 def seed_of(seed: int | None) -> int | None:

@@ -31,6 +31,7 @@ from edgeinfer.server.core.request_parts import (
     caching,
     loras,
     named_tool,
+    overridden,
     reasoning,
     refuse_infill,
     required_tool,
@@ -266,14 +267,13 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
     given: dict[str, Any] = {field: getattr(body, field, None) for field in BY_FIELD}
     if body.repeat_penalty is None:  # vLLM has another name for it
         given["repeat_penalty"] = getattr(body, "repetition_penalty", None)
-    given = {name: value for name, value in given.items() if value is not None}
     if body.dry_sequence_breakers is not None:
         given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
     bias = getattr(body, "logit_bias", None)
     if bias:
         given["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
     given["seed"] = seed_of(getattr(body, "seed", None))
-    return msgspec.structs.replace(base, **given)
+    return overridden(base, **given)
 
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:

@@ -36,7 +36,6 @@ class _Remark(_Shown, frozen=True, tag="remark"):
 
 class _Welcome(_Shown, frozen=True, tag="welcome"):
     model: str
-    started: str
 
 
 class Carried(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,8 +109,8 @@ class Carrying:
         match shown:
             case _Remark(text, kind, hint):
                 return Remark(text, kind, hint)
-            case _Welcome(model, started):
-                return Welcome(model, started)
+            case _Welcome(model):
+                return Welcome(model)
             case _Turn(number, folded):
                 turn = next((turn for turn in self._session.path if turn.id == number), None)
                 if turn is None:
@@ -126,6 +125,6 @@ def _taken_apart(entry: Entry) -> _Turn | _Remark | _Welcome:
     if isinstance(entry, Remark):
         return _Remark(entry.text, entry.kind, entry.hint)
     if isinstance(entry, Welcome):
-        return _Welcome(entry.model, entry.started)
+        return _Welcome(entry.model)
     folded = entry.folded if isinstance(entry, AnswerEntry | Question) else True
     return _Turn(entry.turn_id, folded)

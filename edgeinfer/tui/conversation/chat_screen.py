@@ -16,15 +16,13 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
-from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.chat.commands.complete import complete
 from edgeinfer.chat.commands.slash import is_command
 from edgeinfer.chat.history import library
-from edgeinfer.chat.history.values import Conversation
+from edgeinfer.chat.history.purging import purge_deleted
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
-from edgeinfer.system import paths
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.conversation.answering import Answering
 from edgeinfer.tui.conversation.attaching import Attaching
@@ -115,9 +113,7 @@ class ChatScreen(Screen[None]):
     def _clean_up(self) -> None:
         with contextlib.suppress(StoreError):
             self.session.store.clean_up()
-            gone = [Conversation(id=number).owner for number in self.session.store.purge()]
-            if gone:
-                self.run_worker(lambda: _forget(gone), thread=True, group="forget")
+        self.run_worker(lambda: purge_deleted(self.launch.open_store), thread=True, group="purge")
 
     def _tick(self) -> None:
         remembered = self.view.remembered
@@ -352,10 +348,3 @@ class ChatScreen(Screen[None]):
             self.session.answer.flush()
             self.session.answer.abandon()
         self._save_draft()
-
-
-def _forget(conversations: list[str]) -> None:
-    """Delete what models have read of conversations that are gone."""
-    with contextlib.suppress(EdgeInferError, OSError):
-        for conversation in conversations:
-            forget_conversation(paths.blocks_dir(), conversation)

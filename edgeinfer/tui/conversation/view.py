@@ -51,7 +51,7 @@ class View:
 
     def show_welcome(self) -> None:
         """Show what an empty conversation shows."""
-        self.transcript.show([Welcome(self.model, self.started)])
+        self.transcript.show([Welcome(self.model)])
         self.refresh_status()
 
     def show_session(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from edgeinfer.chat.history.values import CUT, Turn
+from edgeinfer.chat.history.values import Turn
 from edgeinfer.tui.drawing.body import Body
 from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, fold, prefixed, right, styled, wrap
 
@@ -196,11 +196,10 @@ class AnswerEntry(Entry):
                 prefixed(line, "  ")
                 for line in wrap(styled(f"✗ {clean(self.turn.error)}", "error"), width - 2)
             ]
-        elif self.turn.status in CUT:
-            word = {"length": "cut: no room left", "interrupted": "interrupted"}.get(
-                self.turn.status, "stopped"
-            )
-            lines.append(styled(f"  ◌ {word} · /continue goes on", "dim"))
+        elif self.turn.cut:
+            lines += [
+                prefixed(line, "  ") for line in wrap(styled(f"◌ {self.turn.cut}", "dim"), width - 2)
+            ]
         if self.page[1] > 1:
             lines.append(styled(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))
         if not has_text and not lines:
@@ -234,21 +233,17 @@ class Remark(Entry):
 
 
 class Welcome(Entry):
-    """What an empty conversation shows: a name, how it started, and three things to type."""
+    """What an empty conversation shows: the model, and what to type."""
 
-    def __init__(self, model: str, started: str) -> None:
+    def __init__(self, model: str) -> None:
         super().__init__()
         self.model = model
-        self.started = started
 
     def _draw(self, width: int) -> list[Line]:
         rows = [
             BLANK,
             Line("  edgeinfer", (Span(2, 11, "h2"),)),
-            *(
-                prefixed(line, "  ")
-                for line in wrap(styled(clean(f"{self.model} · {self.started}"), "dim"), width - 2)
-            ),
+            *(prefixed(line, "  ") for line in wrap(styled(clean(self.model), "dim"), width - 2)),
             BLANK,
         ]
         for keys, words in (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from edgeinfer.errors import DecodeError
@@ -20,7 +21,8 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
-from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+from edgeinfer.runtime.requests import Sampling
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [
@@ -362,6 +364,17 @@ def test_a_failure_in_the_middle_is_told_in_the_stream(serve, path, body, sign):
 def test_a_failure_of_a_whole_answer_is_a_500(serve):
     answer = serve(FakeEngine([["part", DecodeError("boom")]])).chat()
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dry"),
+    [({}, 0.4), ({"seed": 3}, 0.4), ({"temperature": 0}, 0), ({"top_p": 0.5, "dry_multiplier": 1}, 1)],
+)
+def test_a_client_that_chooses_its_sampling_gets_no_penalty_unasked(serve, chosen, dry):
+    info = msgspec.structs.replace(DEFAULT_INFO, sampling=Sampling(dry_multiplier=0.4))
+    engine = FakeEngine(info=info)
+    serve(engine).chat(**chosen)
+    assert engine.requests[0].sampling.dry_multiplier == dry
 
 
 def test_sampling_reaches_the_engine_over_the_models_defaults(serve):

@@ -1,0 +1,29 @@
+"""Tell when an answer repeats itself: a small model can fall into a loop that only a limit ends."""
+
+from __future__ import annotations
+
+import re
+
+#: What follows counts as a loop: this many characters, and the repeated part this often in them.
+_SPAN, _TIMES = 240, 4
+_LONGEST_PART = 400
+#: Characters at the end whose last occurrence before gives the length of the part.
+_KEY = 32
+#: Counters of list items may differ between repeats.
+_COUNTER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)
+
+
+class RepetitionWatch:
+    """Watch one answer as it is generated."""
+
+    def __init__(self) -> None:
+        self._tail = ""
+
+    def add(self, text: str) -> bool:
+        """Add what was generated; return whether the answer now ends in a loop."""
+        self._tail = (self._tail + text)[-_TIMES * _LONGEST_PART :]
+        text = _COUNTER.sub("", self._tail)
+        before = text.rfind(text[-_KEY:], 0, -1)
+        length = len(text) - _KEY - before
+        span = max(_SPAN, _TIMES * length)
+        return before >= 0 and span <= len(text) and text[-span:-length] == text[length - span :]

@@ -1,0 +1,82 @@
+"""A deleted conversation goes for good a day later, text and KV blocks, whichever verb runs then."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+from fixed_chat import FixedHost, make_launch, words
+from made_models import make_llama
+from other_processes import wait_until
+
+from edgeinfer import cli
+from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
+from edgeinfer.blocks.store import BlockStore
+from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.values import Conversation, Turn
+from edgeinfer.chat.repl import Repl
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.system import paths
+
+
+class Deleted:
+    """A conversation that was deleted long ago, and a block of it."""
+
+    def __init__(self):
+        self.store = Store.open()
+        gone = self.store.create(Conversation(title="secret"))
+        self.store.add(Turn(conversation_id=gone.id, content="secret words"))
+        now, self.store.clock = self.store.clock, lambda: 0
+        self.store.delete(gone.id)
+        self.store.clock = now
+        self._blocks = BlockStore(paths.blocks_dir()).model("sha", {})
+        root, tokens = self._blocks.names.root(), list(range(256))
+        self._name = self._blocks.names.full(root, tokens)
+        header = Header("full", self._name, root, self._blocks.names.identity, pack_tokens(tokens), ())
+        assert self._blocks.write(Block(header, (whole(memoryview(b"abc")),)))
+        self._blocks.own(gone.owner, [self._name])
+        assert self._blocks.close()
+
+    def is_gone(self):
+        return not self.store.overdue() and not self._blocks.has(self._name)
+
+
+@pytest.fixture
+def deleted():
+    found = Deleted()
+    assert not found.is_gone()
+    yield found
+    found.store.close()
+
+
+def test_the_plain_chat_purges(tmp_path, deleted):
+    launch = make_launch(tmp_path, FixedHost(FakeEngine([words("Hello")])))
+    launch.open_store = Store.open
+    Repl(launch, io.StringIO("/quit\n"), io.StringIO()).run()
+    assert deleted.is_gone()
+
+
+def test_a_run_purges(deleted, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
+    assert deleted.is_gone()
+
+
+def test_an_endpoint_purges(tmp_path, deleted):
+    model = make_llama(tmp_path / "tiny.gguf")
+    command = [
+        sys.executable,
+        "-m",
+        "edgeinfer",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--resume",
+        "never",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(deleted.is_gone, "the conversation to be purged")
+        finally:
+            process.terminate()
