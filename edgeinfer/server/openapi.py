@@ -75,7 +75,7 @@ def _types(dialects: Sequence[Dialect]) -> list[type]:
     for dialect in dialects:
         kinds[dialect.error_type] = None
         for operation in dialect.operations:
-            found = (operation.body, operation.reply, *operation.also.values())
+            found = (operation.body, operation.reply, operation.list_of, *operation.also.values())
             kinds |= {kind: None for kind in found if kind is not None}
     return list(kinds)
 
@@ -174,6 +174,9 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     if operation.reply is not None and operation.is_list:
         items = {"type": "array", "items": _ref(operation.reply)}
         content = {"application/json": {"schema": items}}
+    if operation.reply is not None and operation.list_of is not None:
+        either = [_ref(operation.reply), {"type": "array", "items": _ref(operation.list_of)}]
+        content = {"application/json": {"schema": {"anyOf": either}}}
     if operation.streams:
         lines = _EVENT if dialect.stream_type == "text/event-stream" else _LINES
         content[dialect.stream_type] = {"schema": lines}

@@ -26,8 +26,8 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
     `may_store`: its answers may be kept, to be read again by id. `is_list`: the answer is a list of
-    `reply`, `takes_list`: its
-    body is one of `body`. `also` are further JSON answers by status, for the OpenAPI document.
+    `reply`, `takes_list`: its body is one of `body`. `list_of`: some bodies get a list of these.
+    `also` are further JSON answers by status, for the OpenAPI document.
     """
 
     path: str
@@ -36,6 +36,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     method: Literal["GET", "POST", "DELETE"] = "POST"
     reply: type[msgspec.Struct] | None = None
     is_list: bool = False
+    list_of: type[msgspec.Struct] | None = None
     body: type[msgspec.Struct] | None = None
     takes_list: bool = False
     query: type[msgspec.Struct] | None = None

@@ -50,6 +50,7 @@ NATIVE = Dialect(
             summary="Order documents by relevance.",
             body=wire.RerankRequest,
             reply=wire.RerankReply,
+            list_of=wire.TeiRank,
         ),
         Operation(
             path="/reranking",
@@ -57,6 +58,7 @@ NATIVE = Dialect(
             summary="Order documents by relevance, under llama.cpp's other name.",
             body=wire.RerankRequest,
             reply=wire.RerankReply,
+            list_of=wire.TeiRank,
         ),
         Operation(
             path="/completion",
@@ -64,6 +66,7 @@ NATIVE = Dialect(
             summary="Continue a text, in llama.cpp's shape.",
             body=llama_wire.LlamaCompletion,
             reply=llama_wire.LlamaAnswer,
+            list_of=llama_wire.LlamaAnswer,
             streams=True,
         ),
         Operation(

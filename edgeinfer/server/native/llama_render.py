@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from edgeinfer.runtime.collected import Collected
-from edgeinfer.runtime.events import Event, Finished, ReasoningDelta, TextDelta
+from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs
+from edgeinfer.runtime.requests import Sampling
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.renderer import sse_comment, wire_timings
-from edgeinfer.server.native.llama_wire import LlamaAnswer
+from edgeinfer.server.native.llama_wire import LlamaAnswer, LlamaFields, LlamaLogprob, StopType
 from edgeinfer.server.openai.errors import error_body
 
 _encode = msgspec.json.Encoder().encode
 
 
-def _stop_type(end: Finished) -> str:
+def _stop_type(end: Finished) -> StopType:
     if end.reason in ("length", "deadline"):
         return "limit"
     return "eos" if end.stop_sequence is None else "word"
 
 
 class LlamaRenderer:
-    """`prompt` is repeated in the whole answer, and in the last event of a stream."""
+    """One answer a prompt; a prompt that was given as text is repeated when its answer ends."""
 
-    def __init__(self, model: str, prompt: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        prompts: Sequence[str | tuple[int, ...]],
+        body: LlamaFields,
+        sampling: Sampling,
+    ) -> None:
         self._model = model
-        self._prompt = prompt
-        self._end: Finished | None = None
+        self._prompts = prompts
+        self._body = body
+        limit = {"n_predict": body.n_predict, "max_tokens": body.n_predict}
+        self._settings = {
+            **msgspec.to_builtins(sampling, str_keys=True),
+            **limit,
+            "stop": body.stop or [],
+        }
 
     def opening(self) -> bytes:
         return b""
@@ -34,41 +50,79 @@ class LlamaRenderer:
     def event(self, index: int, event: Event) -> bytes:
         match event:
             case TextDelta() | ReasoningDelta():
-                return _sse(LlamaAnswer(content=event.text, stop=False, model=self._model))
+                return _sse(self._answer(index, event.text, event.logprobs))
             case Finished():
-                self._end = event
+                return _sse(self._last(self._answer(index, "", ()), event))
         return b""
 
     def closing(self) -> bytes:
-        assert self._end is not None
-        return _sse(self._last("", self._end))
+        return b""
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return b"data: " + error_body(problem, request_id) + b"\n\n"
 
     def waiting(self, said: str) -> bytes:
-        return sse_comment(said) + _sse(LlamaAnswer(content="", stop=False, model=self._model))
+        return sse_comment(said) + _sse(self._answer(0, "", ()))
 
     def whole(self, answers: list[Collected]) -> bytes:
-        (answer,) = answers
-        return _encode(self._last(answer.reasoning + answer.text, answer.finished))
+        found = [
+            self._last(
+                self._answer(index, answer.reasoning + answer.text, answer.logprobs), answer.finished
+            )
+            for index, answer in enumerate(answers)
+        ]
+        return _encode(found[0] if len(found) == 1 else found)
 
-    def _last(self, content: str, end: Finished) -> LlamaAnswer:
-        last = LlamaAnswer(
-            content=content,
+    def _answer(self, index: int, text: str, tokens: Sequence[TokenLogprobs]) -> LlamaAnswer:
+        answer = LlamaAnswer(index=index, content=text, stop=False, model=self._model)
+        if self._body.return_tokens:
+            ids = [token.chosen.token_id for token in tokens]
+            answer = msgspec.structs.replace(answer, tokens=ids)
+        if self._body.n_probs:
+            likely = [_logprob(token.chosen, token.top) for token in tokens]
+            answer = msgspec.structs.replace(answer, completion_probabilities=likely)
+        return answer
+
+    def _last(self, answer: LlamaAnswer, end: Finished) -> Any:
+        prompt = self._prompts[answer.index]
+        last = msgspec.structs.replace(
+            answer,
             stop=True,
-            model=self._model,
             tokens_predicted=end.usage.completion_tokens,
             tokens_evaluated=end.usage.prompt_tokens,
             tokens_cached=end.usage.cached_tokens,
-            prompt=self._prompt,
-            generation_settings={},
+            prompt=prompt if isinstance(prompt, str) else msgspec.UNSET,
+            generation_settings=self._settings,
             truncated=False,
+            stop_type=_stop_type(end),
             stopping_word=end.stop_sequence or "",
             timings=wire_timings(end.usage, end.timings),
         )
-        return msgspec.structs.replace(last, stop_type=_stop_type(end))
+        return _only(last, self._body.response_fields) if self._body.response_fields else last
 
 
-def _sse(answer: LlamaAnswer) -> bytes:
+def _logprob(token: Logprob, top: Sequence[Logprob]) -> LlamaLogprob:
+    return LlamaLogprob(
+        id=token.token_id,
+        token=token.piece.decode("utf-8", "replace"),
+        bytes=list(token.piece),
+        logprob=max(token.logprob, -9999.0),
+        top_logprobs=[_logprob(other, ()) for other in top] or msgspec.UNSET,
+    )
+
+
+def _only(answer: LlamaAnswer, fields: Sequence[str]) -> dict[str, Any]:
+    """Pick fields; `a/b` is `b` of the object `a`. Unknown ones are left out, as in llama.cpp."""
+    found: dict[str, Any] = {}
+    for field in fields:
+        inner: Any = msgspec.to_builtins(answer)
+        *above, name = field.split("/")
+        for place in above:
+            inner = inner.get(place) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and name in inner:
+            found[name] = inner[name]
+    return found
+
+
+def _sse(answer: Any) -> bytes:
     return b"data: " + _encode(answer) + b"\n\n"

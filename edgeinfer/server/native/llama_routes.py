@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +19,7 @@ from edgeinfer.runtime.requests import (
     Infill,
     InfillFile,
     JsonSchema,
+    Sampling,
 )
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
@@ -28,35 +31,43 @@ from edgeinfer.server.native import llama_wire as wire
 from edgeinfer.server.native.adapters import chosen_of_request
 from edgeinfer.server.native.llama_render import LlamaRenderer
 from edgeinfer.server.openai.routes import embed
-from edgeinfer.server.openai.translate import limit_of, sampling_of
+from edgeinfer.server.openai.translate import limit_of, prompts, sampling_of
 
 
 async def completion(request: Request) -> Response:
     body = await decode(request, wire.LlamaCompletion)
-    prompt = body.prompt if isinstance(body.prompt, str) else ""
+    given = body.prompt.prompt_string if isinstance(body.prompt, wire.PromptText) else body.prompt
+    found = prompts(given, "prompt")
     job = Job(
         model=body.model,
         keep_alive=body.keep_alive,
         stream=body.stream,
-        requests=lambda info: [_request(body, info)],
-        renderer=lambda model, info: LlamaRenderer(model, prompt),
+        requests=lambda info: [
+            GenerateRequest(prompt=prompt, constraint=_constraint(body), **_shared(body, info))
+            for prompt in found
+        ],
+        renderer=lambda model, info: LlamaRenderer(model, found, body, _sampling(body, info)),
     )
     return await answer(exchange_of(request), job)
 
 
-def _request(body: wire.LlamaCompletion, info: EngineInfo) -> GenerateRequest:
-    return GenerateRequest(
-        prompt=body.prompt if isinstance(body.prompt, str) else tuple(body.prompt),
-        constraint=_constraint(body),
-        **_shared(body, info),
-    )
+def _sampling(body: wire.LlamaFields, info: EngineInfo) -> Sampling:
+    """Raises InvalidRequestError for a bias of true, which llama.cpp does not have."""
+    if not isinstance(body.logit_bias, list):
+        return sampling_of(body, info.sampling)
+    if any(bias is True for _, bias in body.logit_bias):
+        raise InvalidRequestError("logit_bias: false bans a token, true is no bias", param="logit_bias")
+    biases = {token: -math.inf if bias is False else bias for token, bias in body.logit_bias}
+    sampling = sampling_of(msgspec.structs.replace(body, logit_bias=None), info.sampling)
+    return msgspec.structs.replace(sampling, logit_bias=biases)
 
 
 def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
     """Fields of GenerateRequest that a text and a gap fill alike."""
     return {
         "max_tokens": limit_of(body.n_predict),
-        "sampling": sampling_of(body, info.sampling),
+        "sampling": _sampling(body, info),
+        "logprobs": body.n_probs or (0 if body.return_tokens else None),
         "stop": stop_strings(body.stop),
         "ignore_eos": body.ignore_eos,
         "overflow": body.overflow,
@@ -82,7 +93,7 @@ async def infill(request: Request) -> Response:
         keep_alive=body.keep_alive,
         stream=body.stream,
         requests=lambda info: [_gap(body, info)],
-        renderer=lambda model, info: LlamaRenderer(model, ""),
+        renderer=lambda model, info: LlamaRenderer(model, [""], body, _sampling(body, info)),
     )
     return await answer(exchange_of(request), job)
 

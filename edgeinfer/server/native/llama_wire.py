@@ -20,6 +20,7 @@ from edgeinfer.server.core.wire import (
     Reply,
     SamplingFields,
     Seed,
+    ShortText,
     StopList,
     StopString,
     Temperature,
@@ -29,7 +30,7 @@ from edgeinfer.server.core.wire import (
     Wire,
     WireTimings,
 )
-from edgeinfer.server.openai.wire import LogitBias
+from edgeinfer.server.openai.wire import LogitBias, Prompt
 
 
 class LoraById(Wire, frozen=True, kw_only=True):
@@ -37,6 +38,20 @@ class LoraById(Wire, frozen=True, kw_only=True):
 
     id: Annotated[int, Meta(ge=0, le=63)]
     scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+
+
+#: `[token id, bias]`; a bias of false bans the token.
+LogitBiasPairs = Annotated[
+    list[tuple[TokenId, Annotated[float, Meta(ge=-100, le=100)] | bool]], Meta(max_length=1024)
+]
+
+
+class PromptText(Wire, frozen=True, kw_only=True):
+    """A prompt as an object, whose place for images and sound must be empty."""
+
+    refused: ClassVar[Mapping[str, str]] = {"multimodal_data": "only text is read"}
+
+    prompt_string: Text
 
 
 class LlamaFields(SamplingFields, frozen=True, kw_only=True):
@@ -48,10 +63,7 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
             "n_cache_reuse",
             "n_indent",
             "n_keep",
-            "post_sampling_probs",
-            "response_fields",
             "return_progress",
-            "return_tokens",
             "samplers",
             "t_max_predict_ms",
             "t_max_prompt_ms",
@@ -61,12 +73,11 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     refused: ClassVar[Mapping[str, str]] = {
         "dynatemp_range": "the temperature does not move",
         "image_data": "images cannot be read",
-        "n_probs": "use /v1/completions with logprobs",
+        "post_sampling_probs": "probabilities are those before sampling",
         "xtc_probability": "this sampler is not here",
     }
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "dynatemp_range": (0, 0.0),
-        "n_probs": (0,),
         "xtc_probability": (0, 0.0),
     }
 
@@ -78,7 +89,10 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     top_p: Probability | None = None
     presence_penalty: OpenAIPenalty | None = None
     frequency_penalty: OpenAIPenalty | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: LogitBias | LogitBiasPairs | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=20)] = 0
+    response_fields: Annotated[list[ShortText], Meta(max_length=64)] | None = None
+    return_tokens: bool = False
     seed: Seed | None = None
     stop: StopString | StopList | None = None
 
@@ -86,7 +100,7 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
 class LlamaCompletion(LlamaFields, frozen=True, kw_only=True):
     """POST /completion."""
 
-    prompt: Text | Annotated[list[TokenId], Meta(min_length=1)]
+    prompt: Prompt | PromptText
     grammar: Annotated[str, Meta(max_length=262_144)] | None = None
     json_schema: JsonObject | None = None
 
@@ -109,22 +123,39 @@ class LlamaInfill(LlamaFields, frozen=True, kw_only=True):
     prompt: Text = ""
 
 
-class LlamaAnswer(Reply, frozen=True, kw_only=True):
-    """The answer of /completion and /infill, and each event of a stream; the last one has `stop`."""
+StopType = Literal["none", "eos", "limit", "word"]
 
-    content: str
-    stop: bool
+
+class LlamaLogprob(Reply, frozen=True, kw_only=True):
+    """A token with its natural-log probability, a generated one with the likeliest in its place."""
+
+    id: TokenId
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[LlamaLogprob] | msgspec.UnsetType = msgspec.UNSET
+
+
+class LlamaAnswer(Reply, frozen=True, kw_only=True):
+    """The answer of /completion and /infill, and each event of a stream; the last one has `stop`.
+
+    `tokens` come with `return_tokens`, `completion_probabilities` with `n_probs`.
+    """
+
+    content: str = ""
+    stop: bool = False
     index: int = 0
     id_slot: int = -1
     model: str = ""
-    tokens: list[int] = msgspec.field(default_factory=list)
-    tokens_predicted: int = 0
-    tokens_evaluated: int = 0
-    tokens_cached: int = 0
+    tokens: list[int] | msgspec.UnsetType = msgspec.UNSET
+    completion_probabilities: list[LlamaLogprob] | msgspec.UnsetType = msgspec.UNSET
+    tokens_predicted: int | msgspec.UnsetType = msgspec.UNSET
+    tokens_evaluated: int | msgspec.UnsetType = msgspec.UNSET
+    tokens_cached: int | msgspec.UnsetType = msgspec.UNSET
     prompt: str | msgspec.UnsetType = msgspec.UNSET
     generation_settings: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     truncated: bool | msgspec.UnsetType = msgspec.UNSET
-    stop_type: Literal["none", "eos", "limit", "word"] | msgspec.UnsetType = msgspec.UNSET
+    stop_type: StopType | msgspec.UnsetType = msgspec.UNSET
     stopping_word: str | msgspec.UnsetType = msgspec.UNSET
     timings: WireTimings | msgspec.UnsetType = msgspec.UNSET
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -35,8 +36,12 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 async def tokenize(request: Request) -> Response:
     body = await decode(request, wire.TokenizeRequest)
+    if sum(given is not None for given in (body.content, body.prompt, body.messages)) != 1:
+        raise InvalidRequestError("give either content, prompt or messages", param="content")
 
     def work(engine: Engine) -> wire.TokenizeReply:
+        if body.content is None:
+            return _tokens_for_vllm(engine, body)
         tokens = engine.tokenize(
             body.content, add_special=body.add_special, parse_special=body.parse_special
         )
@@ -47,6 +52,22 @@ async def tokenize(request: Request) -> Response:
         )
 
     return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
+
+
+def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.TokenizeReply:
+    """The tokens that a prompt or a conversation is computed as, in vLLM's shape."""
+    text, add_special = body.prompt, body.add_special_tokens
+    if text is None:
+        turns, tools = openai.messages(body.messages or ()), openai.tools_of(body.tools)
+        text, add_special = engine.apply_template(turns, tools, body.chat_template_kwargs or {}), False
+    tokens = engine.tokenize(text, add_special=add_special, parse_special=True)
+    pieces = [engine.detokenize([t]).decode("utf-8", "replace") for t in tokens]
+    return wire.TokenizeReply(
+        tokens=list(tokens),
+        count=len(tokens),
+        max_model_len=engine.info.n_ctx,
+        token_strs=pieces if body.return_token_strs else msgspec.UNSET,
+    )
 
 
 async def detokenize(request: Request) -> Response:
@@ -75,14 +96,33 @@ async def apply_template(request: Request) -> Response:
 
 async def rerank(request: Request) -> Response:
     body = await decode(request, wire.RerankRequest)
-    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    given = body.documents if body.texts is None else body.texts
+    if not given or (body.documents and body.texts):
+        raise InvalidRequestError("give either documents or TEI's texts", param="documents")
+    texts = [document if isinstance(document, str) else document.text for document in given]
 
     def work(engine: Engine) -> wire.RerankReply:
         if not engine.info.can_rerank:
             raise InvalidRequestError(f"{engine.info.model} is no reranker", param="model")
         return _ranked(engine, body, texts)
 
-    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
+    reply = await with_engine(exchange_of(request), body.model, body.keep_alive, work)
+    return json_reply(reply if body.texts is None else _as_tei(reply, body, texts))
+
+
+def _as_tei(
+    reply: wire.RerankReply, body: wire.RerankRequest, texts: Sequence[str]
+) -> list[wire.TeiRank]:
+    return [
+        wire.TeiRank(
+            index=one.index,
+            score=one.relevance_score
+            if body.raw_scores
+            else (1 + math.tanh(one.relevance_score / 2)) / 2,
+            text=texts[one.index] if body.return_text else msgspec.UNSET,
+        )
+        for one in reply.results
+    ]
 
 
 def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:

@@ -32,9 +32,15 @@ from edgeinfer.server.openai.wire import Messages, Tools
 
 
 class TokenizeRequest(Wire, frozen=True, kw_only=True):
-    """POST /tokenize."""
+    """POST /tokenize: llama.cpp's `content`, or vLLM's `prompt` or `messages`."""
 
-    content: Text
+    content: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
     model: ModelName | None = None
     add_special: bool = False
     parse_special: bool = False
@@ -48,9 +54,15 @@ class TokenPiece(Reply, frozen=True, kw_only=True):
 
 
 class TokenizeReply(Reply, frozen=True, kw_only=True):
-    """`tokens` are ids, or ids with pieces when asked; a piece that is not UTF-8 is its bytes."""
+    """`tokens` are ids, or ids with pieces when asked; a piece that is not UTF-8 is its bytes.
+
+    `count` and what follows are vLLM's, for its `prompt` and `messages`.
+    """
 
     tokens: list[int | TokenPiece]
+    count: int | msgspec.UnsetType = msgspec.UNSET
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
+    token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class DetokenizeRequest(Wire, frozen=True, kw_only=True):
@@ -84,10 +96,13 @@ class RerankDocument(Wire, frozen=True, kw_only=True):
 
 
 class RerankRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/rerank."""
+    """POST /v1/rerank. TEI's clients say `texts`, and get TEI's answer."""
 
     query: Annotated[str, Meta(min_length=1, max_length=65_536)]
-    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=1024)]
+    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=1024)] | None = None
+    texts: Annotated[list[Text], Meta(min_length=1, max_length=1024)] | None = None
+    raw_scores: bool = False
+    return_text: bool = False
     model: ModelName | None = None
     top_n: Annotated[int, Meta(ge=1, le=4096)] | None = None
     return_documents: bool = False
@@ -98,6 +113,14 @@ class RerankResult(Reply, frozen=True, kw_only=True):
     index: int
     relevance_score: float
     document: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TeiRank(Reply, frozen=True, kw_only=True):
+    """One of TEI's list, best first; `score` is between 0 and 1 unless `raw_scores` were asked for."""
+
+    index: int
+    score: float
+    text: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class RerankUsage(Reply, frozen=True, kw_only=True):

@@ -264,6 +264,8 @@ LogitBias = Annotated[
 
 #: What other servers call things that have another name here.
 ELSEWHERE = {
+    "ebnf": "use structured_outputs.grammar",
+    "regex": "use structured_outputs.regex",
     "guided_json": "use structured_outputs.json",
     "guided_regex": "use structured_outputs.regex",
     "guided_choice": "use structured_outputs.choice",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
+from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.core.models.values import Loaded
 from edgeinfer.server.guards.keys import Keys
@@ -107,6 +109,87 @@ def test_completion_in_llama_cpps_shape(serve):
     assert [e["stop"] for e in events] == [False, False, True]
     assert events[-1]["timings"]["predicted_n"] == 2
     assert engine.requests[1].max_tokens is None
+
+
+LIKELY = TokenLogprobs(Logprob(72, b"H", -0.5), (Logprob(72, b"H", -0.5), Logprob(74, b"J", -1.0)))
+
+
+def test_completion_tells_tokens_and_probabilities_if_asked_for(serve):
+    engine = FakeEngine([[TextDelta("H", (LIKELY,))]] * 3)
+    here = serve(engine)
+    ask = {"prompt": [1, 2], "return_tokens": True, "n_probs": 2}
+    whole = here.client.post("/completion", json=ask).json()
+    assert whole["tokens"] == [72]
+    (token,) = whole["completion_probabilities"]
+    assert (token["id"], token["bytes"], token["logprob"]) == (72, [72], -0.5)
+    assert [other["token"] for other in token["top_logprobs"]] == ["H", "J"]
+    assert engine.requests[0].logprobs == 2
+    assert "prompt" not in whole
+    streamed = here.client.post("/completion", json=ask | {"stream": True}).text
+    first, last = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+    assert (first["tokens"], last["tokens_predicted"]) == ([72], 1)
+    assert "tokens_predicted" not in first
+    plain = here.client.post("/completion", json={"prompt": "p"}).json()
+    assert not {"tokens", "completion_probabilities"} & set(plain)
+    refused = here.client.post("/completion", json=ask | {"post_sampling_probs": True}).json()
+    assert refused["error"]["param"] == "post_sampling_probs"
+
+
+def test_completion_tells_its_settings_and_only_the_fields_asked_for(serve):
+    here = serve(FakeEngine([["a"]] * 2))
+    ask = {"prompt": "p", "n_predict": 5, "top_k": 7, "stop": ["x"]}
+    settings = here.client.post("/completion", json=ask).json()["generation_settings"]
+    assert (settings["top_k"], settings["n_predict"], settings["stop"]) == (7, 5, ["x"])
+    fields = ["content", "generation_settings/top_k", "no/such", "nothing"]
+    only = here.client.post("/completion", json=ask | {"response_fields": fields}).json()
+    assert only == {"content": "a", "top_k": 7}
+
+
+def test_completion_takes_prompt_lists_objects_and_bias_pairs(serve):
+    engine = FakeEngine(lambda request: [f"<{request.prompt}>"])
+    here = serve(engine)
+    several = here.client.post("/completion", json={"prompt": ["a", "b"]}).json()
+    assert [(one["index"], one["prompt"], one["content"]) for one in several] == [
+        (0, "a", "<a>"),
+        (1, "b", "<b>"),
+    ]
+    text = here.client.post("/completion", json={"prompt": ["a", "b"], "stream": True}).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert sorted(event["index"] for event in events if event["stop"]) == [0, 1]
+    biased = {"prompt": {"prompt_string": "p"}, "logit_bias": [[15, False], [16, -0.5], [17, 2]]}
+    assert here.client.post("/completion", json=biased).json()["content"] == "<p>"
+    assert engine.requests[-1].sampling.logit_bias == {15: -math.inf, 16: -0.5, 17: 2.0}
+    for wrong, param in (
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": {"prompt_string": "p", "multimodal_data": ["x"]}}, "prompt.multimodal_data"),
+        ({"prompt": "p", "logit_bias": [[15, True]]}, "logit_bias"),
+        ({"prompt": "p", "logit_bias": [["word", 1]]}, "logit_bias"),
+    ):
+        answer = here.client.post("/completion", json=wrong)
+        assert (answer.status_code, answer.json()["error"]["param"].partition("[")[0]) == (400, param)
+
+
+def test_tokenize_in_vllms_shape(serve):
+    here = serve(FakeEngine())
+    prompt = here.client.post("/tokenize", json={"prompt": "hi", "return_token_strs": True}).json()
+    assert prompt == {"tokens": [104, 105], "count": 2, "max_model_len": 4096, "token_strs": ["h", "i"]}
+    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    turns = here.client.post("/tokenize", json=asked).json()
+    assert turns["count"] == len(turns["tokens"]) == len("user: hi\nassistant:")
+    both = here.client.post("/tokenize", json=asked | {"content": "x"})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "content")
+
+
+def test_rerank_in_teis_shape(serve):
+    here = serve(FakeEngine())
+    ask = {"query": "red fox", "texts": ["a dog", "a red fox"], "return_text": True}
+    best, other = here.client.post("/rerank", json=ask | {"raw_scores": True}).json()
+    assert (best["index"], best["score"], best["text"]) == (1, 1.0, "a red fox")
+    assert other["index"] == 0
+    normal = here.client.post("/rerank", json=ask).json()
+    assert normal[0]["score"] == pytest.approx(1 / (1 + math.exp(-1.0)))
+    neither = here.client.post("/rerank", json={"query": "x"})
+    assert (neither.status_code, neither.json()["error"]["param"]) == (400, "documents")
 
 
 def test_llama_cpps_other_routes(here):

@@ -31,6 +31,8 @@ CHAT = [
     ({"messages": HI, "audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
     ({"messages": HI, "functions": [{}]}, "functions[0].name", "missing_required_parameter"),
     ({"messages": HI, "guided_json": {"a": 1}}, "guided_json", "unsupported_parameter"),
+    ({"messages": HI, "regex": "a+"}, "regex", "unsupported_parameter"),
+    ({"messages": HI, "ebnf": "root ::= x"}, "ebnf", "unsupported_parameter"),
     ({"messages": HI, "n_ctx": 512}, "n_ctx", "unknown_parameter"),
     ({"messages": HI, "temperature": 2.1}, "temperature", "decimal_above_max_value"),
     ({"messages": HI, "temperature": -0.1}, "temperature", "decimal_below_min_value"),
