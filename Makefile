@@ -130,7 +130,7 @@ bench-binary: binary ## stages of a launch of the file beside the virtual enviro
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
 
-cuda: setup      ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: 3 hours of one core; CUDA_ARCHS=80-virtual half of one
+cuda: setup      ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: hours of one core; CUDA_ARCHS=80-virtual half of one
 	tools/build_cuda.sh dist/backends
 
 clean:           ## what tools leave behind

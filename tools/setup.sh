@@ -12,7 +12,7 @@
 #   with `test`:         the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some tests drive,
 #                        through apt where this is root's call (else it says what to type, and those tests are skipped);
 #                        glibc 2.31, which the shipped file is tested on; docker-registry, which some pull from; a Vulkan device
-#                        in software
+#                        in software; as root also podman and Debian 13's systemd, which run the units and manifests of docs/
 #   with `bench`:        the same two models; llama-server and llama-bench in the build cache, to measure beside
 #
 # Needs: Python >= 3.11 with venv, gcc, cmake, make. EDGEINFER_BUILD_CACHE moves the cache.
@@ -123,6 +123,7 @@ test_programs() {
   command -v zsh >/dev/null || missing+=(zsh)
   command -v fish >/dev/null || missing+=(fish)
   command -v node >/dev/null || missing+=(nodejs npm)
+  [ "$(id -u)" != 0 ] || command -v runc >/dev/null || missing+=(podman runc)
   [ ${#missing[@]} = 0 ] && return
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "installing ${missing[*]} for the tests"
@@ -141,6 +142,11 @@ test_registry() {
     say "could not get docker-registry: the tests of registries are skipped"
 }
 
+test_systemd() {
+  [ "$(id -u)" != 0 ] || [ -d "$cache/systemd-257" ] || ! command -v apt-get >/dev/null ||
+    tools/fetch_systemd.sh "$cache/systemd-257" >&2 || say "could not get Debian 13's systemd: the test of the units fails"
+}
+
 test_vulkan() {
   [ -d "$cache/lavapipe" ] || ! command -v apt-get >/dev/null || tools/fetch_lavapipe.sh "$cache/lavapipe" >&2 ||
     say "could not get Mesa's software device: the tests of offload are skipped"
@@ -157,6 +163,6 @@ build_vulkan & vulkan=$!
 build_llama; install; install_native; install_criu
 wait $vulkan; install_vulkan
 case ${1:-} in
-  test) test_programs; test_models; test_libc; test_registry; test_vulkan ;;
+  test) test_programs; test_models; test_libc; test_registry; test_vulkan; test_systemd ;;
   bench) test_models; peers ;;
 esac

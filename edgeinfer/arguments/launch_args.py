@@ -206,7 +206,10 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", metavar="FILE", help="API keys, one a line; also EDGEINFER_API_KEY"
     )
     where.add_argument(
-        "--allow-host", action="append", metavar="NAME", help="also accept this Host header"
+        "--allow-host",
+        action="append",
+        metavar="NAME",
+        help="also accept this Host header; .NAME accepts every name that ends so",
     )
     where.add_argument(
         "--allow-origin", action="append", metavar="ORIGIN", help="a web page's origin that may call"

@@ -91,7 +91,11 @@ class BlocksConfig(_Section, frozen=True, kw_only=True):
 
     enabled: Annotated[bool, about("Keep what models have read; off writes and reads nothing.")] = True
     max_total_gib: Annotated[
-        float, about("Limit for all blocks, GiB on disk; 0 takes a quarter of what is free.", ge=0)
+        float,
+        about(
+            "Limit for all KV blocks, GiB on disk; 0: a quarter of free space and blocks, at most 64.",
+            ge=0,
+        ),
     ] = 0.0
 
 
@@ -156,7 +160,9 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     allowed_origins: Annotated[
         tuple[str, ...], about("Origins of web pages that may call the endpoint.")
     ] = ()
-    allowed_hosts: Annotated[tuple[str, ...], about("Host names accepted besides loopback's own.")] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...], about("Host names accepted besides loopback's own; `.NAME` is a suffix.")
+    ] = ()
     aliases: Annotated[
         dict[str, str],
         about('Other names for models, e.g. `"gpt-4o" = "qwen3-4b"`, `"claude-*" = "default"`.'),

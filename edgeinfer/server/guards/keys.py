@@ -102,7 +102,7 @@ def read_keys(path: Path) -> list[str]:
         raise ServeError(f"{path}: {error.strerror}") from error
     with os.fdopen(descriptor, encoding="utf-8") as file:
         info = os.fstat(file.fileno())
-        if info.st_uid not in (os.getuid(), 0) or stat.S_IMODE(info.st_mode) & 0o077:
+        if not _is_private(info):
             raise ServeError(
                 f"{path} holds keys and must be readable by you alone", hint=f"chmod 600 {path}"
             )
@@ -113,6 +113,15 @@ def read_keys(path: Path) -> list[str]:
             f"{path} holds no key", hint=f"remove it: the next `edgeinfer serve` makes one ({path})"
         )
     return keys
+
+
+def _is_private(info: os.stat_result) -> bool:
+    mode = stat.S_IMODE(info.st_mode)
+    if os.getuid() != info.st_uid == 0 and info.st_gid in (os.getegid(), *os.getgroups()):
+        return (
+            not mode & 0o037
+        )  # a Secret with fsGroup, as the kubelet mounts it: root's, 0440, our group's
+    return info.st_uid in (os.getuid(), 0) and not mode & 0o077
 
 
 def _checked(key: str, where: str) -> str:

@@ -29,7 +29,8 @@ Headers = Mapping[str, str]
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules. `hosts` are names without a port, lower case; `origins` are as browsers spell them.
+    """The rules. `hosts` are names without a port, lower case, or suffixes that begin with a dot;
+    `origins` are as browsers spell them.
 
     `any_address` accepts every IP address as Host: for binds beyond loopback, where a key is required
     anyway, and where rebinding (which needs a name) gains nothing.
@@ -46,7 +47,8 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         if not host:
             raise Problem(400, "A Host header is required.", code="missing_host")
         name = host_name(host)
-        if name not in self.hosts and not (self.any_address and _is_address(name)):
+        known = name in self.hosts or any(h.startswith(".") and name.endswith(h) for h in self.hosts)
+        if not known and not (self.any_address and _is_address(name)):
             raise Problem(
                 403,
                 f"Host '{host[:200]}' is not one of this endpoint's names; `--allow-host` adds one.",

@@ -15,6 +15,7 @@ from edgeinfer.arguments import launch_args
 from edgeinfer.commands.answering.serve import limits, make_gate
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.guards import keys, sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, OPEN_ROUTES, Gate, host_name
@@ -228,6 +229,14 @@ def test_configured_hosts_and_origins_are_accepted_and_star_is_not():
         assert gate.origins == {PAGE}
         with pytest.raises(ServeError):
             make_gate(_options("--allow-origin", "*"), Host(config=config), [listener])
+
+
+def test_host_suffix_accepts_names_that_end_so():
+    gate = Gate(keys=Keys([]), hosts=frozenset({".svc.cluster.local"}))
+    gate.check_host({"host": "edgeinfer.default.svc.cluster.local:80"})
+    for other in ("svc.cluster.local", "evilsvc.cluster.local", "svc.cluster.local.evil.example"):
+        with pytest.raises(Problem):
+            gate.check_host({"host": other})
 
 
 def test_tls_needs_both_files(tmp_path):

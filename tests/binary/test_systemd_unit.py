@@ -1,0 +1,199 @@
+"""The shipped file under the units of docs/systemd, run by Debian 13's systemd: it is process 1 of a root and
+a network of its own, and starts the user manager of an ordinary user.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..conftest import BUILD_CACHE, ROOT
+
+UID = 65533
+HOME = "/home/person"
+RUNTIME = "/run/person"
+MODEL = "smollm2-135m-instruct"
+PERSON = """
+    [Service]
+    Type=notify
+    User=person
+    Environment=XDG_RUNTIME_DIR=/run/person HOME=/home/person
+    RuntimeDirectory=person
+    RuntimeDirectoryMode=0700
+    Delegate=yes
+    WorkingDirectory=/home/person
+    ExecStart=/usr/lib/systemd/systemd --user
+"""
+#: Makes the root the only one, with mounts of its own as a container has them, and becomes its systemd.
+BOOT = """
+    set -eu
+    mount --make-rprivate / && mount --bind "$1" "$1" && cd "$1" && mkdir -p old
+    mount -t proc proc proc && mount -t tmpfs tmpfs run && mount -t sysfs sysfs sys
+    mount -t cgroup2 cgroup2 sys/fs/cgroup
+    mount -t tmpfs -o mode=755 tmpfs dev
+    for name in null zero full random urandom tty; do
+        touch dev/$name && mount --bind /dev/$name dev/$name
+    done
+    mkdir dev/shm dev/pts && mount -t tmpfs -o mode=1777 tmpfs dev/shm
+    mount -t devpts -o newinstance,ptmxmode=0666 devpts dev/pts
+    ln -s pts/ptmx dev/ptmx && ln -s /proc/self/fd dev/fd
+    pivot_root . old && umount -l /old
+    exec env -i container=edgeinfer PATH=/usr/bin /usr/lib/systemd/systemd --unit=person.service
+"""
+
+
+class Systemd:
+    """A running systemd, and commands in its namespaces."""
+
+    def __init__(self, process: subprocess.Popen[bytes], root: Path) -> None:
+        self.process, self.root = process, root
+        self.home = root / HOME[1:]
+
+    def run(self, *command: str, as_person: bool = True) -> subprocess.CompletedProcess[str]:
+        person = (f"--setuid={UID}", f"--setgid={UID}") if as_person else ()
+        return subprocess.run(
+            [
+                "nsenter",
+                f"--target={self.pid}",
+                "--all",
+                *person,
+                "--",
+                "env",
+                f"--chdir={HOME}",
+                *command,
+            ],
+            env={"HOME": HOME, "XDG_RUNTIME_DIR": RUNTIME, "PATH": "/usr/bin", "LANG": "C.UTF-8"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process 1 of the namespaces, the only child of `unshare --fork`; 0 until it is systemd."""
+        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        for child in Path(children).read_text().split():
+            if Path(f"/proc/{child}/comm").read_text() == "systemd\n":
+                return int(child)
+        return 0
+
+    def control(self, *words: str) -> str:
+        done = self.run("systemctl", "--user", *words)
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout.strip()
+
+    def wait_until(self, unit: str, state: str) -> None:
+        for _ in range(600):
+            found = self.run("systemctl", "--user", "is-active", unit).stdout.strip()
+            if found == state:
+                return
+            assert found != "failed", self.log()
+            time.sleep(0.1)
+        raise AssertionError(f"{unit} is {found}, not {state}\n{self.log()}")
+
+    def log(self) -> str:
+        return self.run("journalctl", "--no-pager", "-o", "cat", as_person=False).stdout
+
+
+@pytest.fixture
+def systemd(tmp_path, binary, smollm2) -> Iterator[Systemd]:
+    fetched = BUILD_CACHE / "systemd-257"
+    if os.getuid() != 0:
+        pytest.skip("a systemd as process 1 needs root")
+    assert fetched.is_dir(), "tools/setup.sh test fetches Debian 13's systemd"
+    root = tmp_path / "root"
+    shutil.copytree(fetched, root, symlinks=True)
+    (root / "etc/passwd").write_text(
+        f"root:x:0:0::/root:/bin/sh\nperson:x:{UID}:{UID}::{HOME}:/bin/sh\n"
+    )
+    (root / "etc/group").write_text(f"root:x:0:\nperson:x:{UID}:\n")
+    (root / "etc/hosts").write_text("127.0.0.1 localhost\n")
+    (root / "etc/systemd/system").mkdir(parents=True, exist_ok=True)
+    (root / "etc/systemd/system/person.service").write_text(textwrap.dedent(PERSON))
+    home = root / HOME[1:]
+    units = home / ".config/systemd/user"
+    shutil.copytree(ROOT / "docs/systemd", units)
+    (home / ".local/bin").mkdir(parents=True)
+    shutil.copy(binary, home / ".local/bin/edgeinfer")
+    shutil.copy(smollm2, home / "small.gguf")
+    for path in (home, *home.rglob("*")):
+        os.chown(path, UID, UID)
+    group = Path(
+        "/sys/fs/cgroup/unified" if os.path.isdir("/sys/fs/cgroup/unified") else "/sys/fs/cgroup"
+    )
+    group /= f"edgeinfer-test-{os.getpid()}"
+    group.mkdir()
+    namespaces = ["--mount", "--pid", "--fork", "--cgroup", "--uts", "--ipc", "--net"]
+    process = subprocess.Popen(
+        ["unshare", *namespaces, "--", "bash", "-c", BOOT, "boot", str(root)],
+        preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    machine = Systemd(process, root)
+    try:
+        _wait_for_manager(machine)
+        yield machine
+    finally:
+        (group / "cgroup.kill").write_text("1")
+        process.wait(30)
+        _remove_groups(group)
+
+
+def _wait_for_manager(machine: Systemd) -> None:
+    for _ in range(600):
+        assert machine.process.poll() is None, "systemd ended"
+        if machine.pid:
+            state = machine.run("systemctl", "--user", "is-system-running")
+            if state.stdout.strip() in ("running", "degraded"):
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"the user manager did not start: {state}")
+
+
+def _remove_groups(group: Path) -> None:
+    """Remove a control group and those in it, once their processes are gone."""
+    for folder, _, _ in os.walk(group, topdown=False):
+        for _ in range(100):
+            try:
+                os.rmdir(folder)
+                break
+            except OSError:
+                time.sleep(0.05)
+
+
+def test_socket_unit_resumes_the_endpoint_after_an_idle_exit(systemd):
+    """From a bare home: unpack, pull, warm; then a connection starts the service, which exits when idle and
+    is resumed from the snapshot at the next connection.
+    """
+    program = f"{HOME}/.local/bin/edgeinfer"
+    for words in (["pull", f"{HOME}/small.gguf", "--name", MODEL], ["warm", MODEL]):
+        done = systemd.run(program, *words)
+        assert done.returncode == 0, done.stderr
+    # the unit as shipped, but for the seconds it waits before it exits
+    shipped = "serve --idle-exit 600"
+    unit = systemd.home / ".config/systemd/user/edgeinfer.service"
+    assert shipped in unit.read_text()
+    unit.write_text(unit.read_text().replace(shipped, "serve --idle-exit 1"))
+    systemd.control("daemon-reload")
+    systemd.control("enable", "--now", "edgeinfer.socket")
+    for _ in range(2):
+        systemd.wait_until("edgeinfer.service", "inactive")
+        answer = systemd.run(
+            "bash", "-c",
+            "exec 3<>/dev/tcp/127.0.0.1/8080; printf 'GET /infer?prompt=Hello&max_tokens=4 HTTP/1.1\\r\\n"
+            "host: localhost\\r\\nconnection: close\\r\\n\\r\\n' >&3; cat <&3",
+        )  # fmt: skip
+        assert answer.stdout.startswith("HTTP/1.1 200"), (answer, systemd.log())
+        systemd.wait_until("edgeinfer.service", "inactive")
+    log = systemd.log()
+    assert '"start": "resumed"' in log or "resumed" in log, log
+    assert "cold" not in log, log
