@@ -44,7 +44,9 @@ class Podman:
 
     def __init__(self, folder: Path) -> None:
         self._store = [f"--root={folder}/store", f"--runroot={folder}/run", "--cgroup-manager=cgroupfs"]
-        self.volume, self.secret, self.models = folder / "volume", folder / "secret", folder / "models"
+        self.volume = folder / "volume"
+        self.secret = folder / "secret"
+        self.models = folder / "models"
         for path in (self.volume, self.secret, self.models):
             path.mkdir()
         self.mount_as_kubelet()
