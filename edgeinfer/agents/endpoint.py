@@ -1,4 +1,8 @@
-"""An endpoint of ours as its client sees it: found where it runs, started where none does, asked."""
+"""An endpoint of ours as its client sees it: found where it runs, started where none does, asked.
+
+Any user of this machine may listen at a free port and answer as an endpoint does. So nothing is sent
+before the kernel has said that the listener is this user's, or root's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from edgeinfer.errors import ServeError
-from edgeinfer.system import paths
+from edgeinfer.system import paths, tcp
 
 #: An endpoint answers its health at once; one that does not is none of ours.
 _HEALTH_S = 5.0
@@ -60,6 +64,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         raw = None if body is None else msgspec.json.encode(body)
         try:
             with contextlib.closing(connection):
+                connection.connect()
+                self._check_listener(connection.port)
                 connection.request(method, path, raw, said)
                 answer = connection.getresponse()
                 read = answer.read()
@@ -73,6 +79,15 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
             raise ServeError(f"{self.url} says: {_message(value)}", hint="")
         return value
 
+    def _check_listener(self, port: int) -> None:
+        """Raises ServeError for a port that another user holds."""
+        uids = tcp.listener_uids(port)
+        if not uids or uids - {os.getuid(), 0}:
+            raise ServeError(
+                f"{self.url} is no endpoint of yours: another user's program listens there",
+                hint="`edgeinfer serve --port N` takes another port",
+            )
+
 
 def _message(value: Any) -> str:
     error = value.get("error") if isinstance(value, dict) else None
@@ -80,8 +95,8 @@ def _message(value: Any) -> str:
 
 
 def look_at(url: str, key: str) -> Found | None:
-    """The endpoint at `url`; None where nothing of ours answers."""
-    here = Found(url=url, model="", key=key)
+    """The endpoint at `url`; None where nothing of ours answers. Its health needs no key."""
+    here = Found(url=url, model="")
     try:
         health = here.ask("GET", "/health", timeout_s=_HEALTH_S)
     except ServeError:

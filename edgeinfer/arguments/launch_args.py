@@ -203,7 +203,15 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         help="also listen at Ollama's place, 127.0.0.1:11434, and let its clients change the models",
     )
     where.add_argument(
-        "--api-key-file", metavar="FILE", help="API keys, one a line; also EDGEINFER_API_KEY"
+        "--api-key-file",
+        metavar="FILE",
+        help="API keys, one a line, the first one an administrator's; also EDGEINFER_API_KEY",
+    )
+    where.add_argument(
+        "--any-user",
+        action="store_true",
+        default=None,
+        help="without an API key: answer every user of this machine, not the own one alone",
     )
     where.add_argument(
         "--allow-host",

@@ -21,6 +21,7 @@ import msgspec
 
 from edgeinfer.errors import EngineClosedError, EngineError, InvalidRequestError, QueueFullError
 from edgeinfer.runtime.events import (
+    Divergence,
     Event,
     Finished,
     FinishReason,
@@ -306,7 +307,8 @@ class _Player(threading.Thread):
         timings = Timings(
             ttft_ms=self._first_ms, decode_ms=max(0.0, self._elapsed_ms() - self._first_ms)
         )
-        return Finished(reason=reason, usage=usage, timings=timings)
+        divergence = Divergence(cause="nothing" if self._request.cache_prompt else "off")
+        return Finished(reason=reason, usage=usage, timings=timings, divergence=divergence)
 
 
 def _in_order(scripts: Iterable[Script]) -> Callable[[GenerateRequest], Script]:

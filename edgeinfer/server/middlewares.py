@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.server.core.bodies import read_body
+from edgeinfer.server.core.connection import Connection
 from edgeinfer.server.core.exchange import Endpoint, Exchange
 from edgeinfer.server.core.kept import Kept
 from edgeinfer.server.core.problems import Problem, from_error, internal
@@ -205,7 +206,10 @@ class OriginMiddleware:
 
 
 class KeyMiddleware:
-    """Refuse a request without one of the endpoint's keys, where it has any."""
+    """Refuse a request without one of the endpoint's keys or, without keys, of another user's program.
+
+    What changes others' answers is for administrators.
+    """
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
@@ -214,9 +218,24 @@ class KeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["edgeinfer"]
         exchange.key = self._gate.check_key(exchange.headers, exchange.route)
+        if exchange.route not in OPEN_ROUTES:
+            connection: Connection | None = scope.get("connection")
+            self._gate.check_user(connection)
+            exchange.is_admin = self._gate.is_admin(exchange.key, connection)
+        if exchange.operation is not None and exchange.operation.is_admin and not exchange.is_admin:
+            raise _admin_only()
         if exchange.key:
             exchange.cache_salt = self._gate.keys.cache_salt(exchange.key)
         await self._app(scope, receive, send)
+
+
+def _admin_only() -> Problem:
+    return Problem(
+        403,
+        "This needs the endpoint's first API key or, without keys, the user who started it.",
+        kind="permission_error",
+        code="admin_only",
+    )
 
 
 class LimitMiddleware:

@@ -160,6 +160,9 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     allowed_origins: Annotated[
         tuple[str, ...], about("Origins of web pages that may call the endpoint.")
     ] = ()
+    any_user: Annotated[
+        bool, about("Without an API key: answer every user of this machine, not the own one alone.")
+    ] = False
     allowed_hosts: Annotated[
         tuple[str, ...], about("Host names accepted besides loopback's own; `.NAME` is a suffix.")
     ] = ()

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import io
+import os
 import re
 import socket
 import threading
@@ -211,6 +213,26 @@ def exchange_raw(port: int, request: bytes, seconds: float = 20) -> bytes:
 def raw_exchange() -> Callable[..., bytes]:
     """`raw_exchange(port, request)`: bytes in, bytes out."""
     return exchange_raw
+
+
+@contextlib.contextmanager
+def _as_nobody() -> Iterator[None]:
+    libc = ctypes.CDLL(None)
+    libc.setfsuid(65_534)  # of this thread alone
+    try:
+        yield
+    finally:
+        libc.setfsuid(0)
+
+
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """`with stranger():` makes sockets that are another user's, as this program sees it."""
+    own = os.getuid()
+    if own == 0:
+        return _as_nobody
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    return contextlib.nullcontext
 
 
 @pytest.fixture(scope="session")

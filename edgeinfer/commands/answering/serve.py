@@ -348,6 +348,8 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
         hosts=frozenset(hosts),
         origins=frozenset(origins),
         any_address=not sockets.is_loopback(listeners),
+        owner=os.getuid(),
+        any_user=_pick(options.any_user, config.any_user),
     )
 
 

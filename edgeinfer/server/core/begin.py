@@ -14,7 +14,6 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.exchange import Endpoint, Exchange
-from edgeinfer.server.core.keep_alive import keep_alive_s
 from edgeinfer.server.core.models.pool import Lease
 from edgeinfer.server.core.renderer import Renderer
 from edgeinfer.server.observe.metrics import version_of
@@ -54,7 +53,7 @@ async def begin(exchange: Exchange, job: Job) -> Begun:
 
 
 async def _begin_once(exchange: Exchange, job: Job) -> Begun:
-    lease = await exchange.endpoint.models.acquire(exchange.model, keep_alive_s(job.keep_alive))
+    lease = await exchange.endpoint.models.acquire(exchange.model, exchange.stay_s(job.keep_alive))
     try:
         info = lease.engine.info
         exchange.version = version_of(info.sha256)

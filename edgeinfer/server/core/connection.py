@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -13,7 +14,7 @@ from starlette.types import Receive
 
 from edgeinfer.host import Copies
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta
-from edgeinfer.system.tcp import Peer, peer_of
+from edgeinfer.system.tcp import peer_of
 
 
 async def disconnected(receive: Receive) -> None:
@@ -35,18 +36,20 @@ class Connection:
         self._is_lost = False
         self._short_cut: ShortCut | None = None
 
-    def peer(self) -> Peer | None:
-        """Return who asks; None for a client on another machine, or one that has left."""
-        return peer_of(self._socket)
-
     @property
-    def is_local_file(self) -> bool:
-        """Whether it came by a unix socket, whose file says who may connect."""
+    def is_unix(self) -> bool:
+        """Whether it came by a unix socket, whose file's mode says who may connect."""
         return bool(self._socket.family == socket.AF_UNIX)
+
+    @functools.cached_property
+    def uid(self) -> int | None:
+        """The client's user; None for a client on another machine, or one that has left."""
+        peer = peer_of(self._socket)
+        return None if peer is None else peer.uid
 
     def is_half_closed(self) -> bool:
         """Whether the client sends no more, and still reads; never known under TLS."""
-        peer = None if self._is_tls else self.peer()
+        peer = None if self._is_tls else peer_of(self._socket)
         return peer is not None and peer.is_half_closed
 
     def mark(self, state: int) -> None:

@@ -25,9 +25,10 @@ Envelope = Callable[[Problem, str], bytes]
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
-    `may_store`: its answers may be kept, to be read again by id. `is_list`: the answer is a list of
-    `reply`, `takes_list`: its body is one of `body`. `list_of`: some bodies get a list of these.
-    `also` are further JSON answers by status, for the OpenAPI document.
+    `is_admin`: it changes what others get, or tells of it. `may_store`: its answers may be kept, to be
+    read again by id. `is_list`: the answer is a list of `reply`, `takes_list`: its body is one of
+    `body`. `list_of`: some bodies get a list of these. `also` are further JSON answers by status, for
+    the OpenAPI document.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     query: type[msgspec.Struct] | None = None
     streams: bool = False
     uses_model: bool = True
+    is_admin: bool = False
     may_store: bool = False
     reply_type: str = "application/json"
     also: Mapping[str, type[msgspec.Struct]] = {}

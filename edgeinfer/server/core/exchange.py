@@ -179,6 +179,8 @@ class Exchange:
         self.dialect = dialect
         self.headers = headers
         self.key = ""
+        #: Whether it may change what others get.
+        self.is_admin = False
         #: What is computed for this key is found by requests of this key alone; "" shares it with all.
         self.cache_salt = ""
         self.started = time.perf_counter()
@@ -242,6 +244,17 @@ class Exchange:
         """The salt of a request that gives `cache_salt`: one key's find nothing of another's."""
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
+    def stay_s(self, keep_alive: float | str | None) -> float | None:
+        """Return how long (s) the model stays after this request; None: as configured.
+
+        Administrators alone decide. Raises InvalidRequestError.
+        """
+        seconds = keep_alive_s(keep_alive)
+        if seconds is None or self.is_admin:
+            return seconds
+        self.ignore(["keep_alive"])
+        return None
+
     def name_model(self, name: str | None) -> None:
         """Note the model that is meant, and its adapter where one is named in its place.
 
@@ -268,8 +281,9 @@ class Exchange:
         self.cached_tokens += end.usage.cached_tokens
         self.completion_tokens += end.usage.completion_tokens
         self.how = end.reason
-        self.endpoint.slots.appendleft((self.key, _slot(self, end)))
-        self.endpoint.note_prompt(LastPrompt.of(self.model, end))
+        if end.divergence.cause != "off":  # `cache_prompt: false` leaves nothing
+            self.endpoint.slots.appendleft((self.key, _slot(self, end)))
+            self.endpoint.note_prompt(LastPrompt.of(self.model, end))
         self.endpoint.metrics.generation_ended(self.model, self.version, end)
         self.endpoint.tracer.generation(self.headers, self.model, self.route, self.started_ns, end)
 
@@ -287,9 +301,6 @@ def _slot(exchange: Exchange, end: Finished) -> Slot:
         finish_reason=end.reason,
         n_diverged=where.n_tokens,
         cause=where.cause,
-        text_before=where.before,
-        text_here=where.here,
-        text_there=where.there,
     )
 
 
@@ -304,7 +315,7 @@ async def with_engine(
     """Hold the request's model while `work(engine)` runs in a thread; raises as both do."""
     models = exchange.endpoint.models
     exchange.name_model(model)
-    lease = await models.acquire(exchange.model, keep_alive_s(keep_alive))
+    lease = await models.acquire(exchange.model, exchange.stay_s(keep_alive))
     try:
         exchange.version = version_of(lease.engine.info.sha256)
         reply: R = await exchange.endpoint.in_thread(work, lease.engine)

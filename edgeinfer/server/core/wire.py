@@ -144,8 +144,8 @@ class SamplingFields(Wire, frozen=True, kw_only=True):
 class Slot(Reply, frozen=True, kw_only=True):
     """A generation that has ended, and what of its prompt was remembered.
 
-    `prompt_n` of `n_prompt_tokens` were computed. `n_diverged` tokens agree with what is remembered,
-    and behind them stands `text_here`, not `text_there`; `cause` as in `Divergence`.
+    `prompt_n` of `n_prompt_tokens` were computed. `n_diverged` tokens agree with what is remembered;
+    `cause` as in `Divergence`.
     """
 
     id_task: str
@@ -158,9 +158,6 @@ class Slot(Reply, frozen=True, kw_only=True):
     finish_reason: str
     n_diverged: int
     cause: str
-    text_before: str
-    text_here: str
-    text_there: str
     is_processing: bool = False
 
 

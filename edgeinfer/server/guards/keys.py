@@ -2,7 +2,7 @@
 
 Order: `EDGEINFER_API_KEY`, then `EDGEINFER_API_KEY_FILE` or `--api-key-file`, then the file in the
 configuration directory, which is made on the first bind that is not loopback. Never argv, never a log,
-never a snapshot.
+never a snapshot. The first key of a file is its owner's and an administrator's; the others ask models.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = known
         return None if found is None else found.hex()[:8]
+
+    def is_first(self, name: str) -> bool:
+        """Whether `name` is the first key's: the owner's, which may change what others get."""
+        return bool(self._digests) and self._digests[0].hex()[:8] == name
 
     def cache_salt(self, name: str) -> str:
         """Keep what one key's requests computed from the others'; "" with fewer than two keys."""

@@ -1,8 +1,11 @@
-"""Who may ask: Host, Origin and API key, checked on every route before anything of the body is read.
+"""Who may ask: Host, Origin, API key and user, checked on every route before the body is read.
 
 A web page can reach a local endpoint: by name (DNS rebinding; the Host check stops it), by fetch (the
 Origin check), and by a plain `<img>` or navigation without Origin (the Sec-Fetch-Site check). CORS
 headers are sent to named origins only.
+
+Other users of this machine reach a loopback address too: without API keys the kernel is asked whose
+program a connection comes from.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from edgeinfer.server.core.connection import Connection
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.guards.keys import Keys
 
@@ -34,12 +38,17 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
     `any_address` accepts every IP address as Host: for binds beyond loopback, where a key is required
     anyway, and where rebinding (which needs a name) gains nothing.
+
+    Without keys only programs of the user `owner` and of root are answered; with `any_user` all are,
+    but change nothing. `owner` None knows no users.
     """
 
     keys: Keys
     hosts: frozenset[str] = LOOPBACK_HOSTS
     origins: frozenset[str] = frozenset()
     any_address: bool = False
+    owner: int | None = None
+    any_user: bool = False
 
     def check_host(self, headers: Headers) -> None:
         """Raises Problem 400 without a Host, 403 with a foreign one."""
@@ -96,6 +105,27 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             )
             raise Problem(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return name
+
+    def check_user(self, connection: Connection | None) -> None:
+        """Raises Problem 403 for a program of another user, if there are no keys."""
+        if self.keys or self.any_user or self._is_owners(connection):
+            return
+        raise Problem(
+            403,
+            f"Without an API key this endpoint answers programs of user {self.owner} and root alone; "
+            "start it with `EDGEINFER_API_KEY=KEY` or `--any-user`.",
+            kind="permission_error",
+            code="user_not_allowed",
+        )
+
+    def is_admin(self, key: str, connection: Connection | None) -> bool:
+        """Whether a request may change what others get: by the first key, or its user without keys."""
+        return self.keys.is_first(key) if self.keys else self._is_owners(connection)
+
+    def _is_owners(self, connection: Connection | None) -> bool:
+        if self.owner is None or connection is None or connection.is_unix:
+            return True
+        return connection.uid in (self.owner, 0)
 
 
 def host_name(host: str) -> str:

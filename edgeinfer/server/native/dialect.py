@@ -19,6 +19,7 @@ NATIVE = Dialect(
             summary="Give a model's memory back.",
             reply=wire.UnloadReply,
             uses_model=False,
+            is_admin=True,
         ),
         Operation(
             path="/v1/models/{id}/recall",
@@ -35,6 +36,7 @@ NATIVE = Dialect(
             reply=wire.SnapshotReply,
             also={"409": ErrorReply, "507": ErrorReply},
             uses_model=False,
+            is_admin=True,
         ),
         Operation(
             path="/v1/models/{id}/snapshot/schedule",
@@ -43,6 +45,7 @@ NATIVE = Dialect(
             body=wire.ScheduleRequest,
             reply=wire.ScheduleReply,
             uses_model=False,
+            is_admin=True,
         ),
         Operation(
             path="/v1/rerank",
@@ -104,6 +107,7 @@ NATIVE = Dialect(
             takes_list=True,
             reply=llama_wire.LoadedAdapter,
             is_list=True,
+            is_admin=True,
         ),
         Operation(
             path="/v1/load_lora_adapter",
@@ -111,6 +115,7 @@ NATIVE = Dialect(
             summary="Load an adapter while the model runs, in vLLM's shape.",
             body=llama_wire.LoadAdapter,
             reply_type="text/plain",
+            is_admin=True,
         ),
         Operation(
             path="/v1/unload_lora_adapter",
@@ -118,6 +123,7 @@ NATIVE = Dialect(
             summary="Unload an adapter while the model runs, in vLLM's shape.",
             body=llama_wire.UnloadAdapter,
             reply_type="text/plain",
+            is_admin=True,
         ),
         Operation(
             method="GET",
@@ -203,6 +209,7 @@ NATIVE = Dialect(
             summary="Prometheus metrics.",
             reply_type="text/plain",
             uses_model=False,
+            is_admin=True,
         ),
     ),
 )

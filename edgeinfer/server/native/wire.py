@@ -198,8 +198,8 @@ class RecallReply(Reply, frozen=True, kw_only=True):
     n_tokens: int
 
 
-#: A name for a snapshot, "" for the one it has by its options.
-SnapshotName = Annotated[str, Meta(max_length=64, pattern="^[A-Za-z0-9._+-]*$")]
+#: A name for a snapshot, begun with a letter or digit; "" for the one it has by its options.
+SnapshotName = Annotated[str, Meta(max_length=64, pattern="^([A-Za-z0-9][A-Za-z0-9._+-]*)?$")]
 
 
 class SnapshotRequest(Wire, frozen=True, kw_only=True):

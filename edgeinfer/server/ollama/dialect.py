@@ -86,6 +86,7 @@ OLLAMA = Dialect(
             body=wire.OllamaPullRequest,
             reply=replies.OllamaStatus,
             streams=True,
+            is_admin=True,
         ),
         Operation(
             path="/api/create",
@@ -94,6 +95,7 @@ OLLAMA = Dialect(
             body=wire.OllamaCreateRequest,
             reply=replies.OllamaStatus,
             streams=True,
+            is_admin=True,
         ),
         Operation(
             path="/api/copy",
@@ -102,6 +104,7 @@ OLLAMA = Dialect(
             body=wire.OllamaCopyRequest,
             reply=replies.OllamaStatus,
             uses_model=False,
+            is_admin=True,
         ),
         Operation(
             method="DELETE",
@@ -111,6 +114,7 @@ OLLAMA = Dialect(
             body=wire.OllamaDeleteRequest,
             reply=replies.OllamaStatus,
             uses_model=False,
+            is_admin=True,
         ),
         Operation(
             path="/api/push",

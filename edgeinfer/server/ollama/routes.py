@@ -16,7 +16,6 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
-from edgeinfer.server.core.keep_alive import keep_alive_s
 from edgeinfer.server.core.models.spellings import listed_name
 from edgeinfer.server.core.models.values import LoadedModel, Pulled
 from edgeinfer.server.core.problems import Problem
@@ -72,7 +71,7 @@ async def _load_or_unload(exchange: Exchange, body: wire.GenerationFields, shape
     """Nothing was asked: the model is loaded, or unloaded where it is not to stay."""
     models = exchange.endpoint.models
     exchange.model = models.resolve(body.model)
-    stay_s = keep_alive_s(body.keep_alive)
+    stay_s = exchange.stay_s(body.keep_alive)
     if stay_s == 0:
         await models.unload(exchange.model)
     else:

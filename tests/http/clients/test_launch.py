@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -14,8 +16,11 @@ import pytest
 from made_models import make_llama
 
 from edgeinfer import cli
+from edgeinfer.agents import endpoint
+from edgeinfer.agents.endpoint import Found
 from edgeinfer.agents.setups import Target
 from edgeinfer.agents.table import AGENTS, agent_of
+from edgeinfer.errors import ServeError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 
 #: Writes down what it was given, asks the endpoint that aider would ask, and ends with 7.
@@ -72,6 +77,40 @@ def test_an_agent_is_told_where_its_model_is(serve, aider, configured, capfd):
     assert said["sizes"]["openai/fake"]["max_input_tokens"] == 32768
     assert not Path(said["file"]).exists()
     assert f"aider asks fake at {here.url}" in capfd.readouterr().err
+
+
+def test_another_users_listener_is_sent_nothing(stranger):
+    with stranger():
+        listener = socket.create_server(("127.0.0.1", 0))
+    with listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert endpoint.look_at(url, "secret-key-0123456789") is None
+        with pytest.raises(ServeError, match="another user"):
+            Found(url=url, model="m", key="secret-key-0123456789").ask("GET", "/props")
+        for _ in range(2):
+            client, _ = listener.accept()
+            with client:
+                assert client.recv(1000) == b""
+
+
+def test_health_is_asked_without_the_key(serve):
+    received: list[bytes] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        client, _ = listener.accept()
+        with client:
+            received.append(client.recv(65_536))
+            client.sendall(b"HTTP/1.1 404 No\r\ncontent-length: 2\r\n\r\n{}")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert endpoint.look_at(url, "secret-key-0123456789") is None
+        thread.join(20)
+    assert received[0].startswith(b"GET /health ")
+    assert b"secret" not in received[0]
 
 
 def test_a_context_that_is_too_small_is_said_before_the_agent_runs(serve, aider, configured, capfd):

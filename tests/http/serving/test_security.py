@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import ssl
 import stat
 import subprocess
@@ -156,6 +157,87 @@ def test_a_key_is_wanted_on_every_route_but_health(keyed, operation):
 )
 def test_keys_are_compared_whole(keyed, headers, status):
     assert keyed.client.get("/v1/models", headers=headers).status_code == status
+
+
+def _get(port: int, path: str, method: str = "GET") -> bytes:
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        client.sendall(head.encode())
+        return b"".join(iter(lambda: client.recv(65_536), b""))
+
+
+def test_another_users_program_is_refused_without_a_key(serve, stranger):
+    here = serve(gate=Gate(keys=Keys([]), owner=os.getuid()))
+    with stranger():
+        refused = _get(here.port, "/v1/models")
+        assert refused.startswith(b"HTTP/1.1 403 ")
+        assert b"--any-user" in refused
+        assert b"user_not_allowed" in _get(here.port, "/slots")
+        assert _get(here.port, "/health").startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_users_own_program_is_answered_without_a_key(serve):
+    here = serve(gate=Gate(keys=Keys([]), owner=os.getuid()))
+    assert here.client.get("/v1/models").status_code == 200
+    assert here.client.get("/metrics").status_code == 200
+
+
+def test_any_user_may_ask_and_change_nothing(serve, stranger):
+    here = serve(gate=Gate(keys=Keys([]), owner=os.getuid(), any_user=True))
+    with stranger():
+        assert _get(here.port, "/v1/models").startswith(b"HTTP/1.1 200 ")
+        for method, path in (("POST", "/v1/models/fake/unload"), ("GET", "/metrics")):
+            assert b"admin_only" in _get(here.port, path, method)
+
+
+def test_a_key_is_enough_for_another_user(serve, stranger):
+    here = serve(gate=Gate(keys=Keys([KEY]), owner=os.getuid()))
+    with stranger():
+        assert b" 200 " in _get(here.port, f"/v1/models HTTP/1.1\r\nx-api-key: {KEY}\r\nx:")
+
+
+ADMIN = [operation for operation in OPERATIONS if operation.is_admin]
+
+
+@pytest.mark.parametrize("operation", ADMIN, ids=lambda o: f"{o.method} {o.path}")
+def test_second_key_administers_nothing(keyed, operation):
+    path = operation.path.replace("{id}", "fake")
+    asked = {"content": b"{}"} if operation.method == "POST" else {}
+    second, first = (
+        keyed.client.request(operation.method, path, headers={"x-api-key": key}, **asked)
+        for key in ("another-key-0123456789", KEY)
+    )
+    assert (second.status_code, "admin_only" in second.text or "first API key" in second.text) == (
+        403,
+        True,
+    )
+    assert "first API key" not in first.text
+
+
+def test_admin_routes_are_those_that_change_what_others_get():
+    assert {operation.path for operation in ADMIN} >= {
+        "/v1/models/{id}/unload",
+        "/v1/models/{id}/snapshot",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/lora-adapters",
+        "/metrics",
+        "/api/pull",
+        "/api/create",
+        "/api/copy",
+        "/api/delete",
+    }
+
+
+def test_second_key_does_not_decide_how_long_a_model_stays(serve):
+    here = serve(gate=Gate(keys=Keys([KEY, "another-key-0123456789"])), keep_alive_s=7000)
+    for key, stays in (("another-key-0123456789", True), (KEY, False)):
+        headers = {"x-api-key": key}
+        body = {"messages": [{"role": "user", "content": "x"}], "keep_alive": 1}
+        reply = here.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert ("keep_alive" in reply.headers.get("x-edgeinfer-ignored", "")) is stays
+        (model,) = here.client.get("/props", headers=headers).json()["models"]
+        assert (model["expires_in_s"] > 6000) is stays
 
 
 def test_no_key_reaches_the_log(keyed):
