@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
+from edgeinfer.runtime.deadline import preparing
 from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
 from edgeinfer.runtime.decoding.drafting.draft import DraftModel
 from edgeinfer.runtime.decoding.drafting.speculative import Drafter, Drafting, NgramDrafter
@@ -54,6 +55,10 @@ class Preparer:
 
     def sequence(self, request: GenerateRequest) -> Sequence:
         """A sequence ready to be queued. Raises InvalidRequestError and its kin."""
+        with preparing():
+            return self._sequence(request)
+
+    def _sequence(self, request: GenerateRequest) -> Sequence:
         check_request(request, self._vocab.n_vocab)
         if request.overflow == "shift" and not self._can_shift:
             raise InvalidRequestError(

@@ -1,35 +1,43 @@
 """Check a JSON schema before its grammar is made, refusing by place what cannot be honoured.
 
-Three things: keywords are of the right type (`normalise`), every keyword that restricts is one that the
-grammar engine enforces (so that output always validates; annotations are dropped), and some finite
-document satisfies the schema (`{"$ref": "#"}` has none). What is left to the grammar engine itself,
-which knows more about contradictions, is named by its place with `locate`.
+Keywords are of the right type, every keyword that restricts is one that the grammar engine enforces (so
+that output always validates), and some finite document satisfies the schema (`{"$ref": "#"}` has none).
+`normalise` rewrites on the way: annotations go, what a `$ref` names moves to `$defs`, and `not`, `if`
+and dependencies become alternatives. What is left to the grammar engine itself, which knows more about
+contradictions, is named by its place with `locate`.
 
 Places are JSON pointers from the schema's root: `#/properties/age/minimum`.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote, urljoin
 
 from edgeinfer.errors import UnsupportedConstraintError
+from edgeinfer.runtime.deadline import check_deadline
+from edgeinfer.runtime.language.schema_overlap import TYPES, Overlaps
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
+#: Seconds that finding the innermost place may take.
+LOCATE_S = 5.0
 
-TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 #: The formats that are enforced; any other is an annotation, as JSON Schema has it.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 #: Keywords that restrict and that no grammar of ours expresses.
 REFUSED = """
-    not if then else contains minContains maxContains propertyNames $dynamicRef $recursiveRef
-    dependencies dependentRequired dependentSchemas unevaluatedItems unevaluatedProperties
+    contains minContains maxContains propertyNames $dynamicRef $recursiveRef
+    unevaluatedItems unevaluatedProperties
 """.split()
+#: Keywords that become alternatives.
+_REWRITTEN = ("not", "if", "dependencies", "dependentRequired", "dependentSchemas")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "additionalItems")
 _DRAFT_4 = "http://json-schema.org/draft-04/schema"
@@ -44,14 +52,102 @@ def _step(place: str, key: str | int) -> str:
     return f"{place}/{escaped}"
 
 
+class _References:
+    """Find what a `$ref` names: a pointer, an anchor or a part with an `$id`, in the same document."""
+
+    def __init__(self, root: dict[str, Any], *, draft_4: bool) -> None:
+        self._named: dict[str, tuple[Any, str]] = {"": (root, "#")}
+        self._bases: dict[int, str] = {}
+        waiting: list[tuple[Any, str, str]] = [(root, "#", "")]
+        while waiting:
+            value, place, base = waiting.pop()
+            if isinstance(value, dict):
+                name = value.get("$id", value.get("id") if draft_4 else None)
+                if isinstance(name, str):
+                    uri = _joined(base, name)
+                    base = base if name.startswith("#") else uri.removesuffix("#")
+                    self._named.setdefault(uri.removesuffix("#"), (value, place))
+                if isinstance(value.get("$anchor"), str):
+                    self._named.setdefault(f"{base}#{value['$anchor']}", (value, place))
+                self._bases[id(value)] = base
+            waiting.extend((part, _step(place, key), base) for key, part in _parts(value))
+
+    def find(self, ref: str, holder: dict[str, Any]) -> tuple[Any, str] | None:
+        """Return (schema, place) for the `$ref` of `holder`."""
+        uri = _joined(self._bases.get(id(holder), ""), ref)
+        whole, _, pointer = uri.partition("#")
+        if pointer and not pointer.startswith("/"):
+            return self._named.get(uri)
+        found, place = self._named.get(whole, (None, ""))
+        for step in pointer.split("/")[1:]:
+            name = _unescaped(step)
+            found, place = _part(found, name), _step(place, name)
+        return None if found is None else (found, place)
+
+
+def _joined(base: str, ref: str) -> str:
+    try:
+        return base + ref if ref.startswith("#") else urljoin(base, ref)
+    except ValueError:  # no URI
+        return ref
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list):
+        yield from ((str(i), part) for i, part in enumerate(value))
+
+
+def _part(value: Any, name: str) -> Any:
+    if isinstance(value, list):
+        at = int(name) if name.isdecimal() and len(name) < 9 else len(value)
+        return value[at] if at < len(value) else None
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _unescaped(step: str) -> str:
+    return unquote(step).replace("~1", "/").replace("~0", "~")
+
+
+def _name(place: str) -> str:
+    """Name a place in `$defs`, in characters that need no escape."""
+    return place.encode("utf-8", "surrogatepass").hex()
+
+
+def _place(name: str) -> str:
+    return bytes.fromhex(name).decode("utf-8", "surrogatepass")
+
+
+def with_places(text: str) -> str:
+    """Put the reader's places where `text` has names that `normalise` gave."""
+    return re.sub(r"[^\s'\"]*#?/\$defs/((?:[0-9a-f]{2})+)", lambda found: _place(found[1]), text)
+
+
 class _Normaliser:
     def __init__(self, root: dict[str, Any]) -> None:
-        self.root = root
         self.nodes = 0
         self.draft_4 = str(root.get("$schema", "")).startswith(_DRAFT_4)
+        self.references = _References(root, draft_4=self.draft_4)
+        #: What references name; None until it is its turn.
+        self.definitions: dict[str, Any] = {}
+        self.waiting: list[tuple[Any, str]] = []
+
+    def whole(self, root: dict[str, Any]) -> dict[str, Any]:
+        """Normalise `root`, then what it refers to, one after another: a chain may be long."""
+        made: dict[str, Any] = self.schema(root, "#", 0)
+        while self.waiting:
+            value, place = self.waiting.pop()
+            self.definitions[_name(place)] = self.schema(value, place, 0)
+        overlaps = Overlaps(self.definitions)
+        for name, part in self.definitions.items():
+            _replace_one_of(part, _place(name), overlaps)
+        _replace_one_of(made, "#", overlaps)
+        return {**made, "$defs": self.definitions} if self.definitions else made
 
     def schema(self, value: Any, place: str, depth: int) -> Any:
         self.nodes += 1
+        check_deadline()
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             raise _refuse(place, f"more than {MAX_DEPTH} levels or {MAX_NODES} parts")
         if isinstance(value, bool):
@@ -60,13 +156,38 @@ class _Normaliser:
             raise _refuse(place, f"a schema is an object, not {type(value).__name__}")
         made: dict[str, Any] = {}
         for key, part in value.items():
+            here = _step(place, key)
             if key in REFUSED:
-                raise _refuse(_step(place, key), f"`{key}` cannot be enforced token by token")
-            kept = self.keyword(key, part, _step(place, key), depth)
+                raise _refuse(here, f"`{key}` cannot be enforced token by token")
+            if key == "$ref":
+                made[key] = self.reference(part, value, here)
+                continue
+            kept = self.keyword(key, part, here, depth)
             if kept is not None or key == "const":
                 made[key] = kept
+        for key in _REWRITTEN:
+            if key in value:
+                made["allOf"] = [*made.get("allOf", ()), *self.rewritten(key, value, place, depth)]
         self.counted(made, place)
         return made
+
+    def reference(self, ref: Any, holder: dict[str, Any], place: str) -> str:
+        found = self.references.find(ref, holder) if isinstance(ref, str) else None
+        if found is None:
+            raise _refuse(place, f"nothing in the schema is at {ref!r}, and no other document is read")
+        name = _name(found[1])
+        if name not in self.definitions:
+            self.definitions[name] = None
+            self.waiting.append(found)
+        return f"#/$defs/{name}"
+
+    def rewritten(self, key: str, value: dict[str, Any], place: str, depth: int) -> list[Any]:
+        """The keyword as schemas that all have to be true."""
+        here = _step(place, key)
+        wanted = list(alternatives(key, value))
+        if None in wanted:
+            raise _refuse(here, f"this `{key}` cannot be enforced token by token")
+        return [self.schema(part, here, depth + 1) for part in wanted]
 
     def counted(self, made: dict[str, Any], place: str) -> None:
         """JSON lets a name stand twice; an open object could so count more members than it has."""
@@ -143,17 +264,6 @@ class _Normaliser:
         if part:
             raise _refuse(place, "`uniqueItems` cannot be enforced token by token")
 
-    def ref(self, part: Any, place: str) -> Any:
-        if not isinstance(part, str) or not (part == "#" or part.startswith("#/")):
-            raise _refuse(place, f"only references inside of the schema are followed, not {part!r}")
-        if resolve(self.root, part) is None:
-            raise _refuse(place, f"nothing is at {part}")
-        return part
-
-    def identity(self, part: Any, place: str) -> Any:
-        if place != "#/$id":
-            raise _refuse(place, "a schema inside of a schema may not have a name of its own")
-
     def dialect(self, part: Any, place: str) -> Any:
         return part if self.draft_4 else None
 
@@ -166,23 +276,107 @@ _CHECKS: dict[str, Callable[[_Normaliser, Any, str], Any]] = {
     "pattern": _Normaliser.pattern,
     "format": _Normaliser.format,
     "uniqueItems": _Normaliser.unique,
-    "$ref": _Normaliser.ref,
-    "$id": _Normaliser.identity,
     "$schema": _Normaliser.dialect,
 }
 
 
+def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
+    """Yield schemas that all have to be true instead of `value[key]`; None for what no schema says."""
+    part = value[key]
+    if key == "not":
+        yield negated(part)
+    elif key == "if":
+        unless = negated(part)
+        then = {"allOf": [part, value.get("then", True)]}
+        otherwise = {"allOf": [unless, value.get("else", True)]}
+        yield None if unless is None else {"anyOf": [then, otherwise]}
+    elif not isinstance(part, dict):
+        yield None
+    else:
+        for name, wanted in part.items():
+            then = {"required": wanted} if isinstance(wanted, list) else wanted
+            yield {"anyOf": [{"properties": {name: False}}, then]}
+
+
+def negated(schema: Any, depth: int = 0) -> Any:
+    """Return a schema of documents that `schema` forbids, maybe not of all; None if it has none.
+
+    `not` of several keywords is one of their opposites: those that have one are enough.
+    """
+    check_deadline()
+    if isinstance(schema, bool):
+        return not schema
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return None
+    made: list[Any] = []
+    for key, part in schema.items():
+        parts = part if isinstance(part, list) else [part]
+        if key == "type":
+            left = [kind for kind in TYPES if kind not in parts]
+            if {"integer", "number"} & set(parts):
+                left = [kind for kind in left if kind not in ("integer", "number")]
+            made.append({"type": left} if left else False)
+        elif key == "required":
+            names = [name for name in parts if isinstance(name, str)]
+            made += [{"type": "object", "properties": {name: False}} for name in names]
+        elif key == "properties" and isinstance(part, dict):
+            for name, inner in part.items():
+                other = negated(inner, depth + 1)
+                has_other = {"type": "object", "required": [name], "properties": {name: other}}
+                made.append(other and has_other)
+        elif key == "allOf":
+            made += [negated(inner, depth + 1) for inner in parts]
+        elif key == "anyOf":
+            opposites = [negated(inner, depth + 1) for inner in parts]
+            made.append(None if None in opposites else {"allOf": opposites})
+        elif key == "not":
+            made.append(part)
+        elif key in _RESTRICTING:
+            made.append(None)
+    known = [part for part in made if part is not None and part is not False]
+    if known:
+        return {"anyOf": known}
+    return None if None in made else False
+
+
+_RESTRICTING = {*_NUMBERS, *_COUNTS, *_MAPS, *_LISTS, *_ONE, *REFUSED, *_REWRITTEN, *_CHECKS, "$ref"}
+
+
+def _replace_one_of(schema: Any, place: str, overlaps: Overlaps) -> None:
+    """Make each `oneOf` an `anyOf` of parts that exclude each other, in place.
+
+    A `type` beside references that say as much goes: the engine follows no circle beside a keyword.
+    """
+    if not isinstance(schema, dict):
+        return
+    for child, part in _children(schema, place, {}):
+        _replace_one_of(part, child, overlaps)
+    if "oneOf" in schema:
+        outer = {"type": schema["type"]} if "type" in schema else {}
+        own = [
+            {**outer, **p} if isinstance(p, dict) and "$ref" not in p else p for p in schema["oneOf"]
+        ]
+        parts = overlaps.exclusive(own)
+        if isinstance(parts, tuple):
+            raise _refuse(
+                _step(place, "oneOf"),
+                f"its parts {parts[0]} and {parts[1]} may both be true, which no grammar rules out; "
+                "give each a required property with a `const` of its own, or use `anyOf`",
+            )
+        del schema["oneOf"]
+        if "anyOf" in schema:
+            schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": parts}]
+        else:
+            schema["anyOf"] = parts
+    if overlaps.has_idle_type(schema):
+        del schema["type"]
+
+
 def resolve(root: Any, ref: str) -> Any:
-    """What a pointer (`#/$defs/a`) names, or None when there is nothing."""
+    """Return what a pointer (`#/$defs/a`) names; None when there is nothing."""
     found: Any = root
     for step in ref.split("/")[1:]:
-        name = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
+        found = _part(found, _unescaped(step))
     return found
 
 
@@ -192,38 +386,50 @@ def normalise(schema: Any) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise _refuse("#", "a schema is an object" if schema is not False else "nothing satisfies it")
-    made = _Normaliser(schema).schema(schema, "#", 0)
-    if not _finite(made, made, frozenset()):
+    made = _Normaliser(schema).whole(schema)
+    if not _has_finite(made, made.get("$defs", {})):
         raise _refuse("#", "no finite document satisfies it")
-    return dict(made)
+    return made
 
 
-def _finite(root: Any, schema: Any, seen: frozenset[str]) -> bool:
-    """Whether some finite document may satisfy `schema` by its references alone."""
+def _has_finite(schema: dict[str, Any], definitions: dict[str, Any]) -> bool:
+    """Whether some finite document may satisfy `schema` by its references alone.
+
+    A least fixpoint: what is known to be finite only grows. Definitions stand in the order in which
+    they were found, so that backwards few rounds do.
+    """
+    finite: set[str] = set()
+    n_known = -1
+    while n_known < len(finite):
+        n_known = len(finite)
+        for name in reversed(definitions):
+            if name not in finite and _finite(definitions[name], finite):
+                finite.add(name)
+    return _finite(schema, finite)
+
+
+def _finite(schema: Any, finite: set[str]) -> bool:
+    check_deadline()
     if not isinstance(schema, dict):
         return schema is not False
     if "enum" in schema or "const" in schema:
         return True
-    ref = schema.get("$ref")
-    if ref is not None and (ref in seen or not _finite(root, resolve(root, ref), seen | {ref})):
+    if "$ref" in schema and schema["$ref"].rpartition("/")[2] not in finite:
         return False
-    if not all(_finite(root, part, seen) for part in schema.get("allOf", ())):
+    if not all(_finite(part, finite) for part in schema.get("allOf", ())):
         return False
-    for key in ("anyOf", "oneOf"):
-        if key in schema and not any(_finite(root, part, seen) for part in schema[key]):
-            return False
+    if "anyOf" in schema and not any(_finite(part, finite) for part in schema["anyOf"]):
+        return False
     kinds = schema.get("type", TYPES)
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    return any(_finite_kind(root, schema, kind, seen) for kind in kinds)
+    return any(_finite_kind(schema, kind, finite) for kind in kinds)
 
 
-def _finite_kind(root: Any, schema: dict[str, Any], kind: str, seen: frozenset[str]) -> bool:
+def _finite_kind(schema: dict[str, Any], kind: str, finite: set[str]) -> bool:
     if kind == "object":
         properties = schema.get("properties", {})
         rest = schema.get("additionalProperties", True)
-        return all(
-            _finite(root, properties.get(name, rest), seen) for name in schema.get("required", ())
-        )
+        return all(_finite(properties.get(name, rest), finite) for name in schema.get("required", ()))
     if kind == "array":
         fixed = schema.get("prefixItems", [])
         needed = schema.get("minItems", 0)
@@ -231,61 +437,49 @@ def _finite_kind(root: Any, schema: dict[str, Any], kind: str, seen: frozenset[s
             *fixed[:needed],
             *([schema["items"]] if needed > len(fixed) and "items" in schema else []),
         ]
-        return all(_finite(root, part, seen) for part in parts)
+        return all(_finite(part, finite) for part in parts)
     return True
 
 
-def _children(schema: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(schema, dict):
-        return
+def _children(
+    schema: dict[str, Any], place: str, definitions: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, schema) of each part that is an object, and of what a reference names."""
     for key, part in schema.items():
         here = _step(place, key)
-        if key in ("properties", "patternProperties") and isinstance(part, dict):
-            yield from ((_step(here, name), sub) for name, sub in part.items())
-        elif key in _LISTS and isinstance(part, list):
-            yield from ((_step(here, i), sub) for i, sub in enumerate(part))
-        elif key in _ONE and isinstance(part, dict):
-            yield here, part
-        elif key == "$ref":
-            yield part, None
+        parts: Any = ()
+        if key in _MAPS or key in _LISTS or (key == "items" and isinstance(part, list)):
+            parts = ((_step(here, name), sub) for name, sub in _parts(part))
+        elif key in _ONE:
+            parts = ((here, part),)
+        elif key == "$ref" and definitions:
+            name = part.rpartition("/")[2]
+            parts = ((_place(name), definitions[name]),)
+        yield from ((where, sub) for where, sub in parts if isinstance(sub, dict))
 
 
 def locate(
-    schema: dict[str, Any], complaint: Callable[[dict[str, Any]], str], limit: int = 300
+    schema: dict[str, Any], complaint: Callable[[dict[str, Any]], str], seconds: float = LOCATE_S
 ) -> tuple[str, str]:
     """(place, words) of the innermost part of `schema` that `complaint` finds fault with by itself.
 
-    `complaint` compiles a schema and says what is wrong, or "". References keep their meaning.
+    `complaint` compiles a schema and says what is wrong, or "". The root, when `seconds` do not
+    suffice.
     """
-    moved = _moved(schema)
-    place = "#"
-    words = complaint(schema)
-    tried = 0
-    descended = True
-    while descended and tried < limit:
-        descended = False
-        for child, _ in _children(resolve(schema, quote(place, safe="#/~")), place):
-            tried += 1
-            wrong = (
-                complaint({"$defs": {"root": moved}, "$ref": f"#/$defs/root{quote(child[1:])}"})
-                if child != place
-                else ""
-            )
-            if wrong and child not in place:
-                place = child
-                words = wrong
-                descended = True
-                break
+    definitions = schema.get("$defs", {})
+    end = time.monotonic() + seconds
+    whole = complaint(schema)
+    place, words = "#", whole
+    seen = {place}
+    children = _children(schema, place, definitions)
+    while found := next(children, None):
+        if time.monotonic() > end:
+            return "#", whole
+        child, part = found
+        if child not in seen:
+            seen.add(child)
+            wrong = complaint({**part, "$defs": definitions})
+            if wrong:
+                place, words = child, wrong
+                children = _children(part, place, definitions)
     return place, words
-
-
-def _moved(value: Any) -> Any:
-    """The schema with its references pointing where it will stand: `#/$defs/root`."""
-    if isinstance(value, list):
-        return [_moved(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: f"#/$defs/root{part[1:]}" if key == "$ref" and isinstance(part, str) else _moved(part)
-        for key, part in value.items()
-    }

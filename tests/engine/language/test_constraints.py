@@ -11,10 +11,12 @@ import jsonschema
 import numpy as np
 import pytest
 
-from edgeinfer.errors import UnsupportedConstraintError
+from edgeinfer.errors import InvalidRequestError, UnsupportedConstraintError
+from edgeinfer.runtime.deadline import preparing
 from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.language.constraints import Constraints, whole
 from edgeinfer.runtime.language.gbnf import to_lark
+from edgeinfer.runtime.language.schema_check import locate
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,
@@ -33,12 +35,12 @@ for _ in range(80):
     DEEP = {"type": "array", "items": DEEP}
 
 REFUSED = {
-    "not": ({"not": {"type": "string"}}, "#/not"),
+    "not": ({"not": {"pattern": "a"}}, "#/not"),
     "unique": (
         {"properties": {"a": {"type": "array", "uniqueItems": True}}},
         "#/properties/a/uniqueItems",
     ),
-    "if": ({"anyOf": [{"if": {}}]}, "#/anyOf/0/if"),
+    "if": ({"anyOf": [{"if": {"const": 1}}]}, "#/anyOf/0/if"),
     "escaped name": ({"properties": {"a/b~c": {"contains": {}}}}, "#/properties/a~1b~0c/contains"),
     "look-around": (
         {"properties": {"a": {"type": "string", "pattern": "(?=x)a"}}, "required": ["a"]},
@@ -46,7 +48,7 @@ REFUSED = {
     ),
     "overlapping oneOf": (
         {"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "type": "array"},
-        "#/items",
+        "#/items/oneOf",
     ),
     "contradiction": (
         {
@@ -69,7 +71,13 @@ REFUSED = {
     "odd schema": ({"items": 3}, "#/items"),
     "false": ({"type": "object", "required": ["z"], "additionalProperties": False}, "#"),
     "wrong const": ({"type": "string", "const": 3}, "#"),
-    "inner name": ({"properties": {"a": {"$id": "https://example.org/a"}}}, "#/properties/a/$id"),
+    "pointer below another name": (
+        {
+            "properties": {"a": {"$id": "https://example.org/a", "$ref": "#/$defs/b"}},
+            "$defs": {"b": {}},
+        },
+        "#/properties/a/$ref",
+    ),
     "counted open": ({"type": "object", "minProperties": 2}, "#/minProperties"),
     "overlapping names": (
         {
@@ -98,6 +106,195 @@ def test_a_schema_that_cannot_be_honoured_is_refused_with_its_place(constraints,
         constraints.compile(JsonSchema(schema), vocab)
     assert caught.value.param == place
     assert place in caught.value.message
+
+
+def chain(length: int, link: Any, last: Any = True) -> dict[str, Any]:
+    """A schema of `length` definitions, each made by `link` of a reference to the next."""
+    definitions = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(length)}
+    return {"$defs": {**definitions, f"a{length}": last}, "$ref": "#/$defs/a0"}
+
+
+DOUBLING = {
+    "properties": lambda ref: {
+        "type": "object",
+        "properties": {"x": ref, "y": ref},
+        "required": ["x", "y"],
+    },
+    "allOf": lambda ref: {"allOf": [ref, ref]},
+    "anyOf": lambda ref: {"anyOf": [ref, ref]},
+    "minItems": lambda ref: {"type": "array", "items": ref, "minItems": 2},
+    "prefixItems": lambda ref: {"type": "array", "prefixItems": [ref, ref], "minItems": 2},
+}
+
+
+@pytest.mark.parametrize("link", DOUBLING.values(), ids=DOUBLING.keys())
+def test_references_that_double_40_times_are_walked_once(constraints, vocab, link):
+    with preparing(5):
+        constraints.compile(JsonSchema(chain(40, link, {"type": "integer"})), vocab)
+
+
+@pytest.mark.parametrize("link", DOUBLING.values(), ids=DOUBLING.keys())
+def test_doubling_references_without_an_end_are_refused(constraints, vocab, link):
+    with preparing(5), pytest.raises(UnsupportedConstraintError) as caught:
+        constraints.compile(JsonSchema(chain(40, link, False)), vocab)
+    assert caught.value.param == "#"
+
+
+@pytest.mark.parametrize("link", [lambda ref: ref, *DOUBLING.values()])
+def test_a_chain_of_3000_references_is_no_error_of_ours(constraints, vocab, link):
+    with preparing(10):
+        constraints.compile(JsonSchema(chain(3000, link, {"type": "integer"})), vocab)
+
+
+def test_preparing_ends_at_its_deadline(constraints, vocab):
+    with preparing(0), pytest.raises(InvalidRequestError) as caught:
+        constraints.compile(JsonSchema({"type": "null", "title": "deadline"}), vocab)
+    assert "processor time" in caught.value.message
+
+
+def test_locate_names_the_root_when_its_time_is_up():
+    schema = {"properties": {"a": {"type": "integer", "minimum": 5, "maximum": 1}}}
+    assert locate(schema, lambda part: "wrong") == ("#/properties/a", "wrong")
+    assert locate(schema, lambda part: "wrong", seconds=-1) == ("#", "wrong")
+
+
+#: Schema, a document that it allows, one that it forbids.
+ACCEPTED = {
+    "below an unknown keyword": (
+        {"$ref": "#/components/schemas/C", "components": {"schemas": {"C": {"type": "integer"}}}},
+        1,
+        "a",
+    ),
+    "escaped pointer": (
+        {"$ref": "#/definitions/a%5B%7E1%5D%25", "definitions": {"a[/]%": {"type": "integer"}}},
+        1,
+        "a",
+    ),
+    "anchor": ({"$ref": "#here", "$defs": {"a": {"$anchor": "here", "type": "integer"}}}, 1, "a"),
+    "name as an annotation": (
+        {"$id": "http://example.com/root.json", "$ref": "#/$defs/c", "$defs": {"c": {"$id": "#c"}}},
+        1,
+        None,
+    ),
+    "name that is referred to": (
+        {
+            "$id": "http://example.com/root.json",
+            "$ref": "item.json#/$defs/b",
+            "$defs": {"a": {"$id": "item.json", "$defs": {"b": {"type": "integer"}}}},
+        },
+        1,
+        "a",
+    ),
+    "unused definition": ({"type": "integer", "$defs": {"a": {"uniqueItems": True}}}, 1, "a"),
+    "not of a type": ({"not": {"type": ["string", "object"]}}, [], "a"),
+    "not of names": (
+        {"type": "object", "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
+        {"c": 1},
+        {"b": 1},
+    ),
+    "dependencies": (
+        {
+            "type": "object",
+            "properties": {"a": {}, "b": {}},
+            "dependencies": {"a": ["b"]},
+            "additionalProperties": False,
+        },
+        {"a": 1, "b": 1},
+        {"a": 1},
+    ),
+    "if": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "additionalProperties": False,
+            "if": {"required": ["a"]},
+            "then": {"required": ["b"]},
+        },
+        {"a": 1, "b": 1},
+        {"a": 1},
+    ),
+    "oneOf by required names": (
+        {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"a": 1},
+        {"a": 1, "b": 1},
+    ),
+    "oneOf by names of closed objects": (
+        {
+            "type": "object",
+            "oneOf": [
+                {"properties": {name: {"type": "integer"}}, "additionalProperties": False}
+                for name in "ab"
+            ],
+        },
+        {"a": 1},
+        {},
+    ),
+    "oneOf by constants": ({"type": "number", "oneOf": [{"const": 0}, {"const": 1}]}, 1, 2),
+    "oneOf by ranges": (
+        {"type": "integer", "oneOf": [{"maximum": -1, "minimum": -1}, {"minimum": 50}]},
+        -1,
+        3,
+    ),
+    "oneOf by references": (
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"type": "array", "items": {"$ref": "#/$defs/a"}}],
+            "$defs": {"a": {"type": "object"}},
+        },
+        [{}],
+        [1],
+    ),
+    "circle beside its type": (
+        {
+            "type": "object",
+            "oneOf": [{"$ref": "#/$defs/a"}],
+            "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}}},
+        },
+        {"a": {}},
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), ACCEPTED.values(), ids=ACCEPTED.keys())
+def test_a_rewritten_schema_allows_what_it_should(constraints, vocab, schema, good, bad):
+    compiled = constraints.compile(JsonSchema(schema), vocab)
+    for document, allowed in ((good, True), (bad, False)):
+        if document is None:
+            continue
+        matcher = compiled.start()
+        taken = all(matcher.accept(token) for token in vocab.tokenize(json.dumps(document)))
+        assert (taken and (matcher.is_done or matcher.accept(vocab.eos_tokens[0]))) is allowed
+    validator = (
+        jsonschema.Draft7Validator if "dependencies" in schema else jsonschema.Draft202012Validator
+    )
+    for seed in range(20):
+        text = draw_text(constraints, vocab, JsonSchema(schema), seed, limit=200)
+        if text is not None and "$id" not in schema:
+            validator(schema).validate(json.loads(text))
+
+
+def test_overlapping_parts_are_named(constraints, vocab):
+    parts = [{"type": "string"}, {"type": "integer"}, {"type": "number"}]
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        constraints.compile(JsonSchema({"oneOf": parts}), vocab)
+    assert "its parts 1 and 2 may both be true" in caught.value.message
+    assert "coerce" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "constraint", [Regex("(x{1,100}){1,100}"), JsonSchema({"pattern": "(x{1,100}){1,100}"})]
+)
+def test_a_limit_of_the_engine_is_said_in_our_words(constraints, vocab, constraint):
+
+    def follow() -> None:
+        matcher = constraints.compile(constraint, vocab).start()
+        for token in vocab.tokenize('"' + "x" * 300):
+            matcher.mask_into(np.zeros(vocab.n_vocab, np.float32))
+            matcher.accept(token)
+
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        follow()
+    assert "its regular expressions are too large" in caught.value.message
 
 
 def test_a_schema_too_deep_or_too_large_is_refused(constraints, vocab):
@@ -141,14 +338,14 @@ def test_an_ambiguous_grammar_ends_its_own_request(constraints, vocab):
 
     def go_on() -> None:
         logits = np.zeros(vocab.n_vocab, np.float32)
-        for _ in range(400):
+        for _ in range(800):
             matcher.mask_into(logits)
             matcher.accept(a)
 
     with pytest.raises(UnsupportedConstraintError) as caught:
         go_on()
     assert not matcher.is_done
-    assert "items" in caught.value.message
+    assert "1,000 ways to go on" in caught.value.message
 
 
 def test_large_constraints_stay_within_the_limits(constraints, vocab):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from edgeinfer.runtime.deadline import check_deadline
 from edgeinfer.runtime.language.schema_check import MAX_DEPTH, resolve
 from edgeinfer.runtime.requests import Tool
 
@@ -89,6 +90,7 @@ def example(tool: Tool) -> Any:
 
 
 def _example(root: dict[str, Any], schema: Any, name: str, depth: int) -> Any:
+    check_deadline()
     if not isinstance(schema, dict) or depth > _SHOWN_DEPTH:
         return f"<{name}>"
     if isinstance(schema.get("$ref"), str):
