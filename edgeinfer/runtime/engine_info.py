@@ -41,6 +41,8 @@ def make_info(
         compute_bytes=loaded.compute_bytes,
         least_kv_bytes=loaded.least_kv_bytes,
         chat_template=chat_template(files, loaded),
+        bos_token=_piece(loaded, loaded.vocab.bos),
+        eos_token=_piece(loaded, loaded.vocab.eos),
         can_generate=loaded.can_generate,
         can_embed=embedder.can_embed,
         can_rerank=embedder.can_rerank,
@@ -60,6 +62,10 @@ def make_info(
         load_ms=loaded.load_ms,
         warnings=loaded.warnings,
     )
+
+
+def _piece(loaded: Loaded, token: int) -> str:
+    return loaded.vocab.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
 
 def _description(loaded: Loaded) -> str:

@@ -148,6 +148,14 @@ NATIVE = Dialect(
             reply=wire.DetokenizeReply,
         ),
         Operation(
+            method="GET",
+            path="/tokenizer_info",
+            handler=routes.tokenizer_info,
+            summary="The default model's special tokens and template, or those of `?model=`.",
+            query=llama_wire.AdaptersQuery,
+            reply=wire.TokenizerInfo,
+        ),
+        Operation(
             path="/apply-template",
             handler=routes.apply_template,
             summary="The prompt that a conversation becomes.",

@@ -26,7 +26,7 @@ from edgeinfer.server.core.renderer import wire_timings
 from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.native import translate, wire
-from edgeinfer.server.native.llama_wire import LlamaDefaults
+from edgeinfer.server.native.llama_wire import AdaptersQuery, LlamaDefaults
 from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, finish_reason
 
@@ -78,9 +78,25 @@ async def detokenize(request: Request) -> Response:
             raise InvalidRequestError(
                 f"token ids go from 0 to {engine.info.n_vocab - 1}", param="tokens"
             )
-        return wire.DetokenizeReply(content=engine.detokenize(body.tokens).decode("utf-8", "replace"))
+        text = engine.detokenize(body.tokens).decode("utf-8", "replace")
+        return wire.DetokenizeReply(content=text, prompt=text)
 
     return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    query = decode_query(request, AdaptersQuery)
+
+    def work(engine: Engine) -> wire.TokenizerInfo:
+        info = engine.info
+        return wire.TokenizerInfo(
+            bos_token=info.bos_token or None,
+            eos_token=info.eos_token or None,
+            chat_template=info.chat_template or None,
+            model_max_length=info.n_ctx,
+        )
+
+    return json_reply(await with_engine(exchange_of(request), query.model, None, work))
 
 
 async def apply_template(request: Request) -> Response:

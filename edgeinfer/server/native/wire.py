@@ -74,7 +74,19 @@ class DetokenizeRequest(Wire, frozen=True, kw_only=True):
 
 
 class DetokenizeReply(Reply, frozen=True, kw_only=True):
+    """The text under llama.cpp's name and under vLLM's."""
+
     content: str
+    prompt: str
+
+
+class TokenizerInfo(Reply, frozen=True, kw_only=True):
+    """vLLM's answer, of which lm-evaluation-harness makes its tokenizer."""
+
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    model_max_length: int
 
 
 class ApplyTemplateRequest(Wire, frozen=True, kw_only=True):

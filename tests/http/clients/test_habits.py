@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import msgspec
 import pytest
 
 from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
@@ -178,6 +179,15 @@ def test_tokenize_in_vllms_shape(serve):
     assert turns["count"] == len(turns["tokens"]) == len("user: hi\nassistant:")
     both = here.client.post("/tokenize", json=asked | {"content": "x"})
     assert (both.status_code, both.json()["error"]["param"]) == (400, "content")
+
+
+def test_tokenizer_of_a_model_is_told_as_vllm_tells_it(serve):
+    engine = FakeEngine()
+    engine._info = msgspec.structs.replace(engine.info, eos_token="<end>")
+    here = serve(engine)
+    info = here.client.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == (None, "<end>")
+    assert here.client.post("/detokenize", json={"tokens": [104]}).json()["prompt"] == "h"
 
 
 def test_rerank_in_teis_shape(serve):
