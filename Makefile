@@ -9,7 +9,7 @@ BESIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench-adapters bench-attention bench-copies bench-importance bench-scale cuda clients bench-agents bench-converting bench-drafts bench-gpu bench-memory bench-resume bench-take bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
+.PHONY: bench-adapters bench-attention bench-copies bench-importance bench-loops bench-scale cuda clients bench-agents bench-converting bench-drafts bench-gpu bench-memory bench-resume bench-take bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -67,6 +67,10 @@ bench-pull: setup ## a download over 1 to 16 connections, from a server that lim
 bench-drafts: setup ## what guessing ahead gains on code, chat and summaries, by model and way
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_drafts.py $(ARGS)
+
+bench-loops: setup ## how often small models repeat themselves, by penalty, and what it costs in quality
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_loops.py $(ARGS)
 
 bench-attention: setup ## steps behind a long context, with attention of our own and llama.cpp's; 135M and a 4B shape
 	@tools/setup.sh bench

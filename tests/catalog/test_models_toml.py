@@ -55,6 +55,18 @@ def test_only_hashed_models_carry_a_sha256() -> None:
     ]
 
 
+def test_small_models_have_a_penalty_against_loops() -> None:
+    small = [
+        model
+        for model in load_catalog().models.values()
+        if model.parameters.endswith("M")
+        and float(model.parameters[:-1]) < 500
+        and model.purpose in ("chat", "base")
+    ]
+    assert {"smollm2-135m-instruct", "gemma-3-270m"} <= {model.name for model in small}
+    assert all(model.sampling.given().get("dry_multiplier") for model in small)
+
+
 def test_shipped_file_is_the_top_level_one() -> None:
     assert shipped_path().resolve() == Path(__file__).parents[2] / "models.toml"
 
