@@ -15,6 +15,9 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 #: After a cut, the turns that are kept take at most this share of the context.
 KEEP_SHARE = 0.5
 
+#: Tokens that are left to a question and its answer beside a text that fills the context.
+ANSWER_TOKENS = 1024
+
 _SUMMARISE = (
     "Summarise the conversation below in at most 150 words. Keep names, numbers, decisions and open "
     "questions. "
@@ -51,6 +54,18 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
         param="messages",
         hint="shorten it, or load with a larger context: `/ctx N`",
     )
+
+
+def larger_context(engine: Engine, n_tokens: int) -> int:
+    """Return a context that holds `n_tokens` and an answer; 0 if the model was not trained for it."""
+    n_ctx = 1 << (n_tokens + ANSWER_TOKENS).bit_length()
+    return n_ctx if engine.info.n_ctx < n_ctx <= engine.info.n_ctx_train else 0
+
+
+def beginning(engine: Engine, text: str) -> str:
+    """Return as much of `text` as the context holds beside an answer."""
+    room = max(engine.info.n_ctx - ANSWER_TOKENS, engine.info.n_ctx // 2)
+    return engine.detokenize(engine.tokenize(text)[:room]).decode("utf-8", "ignore")
 
 
 def summary_request(session: ChatSession, engine: Engine, kept: Turn) -> GenerateRequest:

@@ -569,3 +569,102 @@ async def test_what_is_typed_is_read_before_enter(drive):
         assert engine.read[0].messages[-1].content == "Why is the sky"
         await d.type("Why is the sky blue?", "enter")
         await d.until(lambda: d.turns() == ["Why is the sky blue?", "blue light scatters"])
+
+
+async def test_joiners_that_are_typed_are_kept(drive):
+    from textual import events
+
+    async with drive() as d:
+        await d.ready()
+        for character in "می\u200cخواهم👨\u200d👩":
+            d.chat.composer.post_message(events.Key(f"key_{ord(character):x}", character))
+        await d.until(lambda: d.chat.composer.text == "می\u200cخواهم👨\u200d👩")
+
+
+async def test_a_message_is_queued_while_an_answer_is_written(drive):
+    engine, gate = gated("so far ")
+    async with drive(engine) as d:
+        await d.ready()
+        await d.type("first", "enter")
+        await d.until(lambda: d.chat.streaming is not None and d.chat.streaming.answer.text)
+        await d.type("second", "enter")
+        assert d.chat.composer.text == ""
+        assert "queued: second" in str(d.chat.query_one("#queued", Static).render())
+        gate.opened.set()
+        await d.until(lambda: d.idle() and len(d.turns()) == 4)
+        assert d.turns()[2] == "second"
+        assert not d.chat.query_one("#queued").display
+
+
+@pytest.mark.parametrize("key", ["escape", "up"])
+async def test_a_queued_message_is_taken_back(drive, key):
+    engine, gate = gated("so far ")
+    async with drive(engine) as d:
+        await d.ready()
+        await d.type("first", "enter")
+        await d.until(lambda: d.chat.streaming is not None and d.chat.streaming.answer.text)
+        await d.type("second", "enter")
+        await d.press(key)
+        assert d.chat.composer.text == "second"
+        assert d.session.busy
+        gate.opened.set()
+        await d.until(lambda: d.idle() and len(d.turns()) == 2)
+
+
+async def test_a_queued_message_comes_back_after_a_failure(drive):
+    gate = Gate(threading.Event())
+    async with drive(FakeEngine([["so far ", gate, DecodeError("it broke")]])) as d:
+        await d.ready()
+        await d.type("first", "enter")
+        await d.until(lambda: d.chat.streaming is not None and d.chat.streaming.answer.text)
+        await d.type("second", "enter")
+        gate.opened.set()
+        await d.until(lambda: d.idle() and d.chat.composer.text == "second")
+        assert len(d.turns()) == 2
+
+
+async def test_a_long_paste_is_attached_with_its_tokens(drive):
+    from textual import events
+
+    async with drive() as d:
+        await d.ready()
+        d.app.post_message(events.Paste("a line\n" * 60))
+        line = d.chat.query_one("#attachments", Static)
+        await d.until(lambda: "pasted text 1" in str(line.render()))
+        assert "tokens" in str(line.render())
+        assert d.chat.composer.text == ""
+        await d.press("backspace")
+        assert not line.display
+
+
+@pytest.mark.parametrize(
+    ("steps", "done"),
+    [
+        (0, lambda d: 0 < d.chat.attaching.kept[-1].tokens <= 1024),
+        (1, lambda d: d.host.opened[-1] == (MODEL, 8192)),
+        (2, lambda d: not d.chat.attaching.kept),
+    ],
+)
+async def test_a_paste_that_does_not_fit_offers_ways_out_at_once(drive, steps, done):
+    from textual import events
+
+    info = msgspec.structs.replace(DEFAULT_INFO, n_ctx=2048, n_ctx_train=32768)
+    async with drive(FakeEngine(info=info)) as d:
+        await d.ready()
+        d.app.post_message(events.Paste("a line\n" * 900))
+        await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
+        assert "of 2,048 tokens" in str(d.chat.query_one("#attachments", Static).render())
+        await d.press(*["down"] * steps, "enter")
+        await d.until(lambda: done(d))
+
+
+async def test_one_question_that_is_too_long_can_be_edited(drive):
+    engine = Small(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=1500))
+    async with drive(engine) as d:
+        await d.ready()
+        await d.type("w" * 1600, "enter")
+        await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
+        await d.press("end", "enter")
+        await d.until(lambda: d.app.screen is d.chat)
+        assert d.chat.composer.text == "w" * 1600
+        assert d.chat.composer.editing is not None

@@ -30,6 +30,13 @@ class Answering:
             super().__init__()
             self.error = error
 
+    class Ended(Message):
+        """An answer has ended and is stored."""
+
+        def __init__(self, turn: Turn) -> None:
+            super().__init__()
+            self.turn = turn
+
     def __init__(self, view: View) -> None:
         self._view = view
         self._session = view.session
@@ -82,6 +89,7 @@ class Answering:
             self._view.transcript.redrawn(streaming.entry)
             self._after(turn, error, streaming.answer.store_error)
         self._view.refresh_status()
+        self._view.transcript.post_message(self.Ended(turn))
 
     def _after(self, turn: Turn, error: EdgeInferError | None, store_error: StoreError | None) -> None:
         if store_error is not None:

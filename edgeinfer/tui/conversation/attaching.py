@@ -13,6 +13,9 @@ from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError
 
+#: Of English text; shown only until a model counts.
+_BYTES_PER_TOKEN = 4
+
 
 class Attaching:
     """Keeps them, counts their tokens, and shows them in `line`, above the composer."""
@@ -27,6 +30,18 @@ class Attaching:
         """Keep a file for the next question."""
         self._kept.append(self._counted(attachment))
         self.show()
+
+    def paste(self, text: str) -> Attachment:
+        """Keep a pasted text for the next question. Return it, with its tokens once a model counts."""
+        names = {attachment.name for attachment in self._kept}
+        numbers = range(1, len(names) + 2)
+        name = next(name for n in numbers if (name := f"pasted text {n}") not in names)
+        self.add(Attachment(name=name, text=text))
+        return self._kept[-1]
+
+    def remove_last(self) -> None:
+        """Remove what was attached last, if anything was."""
+        self.keep(self._kept[:-1])
 
     def typed(self, text: str) -> None:
         """Read and count the files that the text in the composer names by now."""
@@ -66,13 +81,17 @@ class Attaching:
     def show(self) -> None:
         """Show them in one line, or none where there is none."""
         self._kept = [self._counted(a) for a in self._kept]
-        self._line.update("  ".join(_label(a) for a in self.found))
+        engine = self._session.engine
+        n_ctx = engine.info.n_ctx if engine is not None else 0
+        self._line.update("  ".join(_label(a, n_ctx) for a in self.found))
         self._line.display = bool(self.found)
 
     def _counted(self, attachment: Attachment) -> Attachment:
         return counted(attachment, self._session.engine)
 
 
-def _label(attachment: Attachment) -> str:
-    tokens = f" · {attachment.tokens:,} tokens" if attachment.tokens else ""
-    return f"+ {attachment.name}{tokens}"
+def _label(attachment: Attachment, n_ctx: int) -> str:
+    exact = attachment.tokens
+    tokens = f"{exact:,}" if exact else f"~{len(attachment.text.encode()) // _BYTES_PER_TOKEN:,}"
+    limit = f" of {n_ctx:,}" if exact > n_ctx // 2 > 0 else ""
+    return f"+ {attachment.name} · {tokens}{limit} tokens"

@@ -16,6 +16,7 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
+from edgeinfer.chat import context
 from edgeinfer.chat.commands.complete import complete
 from edgeinfer.chat.commands.slash import is_command
 from edgeinfer.chat.history import library
@@ -29,6 +30,7 @@ from edgeinfer.tui.conversation.attaching import Attaching
 from edgeinfer.tui.conversation.carrying import Carried, Carrying
 from edgeinfer.tui.conversation.front import AppFront
 from edgeinfer.tui.conversation.loading import Loader
+from edgeinfer.tui.conversation.queueing import Queue
 from edgeinfer.tui.conversation.streaming import Streaming
 from edgeinfer.tui.conversation.turn_actions import TurnActions
 from edgeinfer.tui.conversation.view import View
@@ -36,11 +38,10 @@ from edgeinfer.tui.widgets.completions import Completions
 from edgeinfer.tui.widgets.composer import Composer
 from edgeinfer.tui.widgets.transcript import Transcript
 
-#: Ways out when the context is full: command, label, what it means.
+#: Ways out when the context is full and there are older turns: command, label, what it means.
 _ROOM_CHOICES = (
     ("drop", "Leave the oldest turns out", "they stay in the conversation, but are no longer sent"),
     ("summarise", "Summarise the oldest turns", "a short summary is sent in their place"),
-    ("cancel", "Leave it", "shorten the question, or load with /ctx"),
 )
 
 
@@ -67,6 +68,8 @@ class ChatScreen(Screen[None]):
         self.status = self.view.status
         self.completions = Completions(id="completions")
         attachments = Static("", id="attachments", markup=False)
+        queued = Static("", id="queued", markup=False)
+        self.queue = Queue(queued, self.composer)
         self.attaching = Attaching(self.session, attachments, self.launch.attachments)
         self.answering = Answering(self.view)
         self.read_ahead = ReadAhead(self.session)
@@ -77,6 +80,7 @@ class ChatScreen(Screen[None]):
         self.carrying = Carrying(self.view, self.attaching, self.front.commander)
         yield self.view.header
         yield self.transcript
+        yield queued
         yield self.completions
         yield attachments
         yield self.composer
@@ -169,7 +173,8 @@ class ChatScreen(Screen[None]):
         if self._carried is not None:  # memory is taken once there is something to read
             self.read_ahead.rest(self.composer.text, self.attaching.found, self.composer.editing)
         if self.answering.unanswered:
-            self.answering.answer_question()
+            self.answering.unanswered = False
+            self.answering.answer_after_cut()
 
     @on(Loader.Failed)
     def _not_loaded(self, message: Loader.Failed) -> None:
@@ -193,8 +198,45 @@ class ChatScreen(Screen[None]):
             self.composer.remember(line)
             self.composer.clear()
             self.run_command(line)
-        else:
-            self.send(message.text, message.editing)
+        elif self.session.busy and message.editing is None:
+            self.composer.clear()
+            self.queue.add(message.text)
+        elif self.send(message.text, message.editing):
+            self.composer.clear()
+            self.composer.editing = None
+
+    @on(Answering.Ended)
+    def _send_queued(self, message: Answering.Ended) -> None:
+        """Send the next message; after a failure, or elsewhere, all go back into the composer."""
+        turn = message.turn
+        is_here = turn.conversation_id == self.session.conversation.id
+        if not is_here or turn.status == "failed" or turn.context_full:
+            self.queue.take_back_all()
+        elif not self.session.busy and (text := self.queue.next()) and not self.send(text, None):
+            self.composer.fill(text)
+
+    @on(Composer.TakenBack)
+    def _take_back(self) -> None:
+        self.queue.take_back()
+
+    @on(Composer.Removed)
+    def _remove_attachment(self) -> None:
+        self.attaching.remove_last()
+
+    @on(Composer.Pasted)
+    def _pasted(self, message: Composer.Pasted) -> None:
+        """Attach a long paste; offer ways out at once if the context cannot hold it."""
+        pasted = self.attaching.paste(message.text)
+        engine = self.session.engine
+        if engine is None or pasted.tokens <= engine.info.n_ctx - context.ANSWER_TOKENS:
+            return
+        text = f"The text has {pasted.tokens:,} tokens, the context {engine.info.n_ctx:,}."
+        choices = [
+            ("beginning", "Attach its beginning", "as much as the context holds beside an answer"),
+            *self._larger_context(pasted.tokens),
+            ("leave", "Leave it out", "Backspace in the empty composer removes what is attached, too"),
+        ]
+        self._choose_way("A long text was pasted", text, choices)
 
     def run_command(self, line: str) -> None:
         """Run one `/` command; what goes wrong is shown."""
@@ -206,8 +248,8 @@ class ChatScreen(Screen[None]):
             self.view.show_error(error)
         self.refresh_status()
 
-    def send(self, text: str, editing: int | None) -> None:
-        """Store the question, show it, have it answered."""
+    def send(self, text: str, editing: int | None) -> bool:
+        """Store the question, show it, have it answered; False if it could not be stored."""
         try:
             attachments = self.attaching.collect(text)
             if editing is None:
@@ -216,14 +258,13 @@ class ChatScreen(Screen[None]):
                 self.session.edit(editing, text)
         except EdgeInferError as error:
             self.view.show_error(error)
-            return
+            return False
         self.read_ahead.stop()
         self.composer.remember(text)
-        self.composer.clear()
-        self.composer.editing = None
         self.attaching.clear()
         self.view.show_session()
         self.answering.answer_question()
+        return True
 
     @on(Answering.RoomWanted)
     def _room_wanted(self, message: Answering.RoomWanted) -> None:
@@ -231,13 +272,37 @@ class ChatScreen(Screen[None]):
 
     def offer_room(self, error: EdgeInferError) -> None:
         """Say that the context is full, and offer the ways out."""
+        questions = [turn for turn in self.session.path if turn.role == "user"]
+        choices = [*_ROOM_CHOICES] if len(questions) > 1 else []
+        if self.session.engine is not None:
+            n_tokens = context.prompt_tokens(self.session, self.session.engine, self.session.path)
+            choices += self._larger_context(n_tokens)
+        choices.append(("edit", "Edit the question", "it comes back into the composer"))
+        self._choose_way("The context is full", error.message, choices)
+
+    def _larger_context(self, n_tokens: int) -> list[tuple[str, str, str]]:
+        """Return the way out that loads the model anew, if it was trained for so long a context."""
+        engine = self.session.engine
+        n_ctx = context.larger_context(engine, n_tokens) if engine is not None else 0
+        meaning = "the model is loaded again and needs more memory"
+        return [(f"ctx {n_ctx}", f"Load with a context of {n_ctx:,}", meaning)] if n_ctx else []
+
+    def _choose_way(self, title: str, text: str, choices: list[tuple[str, str, str]]) -> None:
         from edgeinfer.tui.screens.choice import ChoiceScreen
 
-        screen = ChoiceScreen("The context is full", error.message, _ROOM_CHOICES)
-        self.app.push_screen(screen, self._make_room)
+        self.app.push_screen(ChoiceScreen(title, text, choices), self._make_room)
 
     def _make_room(self, choice: str | None) -> None:
-        if choice in ("drop", "summarise"):
+        engine = self.session.engine
+        if choice == "leave":
+            self.attaching.remove_last()
+        elif choice == "beginning" and engine is not None:
+            text = self.attaching.kept[-1].text
+            self.attaching.remove_last()
+            self.attaching.paste(context.beginning(engine, text))
+        elif choice:
+            head = self.session.head
+            self.answering.unanswered = choice.startswith("ctx") and bool(head and head.failed_empty)
             self.run_command(f"/{choice}")
 
     # completion
@@ -292,7 +357,7 @@ class ChatScreen(Screen[None]):
         elif self.composer.editing is not None:
             self.composer.clear()
             self.composer.editing = None
-        else:
+        elif not self.queue.take_back():
             self.answering.stop()
 
     def action_interrupt(self) -> None:
@@ -347,4 +412,5 @@ class ChatScreen(Screen[None]):
         if self.session.answer is not None and self.session.busy:
             self.session.answer.flush()
             self.session.answer.abandon()
+        self.queue.take_back_all()
         self._save_draft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import unicodedata
 from typing import ClassVar
 
 import msgspec
@@ -14,6 +15,9 @@ from textual.widgets import TextArea
 from textual.widgets.text_area import Selection
 
 from edgeinfer.tui.bindings import bindings
+
+#: A paste with more lines or characters than this is attached instead of being typed.
+_LONG_PASTE_LINES, _LONG_PASTE = 40, 6000
 
 
 class Typed(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +56,19 @@ class Composer(TextArea):
     class Left(Message):
         """Ctrl-D in an empty field."""
 
+    class Pasted(Message):
+        """A long text was pasted; it was not typed into the field."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class Removed(Message):
+        """Backspace in an empty field."""
+
+    class TakenBack(Message):
+        """Up in an empty field while messages are queued."""
+
     def __init__(self, placeholder: str, id: str | None = None) -> None:
         super().__init__(
             "",
@@ -64,6 +81,7 @@ class Composer(TextArea):
         )
         self.completing = False
         self.can_take = False
+        self.has_queue = False
         self._past: list[str] = []
         self._at = 0
         self._unsent = ""
@@ -121,6 +139,8 @@ class Composer(TextArea):
     def action_cursor_up(self, select: bool = False) -> None:
         if self.completing and not select:
             self.post_message(self.Choosing(-1))
+        elif self.has_queue and not select and not self.text:
+            self.post_message(self.TakenBack())
         elif not select and self._at < len(self._past) and self._at_edge(-1):
             if self._at == 0:
                 self._unsent = self.text
@@ -164,6 +184,12 @@ class Composer(TextArea):
         if self.completing:
             self.post_message(self.Choosing(0))
 
+    def action_delete_left(self) -> None:
+        if self.text:
+            super().action_delete_left()
+        else:
+            self.post_message(self.Removed())
+
     def action_delete_right(self) -> None:
         if self.text:
             super().action_delete_right()
@@ -177,4 +203,15 @@ class Composer(TextArea):
         if event.key == "enter":  # a binding sends; TextArea would insert a line
             event.prevent_default()
             return
+        # joiners (U+200C, U+200D) and tags spell words and emoji; Textual takes printable keys alone
+        if event.character and unicodedata.category(event.character[0]) == "Cf":
+            event.stop()
+            event.prevent_default()
+            self.insert(event.character)
+            return
         await super()._on_key(event)
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        if len(event.text) > _LONG_PASTE or event.text.count("\n") >= _LONG_PASTE_LINES:
+            event.prevent_default()  # Textual goes on with TextArea's handler otherwise
+            self.post_message(self.Pasted(event.text))
