@@ -77,7 +77,9 @@ class Preparer:
             tokens=tokens,
             sampler=Sampler(self._vocab, s, seed=seed, n_ctx=self._n_ctx),
             output=output,
-            drafting=Drafting(self._drafter(request), limit=self._max_draft),
+            drafting=Drafting(
+                self._drafter(request), limit=self._max_draft, is_forced=request.speculative != "auto"
+            ),
             max_tokens=self._max_tokens(request, len(tokens)),
             keep_tokens=lambda: self._keep_tokens(request, tokens),
             matcher=matcher,

@@ -1,16 +1,28 @@
-"""Guesses from the text itself, and the account that stops them where they lose."""
+"""Draft tokens from the text itself, and the rule that drafts only where rows cost less than they gain."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeinfer.runtime.decoding.drafting.speculative import Drafting, NgramDrafter, StepCosts
+from edgeinfer.runtime.decoding.drafting.speculative import (
+    Acceptance,
+    Drafting,
+    NgramDrafter,
+    Price,
+    StepCosts,
+)
+
+FREE = Price(token_s=0.010, row_s=0.0)
+CHEAP = Price(token_s=0.010, row_s=0.002)
+FULL = Price(token_s=0.005, row_s=0.005)
 
 
 class Always:
-    """Guesses the same tokens."""
+    """Drafts the same tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, s_per_token: float = 0.0) -> None:
+        self.acceptance = Acceptance(0.8 if s_per_token else 0.5)
+        self.s_per_token = s_per_token
         self.calls = 0
 
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
@@ -21,14 +33,22 @@ class Always:
         self.calls = -1
 
 
-def costs(plain: float, longer: float, extra: int) -> StepCosts:
-    made = StepCosts()
-    made.note(1, plain)
-    made.note(1 + extra, longer)
-    return made
+def decode(drafting: Drafting, answer: Sequence[int], price: Price | None) -> list[int]:
+    """Decode `answer` step by step, as the scheduler does; the number of draft tokens of each step."""
+    tokens, drafted = [0], []
+    while len(tokens) <= len(answer):
+        drafts = drafting.propose(tokens, len(answer) - len(tokens), price)
+        rest = answer[len(tokens) - 1 :]
+        right = 0
+        while right < len(drafts) and drafts[right] == rest[right]:
+            right += 1
+        tokens += rest[: right + 1]
+        drafting.settle(tokens, len(drafts), right)
+        drafted.append(len(drafts))
+    return drafted
 
 
-def test_what_followed_before_is_guessed_again() -> None:
+def test_what_followed_before_is_drafted_again() -> None:
     drafter = NgramDrafter()
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     assert drafter.draft(text, 3) == [4, 5, 6]
@@ -40,7 +60,7 @@ def test_the_latest_occurrence_counts() -> None:
     assert NgramDrafter().draft([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1) == [8]
 
 
-def test_short_and_new_texts_give_no_guess() -> None:
+def test_short_and_new_texts_give_no_drafts() -> None:
     assert NgramDrafter().draft([1, 2, 3], 4) == []
     assert NgramDrafter().draft([1, 2, 3, 4, 5], 4) == []
     assert NgramDrafter().draft([1, 2, 3, 4, 1, 2, 3], 0) == []
@@ -52,33 +72,87 @@ def test_a_shifted_text_is_indexed_anew() -> None:
     assert drafter.draft([1, 2, 3, 9, 1, 2, 3], 2) == [9, 1]
 
 
-def test_a_losing_drafter_rests_and_tries_again() -> None:
-    drafter = Always()
-    drafting = Drafting(drafter, limit=4)
-    dear = costs(0.010, 0.030, 4)
-    for _ in range(8):
-        assert len(drafting.propose([0], 8)) == 4
-        drafting.settle(4, 0, dear, 1)
-    assert drafting.propose([0], 8) == []
-    rested = 1
-    while not drafting.propose([0], 8):
-        rested += 1
-    assert 50 < rested < 200
-    assert (drafting.drafted, drafting.accepted) == (32, 0)
+def test_a_full_batch_never_drafts() -> None:
+    drafting = Drafting(Always(), limit=7)
+    assert set(decode(drafting, [1] * 200, FULL)) == {0}
 
 
-def test_a_winning_drafter_goes_on() -> None:
-    drafting = Drafting(Always(), limit=4)
-    cheap = costs(0.010, 0.014, 4)
-    for _ in range(40):
-        assert len(drafting.propose([0], 8)) == 4
-        drafting.settle(4, 3, cheap, 1)
+def test_nothing_is_drafted_before_a_step_was_measured() -> None:
+    assert Drafting(Always(), limit=7).propose([0], 8, None) == []
+    assert StepCosts().price(1, 0.001) is None
+
+
+def test_right_predictions_lengthen_the_drafts() -> None:
+    drafting = Drafting(Always(), limit=7)
+    drafted = decode(drafting, [1] * 200, CHEAP)
+    assert drafted[0] <= 2
+    assert max(drafted) == 7
+    assert drafting.accepted == drafting.drafted
+
+
+def test_wrong_predictions_cost_next_to_nothing() -> None:
+    drafting = Drafting(Always(), limit=7)
+    decode(drafting, [2] * 500, CHEAP)
+    assert drafting.drafted <= 8
+    assert drafting.accepted == 0
+
+
+def test_a_text_that_becomes_predictable_is_drafted_again() -> None:
+    drafting = Drafting(Always(), limit=7)
+    drafted = decode(drafting, [2] * 100 + [1] * 100, CHEAP)
+    assert drafted[90] == 0
+    assert 7 in drafted[100:]
+
+
+def test_a_rejected_draft_model_is_tried_now_and_then() -> None:
+    drafting = Drafting(Always(s_per_token=0.001), limit=7)
+    drafted = decode(drafting, [2] * 1000, CHEAP)
+    assert any(drafted[500:])
+    assert sum(map(bool, drafted)) < 50
+
+
+def test_a_drafter_that_costs_more_than_a_token_is_never_asked() -> None:
+    drafter = Always(s_per_token=0.011)
+    decode(Drafting(drafter, limit=7), [1] * 50, FREE)
+    assert drafter.calls == 0
+
+
+def test_a_named_drafter_drafts_at_any_price() -> None:
+    drafting = Drafting(Always(), limit=4, is_forced=True)
+    assert decode(drafting, [2] * 20, FULL)[:10] == [4] * 10
+
+
+def test_a_row_costs_what_steps_with_drafts_have_taken() -> None:
+    costs = StepCosts()
+    costs.note(1, 0, 0.010)
+    assumed = costs.price(1, 0.001)
+    assert assumed is not None
+    assert assumed == Price(0.010, 0.001)
+    for _ in range(50):
+        costs.note(1, 4, 0.034)
+    measured = costs.price(1, 0.001)
+    assert measured is not None
+    assert abs(measured.row_s - 0.006) < 0.0005
+    for _ in range(500):
+        costs.note(1, 0, 0.010)
+    faded = costs.price(1, 0.001)
+    assert faded is not None
+    assert faded.row_s < 0.003
+
+
+def test_a_row_of_a_full_batch_costs_what_a_sequence_does() -> None:
+    costs = StepCosts()
+    costs.note(1, 0, 0.008)
+    costs.note(32, 0, 0.163)
+    price = costs.price(32, 0.001)
+    assert price is not None
+    assert abs(price.row_s - 0.005) < 1e-9
 
 
 def test_room_and_no_drafter() -> None:
-    assert Drafting(None, limit=4).propose([0], 8) == []
-    assert Drafting(Always(), limit=4).propose([0], 2) == [1, 1]
-    assert Drafting(Always(), limit=4).propose([0], 0) == []
+    assert Drafting(None, limit=4).propose([0], 8, FREE) == []
+    assert Drafting(Always(), limit=4).propose([0], 2, FREE) == [1, 1]
+    assert Drafting(Always(), limit=4).propose([0], 0, FREE) == []
 
 
 def test_close_reaches_the_drafter() -> None:

@@ -6,6 +6,7 @@ Everything here runs on the decode loop's thread, except making and freeing it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +16,7 @@ from edgeinfer.errors import ModelLoadError
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch, Logits
 from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
+from edgeinfer.runtime.decoding.drafting.speculative import Acceptance
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context, open_model
 from edgeinfer.runtime.options import LoadOptions
@@ -24,6 +26,8 @@ from edgeinfer.runtime.vocab import Vocab
 _MIN_PROBABILITY = 0.4
 #: llama.cpp pads vocabularies; drafts and targets may differ by so many unused tokens at the end.
 _MAX_PADDING = 128
+#: Acceptance rate that is assumed before anything was verified.
+_START = 0.8
 
 
 class DraftModel:
@@ -56,6 +60,9 @@ class DraftModel:
         self._n_vocab = min(main.vocab.n_vocab, self._vocab.n_vocab)
         self._free = list(range(main.n_parallel))
         self._held: dict[int, list[int]] = {}
+        self.acceptance = Acceptance(_START)
+        #: What a draft token costs (seconds): a running mean, next to nothing before the first.
+        self.s_per_token = 1e-6
 
     def drafter(self) -> ModelDrafter:
         """A drafter for one request."""
@@ -142,10 +149,26 @@ class ModelDrafter:
         self._model = model
         self._slot: int | None = None
 
+    @property
+    def acceptance(self) -> Acceptance:
+        return self._model.acceptance
+
+    @property
+    def s_per_token(self) -> float:
+        return self._model.s_per_token
+
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Guesses, none when every sequence of the draft model is taken."""
+        """Return draft tokens, none if every sequence of the draft model is taken."""
+        is_first = self._slot is None
         self._slot = self._model.take() if self._slot is None else self._slot
-        return [] if self._slot is None else self._model.draft(self._slot, tokens, limit)
+        if self._slot is None:
+            return []
+        began = time.perf_counter()
+        drafts = self._model.draft(self._slot, tokens, limit)
+        if not is_first:  # which computes the whole prompt, once
+            took_s = (time.perf_counter() - began) / max(1, len(drafts))
+            self._model.s_per_token += 0.1 * (took_s - self._model.s_per_token)
+        return drafts
 
     def close(self) -> None:
         """Give the sequence back. Idempotent."""

@@ -1,43 +1,129 @@
-"""Speculative decoding: guesses at the next tokens, verified by the model in one step, and switched off
-where they lose.
+"""Speculative decoding: draft tokens, verified in one step, while they gain more than they cost.
 
-A guess is only ever kept when it is the token the sampler picks from the model's own logits, so the
-text is the same with and without; only the time differs.
+A draft token is only kept if it is the token the sampler picks from the model's own logits, so the text
+is the same with and without; only the time differs.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-#: Tokens that must recur before what followed them is guessed again.
+#: Tokens that must recur before the tokens that followed them are drafted again.
 _NGRAM = 3
-#: Guesses that are tried before the account is settled, and steps a losing drafter then rests.
-_TRIAL = 32
-_REST_STEPS = 96
+#: Acceptance rate that is assumed before anything was verified, and the weight of one verified token.
+_START = 0.5
+_WEIGHT = 0.15
+#: The share of the way back to the assumed rate, per step without drafts of a draft model: a rejected
+#: drafter is tried again after about a hundred steps.
+_RECOVERY = 0.003
+#: Expected gain over cost from which a token is drafted: step times are noisy.
+_MARGIN = 1.2
+#: The measured cost of draft rows counts as much as the assumed one from so many rows on, and fades by
+#: this factor per step without drafts, so that one bad measurement is not for ever.
+_ASSUMED_ROWS = 4
+_FADING = 0.99
+
+
+class Price(NamedTuple):
+    """Cost of a token without drafts, and of a draft row in the same step (seconds)."""
+
+    token_s: float
+    row_s: float
+
+
+class StepCosts:
+    """Learns what decode-only steps cost by their number of sequences. Shared by all sequences."""
+
+    def __init__(self) -> None:
+        self._plain_s: dict[int, float] = {}
+        self._extra_s: dict[int, float] = {}
+        self._extra_rows: dict[int, float] = {}
+
+    def note(self, n_sequences: int, n_drafts: int, seconds: float) -> None:
+        """Book a step of `n_sequences` and `n_drafts` draft rows behind them."""
+        plain_s = self._plain_s.get(n_sequences)
+        rows, extra_s = self._extra_rows.get(n_sequences, 0.0), self._extra_s.get(n_sequences, 0.0)
+        if not n_drafts:
+            old = seconds if plain_s is None else plain_s
+            self._plain_s[n_sequences] = old + 0.1 * (min(seconds, 2 * old) - old)  # no outlier counts
+            rows, extra_s = rows * _FADING, extra_s * _FADING
+        elif plain_s is not None:
+            rows, extra_s = rows + n_drafts, extra_s + seconds - plain_s
+        self._extra_rows[n_sequences], self._extra_s[n_sequences] = rows, extra_s
+
+    def mean(self, n_sequences: int) -> float | None:
+        """Return the time (s) of a step without drafts, None if there was none."""
+        return self._plain_s.get(n_sequences)
+
+    def price(self, n_sequences: int, prefill_s: float) -> Price | None:
+        """Return what a token and a draft row cost beside `n_sequences`, None if no step was measured.
+
+        `prefill_s` is the time (s) of a prefilled token: what a row is assumed to cost at least.
+        """
+        plain_s = self._plain_s.get(n_sequences)
+        if plain_s is None:
+            return None
+        rows = self._extra_rows.get(n_sequences, 0.0)
+        extra_s = self._extra_s.get(n_sequences, 0.0)
+        assumed_s = max(prefill_s, self._slope_s(n_sequences))
+        row_s = (extra_s + _ASSUMED_ROWS * assumed_s) / (rows + _ASSUMED_ROWS)
+        return Price(plain_s / n_sequences, max(row_s, 0.0))
+
+    def _slope_s(self, n_sequences: int) -> float:
+        """Return what each further sequence has cost, which a draft row of a full batch costs too."""
+        alone_s = self._plain_s.get(1)
+        if alone_s is None or n_sequences == 1:
+            return 0.0
+        return (self._plain_s[n_sequences] - alone_s) / (n_sequences - 1)
+
+
+class Acceptance:
+    """A running rate of draft tokens that were right, each after only right ones."""
+
+    def __init__(self, start: float) -> None:
+        self.rate = self._start = start
+
+    def note(self, *, is_right: bool) -> None:
+        """Book a verified token."""
+        self.rate += _WEIGHT * (is_right - self.rate)
+
+    def recover(self) -> None:
+        """Move towards the rate that is assumed, so that a rejected drafter is tried again."""
+        self.rate += _RECOVERY * (self._start - self.rate)
 
 
 class Drafter(Protocol):
-    """Guesses what comes after `tokens`."""
+    """Proposes the tokens that follow `tokens`.
+
+    `s_per_token` is what one costs (seconds). If that is nothing, the drafter is checked in every step
+    at no cost, and drafts only count as rows once its `acceptance` pays for them.
+    """
+
+    @property
+    def acceptance(self) -> Acceptance: ...
+
+    @property
+    def s_per_token(self) -> float: ...
 
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]: ...
 
     def close(self) -> None:
-        """Free what it holds. Idempotent."""
+        """Free its resources. Idempotent."""
 
 
 class NgramDrafter:
-    """Prompt lookup: what followed the last `_NGRAM` tokens where they occurred before, most
-    recently.
-    """
+    """Prompt lookup: draft what followed the last `_NGRAM` tokens at their most recent occurrence."""
+
+    s_per_token = 0.0
 
     def __init__(self) -> None:
+        self.acceptance = Acceptance(_START)
         self._follows: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Up to `limit` tokens; none when the end of `tokens` is new."""
+        """Return up to `limit` tokens; none if the end of `tokens` is new."""
         n = len(tokens)
         if n <= _NGRAM or limit <= 0:
             return []
@@ -55,71 +141,53 @@ class NgramDrafter:
         self._follows.clear()
 
 
-class StepCosts:
-    """What a decode step costs by how many tokens it computes: a running mean, shared by all sequences.
-    Seconds.
-    """
-
-    def __init__(self) -> None:
-        self._mean: dict[int, float] = {}
-
-    def note(self, n_tokens: int, seconds: float) -> None:
-        """A step of `n_tokens` decode tokens took `seconds`."""
-        old = self._mean.get(n_tokens)
-        self._mean[n_tokens] = seconds if old is None else old + 0.1 * (seconds - old)
-
-    def mean(self, n_tokens: int) -> float | None:
-        """Seconds of a step of `n_tokens` decode tokens; None while it was never measured."""
-        return self._mean.get(n_tokens)
-
-
 class Drafting:
-    """One sequence's guessing: its drafter, what came of it, and whether to go on."""
+    """One sequence's speculation. `is_forced`: draft at any price, as the request names a drafter."""
 
-    def __init__(self, drafter: Drafter | None, *, limit: int) -> None:
-        self._drafter, self._limit = drafter, limit
-        self._rest = 0
-        self._trial_drafted = self._trial_accepted = self._trial_steps = 0
-        self._trial_s = 0.0
+    def __init__(self, drafter: Drafter | None, *, limit: int, is_forced: bool = False) -> None:
+        self._drafter, self._limit, self._is_forced = drafter, limit, is_forced
+        self._predicted: list[int] = []
+        self._at = 0
         self.drafted = self.accepted = 0
 
-    def propose(self, tokens: Sequence[int], room: int) -> list[int]:
-        """Guesses for this step, at most `room`."""
-        if self._drafter is None or room <= 0:
+    def propose(self, tokens: Sequence[int], room: int, price: Price | None) -> list[int]:
+        """Return the draft tokens of this step, at most `room`."""
+        self._predicted = []
+        drafter = self._drafter
+        if drafter is None or room <= 0:
             return []
-        if self._rest:
-            self._rest -= 1
-            return []
-        began = time.perf_counter()
-        guesses = self._drafter.draft(tokens, min(self._limit, room))
-        self._trial_s += time.perf_counter() - began
-        return guesses
+        limit = min(self._limit, room)
+        if not self._is_forced:
+            limit = self._worthwhile(drafter, limit, price)
+        if limit or not drafter.s_per_token:
+            self._at = len(tokens)
+            self._predicted = drafter.draft(tokens, max(limit, 1))
+        else:
+            drafter.acceptance.recover()
+        return self._predicted[:limit]
 
-    def settle(self, drafted: int, accepted: int, costs: StepCosts, n_tokens: int) -> None:
-        """Book a step's outcome; `n_tokens` is what the step would have computed without guesses."""
+    def _worthwhile(self, drafter: Drafter, limit: int, price: Price | None) -> int:
+        """Count the draft tokens whose chance to be accepted is worth more than their rows cost."""
+        if price is None:
+            return 0
+        cost_s = _MARGIN * (price.row_s + drafter.s_per_token)
+        gain_s, n = price.token_s * drafter.acceptance.rate, 0
+        while n < limit and gain_s > cost_s:
+            gain_s *= drafter.acceptance.rate
+            n += 1
+        return n
+
+    def settle(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+        """Compare the prediction with the `tokens` that came, and book the rows that were drafted."""
         self.drafted += drafted
         self.accepted += accepted
-        self._trial_drafted += drafted
-        self._trial_accepted += accepted
-        self._trial_steps += 1
-        if self._trial_drafted < _TRIAL:
-            return
-        self._rest = _REST_STEPS if self._loses(costs, n_tokens) else 0
-        self._trial_drafted = self._trial_accepted = self._trial_steps = 0
-        self._trial_s = 0.0
-
-    def _loses(self, costs: StepCosts, n_tokens: int) -> bool:
-        """Whether the tokens gained in this trial cost more time than steps without guesses would have
-        taken.
-        """
-        extra = max(1, round(self._trial_drafted / self._trial_steps))
-        plain, longer = costs.mean(n_tokens), costs.mean(n_tokens + extra)
-        if plain is None or longer is None:
-            return False
-        gain = 1.0 + self._trial_accepted / self._trial_steps
-        return longer + self._trial_s / self._trial_steps > gain * plain
+        for predicted, token in zip(self._predicted, tokens[self._at :], strict=False):
+            assert self._drafter is not None
+            self._drafter.acceptance.note(is_right=predicted == token)
+            if predicted != token:
+                break
 
     def close(self) -> None:
-        """Free what the drafter holds. Idempotent."""
+        """Free the drafter's resources. Idempotent."""
         if self._drafter is not None:
             self._drafter.close()

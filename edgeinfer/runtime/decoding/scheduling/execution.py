@@ -111,10 +111,11 @@ class Execution:
         decode_tokens = sum(len(p.tokens) for p in parts if not p.is_prefill)
         prefill_tokens = self._batch.n_tokens - decode_tokens
         if not prefill_tokens:
-            self._costs.note(decode_tokens, seconds)
+            n_drafts = sum(len(p.drafts) for p in parts)
+            self._costs.note(len(parts), n_drafts, seconds)
             self._counters.decode_s += seconds
             return
-        decode_share = min(seconds, self._costs.mean(decode_tokens) or 0.0) if decode_tokens else 0.0
+        decode_share = min(seconds, self._costs.mean(decode_tokens) or 0.0)
         self._counters.decode_s += decode_share
         self._counters.prefill_s += seconds - decode_share
         is_long = any(p.is_prefill and p.seq.prompt_tokens > SHORT_TOKENS for p in parts)

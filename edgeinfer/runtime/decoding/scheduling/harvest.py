@@ -6,7 +6,6 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Logits
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, common_prefix
-from edgeinfer.runtime.decoding.drafting.speculative import StepCosts
 from edgeinfer.runtime.decoding.metrics import Counters
 from edgeinfer.runtime.decoding.scheduling.parts import Part
 from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
@@ -27,7 +26,6 @@ class Harvest:
         *,
         roster: Roster,
         prefixes: Prefixes,
-        costs: StepCosts,
         counters: Counters,
     ) -> None:
         self._active = active
@@ -35,18 +33,17 @@ class Harvest:
         self._kv = kv
         self._logits = Logits(active, vocab.n_vocab)
         self._roster, self._prefixes = roster, prefixes
-        self._costs, self._counters = costs, counters
+        self._counters = counters
 
     def take(self, parts: list[Part]) -> None:
         """Hand over what each part of the batch gave."""
-        plain = sum(1 for p in parts if p.has_output)
         for part in parts:
             if part.is_prefill:
                 part.seq.progress()
                 self._take_prompt_logprobs(part)
                 self._prefixes.take_point(part.seq)
             if part.has_output:
-                self._sample_or_fail(part, plain)
+                self._sample_or_fail(part)
             elif part.seq.max_tokens == 0 and not part.seq.n_pending:
                 self._roster.end(part.seq, "length")
 
@@ -66,14 +63,14 @@ class Harvest:
             first = self._vocab.piece(seq.tokens[0], special=True)
             seq.stream.put(PromptLogprobs(first, tuple(seq.prompt_logprobs)))
 
-    def _sample_or_fail(self, part: Part, plain: int) -> None:
+    def _sample_or_fail(self, part: Part) -> None:
         """A constraint that outgrew its parser ends its own request and no other."""
         try:
-            self._sample(part, plain)
+            self._sample(part)
         except InvalidRequestError as error:
             self._roster.fail(part.seq, error)
 
-    def _sample(self, part: Part, plain: int) -> None:
+    def _sample(self, part: Part) -> None:
         seq = part.seq
         first = not seq.n_generated
         before = seq.clock.last
@@ -90,7 +87,7 @@ class Harvest:
             )
             if reason is not None or not guessed:
                 break
-        self._settle(part, plain)
+        self._settle(part)
         if first:
             self._counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)
         else:
@@ -98,17 +95,17 @@ class Harvest:
         if reason is not None:
             self._roster.end(seq, reason)
 
-    def _settle(self, part: Part, plain: int) -> None:
-        """Take back from the cache what was guessed wrong."""
-        if not part.drafts:
-            return
+    def _settle(self, part: Part) -> None:
+        """Book the draft tokens, and remove the rejected ones from the cache."""
         seq = part.seq
+        if not part.drafts:
+            seq.drafting.settle(seq.tokens, 0, 0)
+            return
         assert seq.resident is not None
         right = common_prefix(seq.resident.tokens, seq.tokens, seq.n_past - len(part.drafts))
         # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are
         # still to come
         right = min(right, len(seq.tokens) - 1)
-        seq.drafting.settle(
-            len(part.drafts), len(part.drafts) - (seq.n_past - right), self._costs, plain
-        )
+        n_drafts = len(part.drafts)
+        seq.drafting.settle(seq.tokens, n_drafts, n_drafts - (seq.n_past - right))
         self._kv.truncate(seq.resident, right)

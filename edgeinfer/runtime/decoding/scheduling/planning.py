@@ -8,7 +8,8 @@ from typing import Protocol
 
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache
-from edgeinfer.runtime.decoding.scheduling.chunks import Exactness
+from edgeinfer.runtime.decoding.drafting.speculative import Price, StepCosts
+from edgeinfer.runtime.decoding.scheduling.chunks import Chunks, Exactness
 from edgeinfer.runtime.decoding.scheduling.parts import Part
 from edgeinfer.runtime.decoding.scheduling.prefill import Prefill
 from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
@@ -38,6 +39,8 @@ class Planner:
         roster: Roster,
         prefixes: Prefixes,
         prefill: Prefill,
+        chunks: Chunks,
+        costs: StepCosts,
         exactness: Exactness,
         n_ctx: int,
         can_cut: bool,
@@ -48,6 +51,7 @@ class Planner:
         self._roster = roster
         self._prefixes = prefixes
         self._prefill = prefill
+        self._chunks, self._costs = chunks, costs
         #: What a step in company may compute without changing a bit, where the context lies.
         self.exactness = exactness
         self._n_ctx, self._can_cut = n_ctx, can_cut
@@ -111,8 +115,9 @@ class Planner:
     def _add_decoding(self, decoding: list[Sequence]) -> list[Part]:
         parts: list[Part] = []
         spare = min(self._batch.max_outputs, self._kv.free_cells, self._batch.capacity) - len(decoding)
+        price = self._costs.price(len(decoding), self._chunks.s_per_token)
         for seq in decoding:
-            drafts = self._drafts(seq, min(spare, self._exact_room(seq, decoding)))
+            drafts = self._drafts(seq, min(spare, self._exact_room(seq, decoding)), price)
             spare -= len(drafts)
             assert seq.resident is not None
             tokens = [seq.tokens[-1], *drafts]
@@ -131,8 +136,8 @@ class Planner:
             return 0
         return exact.rows - self._batch.n_tokens - (len(decoding) - decoding.index(seq))
 
-    def _drafts(self, seq: Sequence, spare: int) -> list[int]:
+    def _drafts(self, seq: Sequence, spare: int, price: Price | None) -> list[int]:
         if not self._can_cut or spare <= 0:
             return []
         room = min(spare, seq.max_tokens - seq.n_generated - 1, self._n_ctx - len(seq.tokens) - 1)
-        return seq.drafting.propose(seq.tokens, room)
+        return seq.drafting.propose(seq.tokens, room, price)

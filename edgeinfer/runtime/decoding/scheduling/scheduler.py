@@ -67,6 +67,8 @@ class Scheduler:
             roster=self.roster,
             prefixes=self.prefixes,
             prefill=Prefill(kv, batch, chunks, self.roster, self.prefixes, can_cut=can_cut),
+            chunks=chunks,
+            costs=costs,
             exactness=exactness,
             n_ctx=n_ctx,
             can_cut=can_cut,
@@ -75,13 +77,7 @@ class Scheduler:
             active, batch, kv, chunks=chunks, costs=costs, counters=self.counters, can_cut=can_cut
         )
         self._harvest = Harvest(
-            active,
-            vocab,
-            kv,
-            roster=self.roster,
-            prefixes=self.prefixes,
-            costs=costs,
-            counters=self.counters,
+            active, vocab, kv, roster=self.roster, prefixes=self.prefixes, counters=self.counters
         )
 
         self._idle_cells = IdleCells(kv, self.prefixes, states, active, can_cut=can_cut)
