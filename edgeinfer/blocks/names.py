@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.blocks.format import pack_tokens
-from edgeinfer.system.disk import stamps
+from edgeinfer.system.disk import new_file, open_own, stamps
 
 NAME_BYTES = 20
 SECRET_BYTES = 32
@@ -26,30 +26,16 @@ def read_secret(path: Path, own: bytes = b"") -> bytes:
     """The user's secret in `path` (0600); where there is none, `own` or a new one. Raises OSError."""
     for _ in range(2):
         try:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(path, flags), "rb") as file:
+            with open(open_own(path), "rb") as file:
                 secret = file.read()
         except FileNotFoundError:
-            _write_secret(path, own or os.urandom(SECRET_BYTES))
+            with new_file(path, 0o600, replaces=False) as file:
+                file.write(own or os.urandom(SECRET_BYTES))
             continue
         if len(secret) == SECRET_BYTES:
             return secret
         path.unlink(missing_ok=True)  # the disk was full when it was made
     raise OSError(f"no secret can be kept in {path}")
-
-
-def _write_secret(path: Path, secret: bytes) -> None:
-    """Put a secret there, whole or not at all; whoever is first wins."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(secret)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,24 +69,49 @@ def sync(path: str | Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """A file to write that replaces `path` when the block ends well, atomically and durably.
+def new_file(path: Path, mode: int | None = None, *, replaces: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file to write that appears as `path`, whole, when the block ends well. Raises OSError.
 
-    `mode` None is what the umask makes of 0666. Raises DiskFullError.
+    `mode` None is what the umask makes of 0666. Unless it `replaces`, a file that is there stays. The
+    temporary name is random: all resumed processes have the same pid.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.new")
+    scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with room_errors(path), open(scratch, "w+b") as file:
+        with open(os.open(scratch, flags, 0o666 if mode is None else 0o600), "w+b") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    except BaseException:
+        if replaces:
+            scratch.replace(path)
+        else:
+            with suppress(FileExistsError):
+                os.link(scratch, path)
+    finally:
         scratch.unlink(missing_ok=True)
-        raise
+
+
+@contextmanager
+def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """Yield a `new_file` that is durable too. Raises DiskFullError."""
+    with room_errors(path), new_file(path, mode) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
     sync(path.parent)
+
+
+def open_own(path: Path) -> int:
+    """Open a regular file that is this user's alone, to read; its descriptor.
+
+    A FIFO is refused, not waited for. Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        os.close(descriptor)
+        raise PermissionError(f"{path} is not a regular file of this user alone")
+    return descriptor
 
 
 def write_whole(path: Path, content: bytes, mode: int | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -201,8 +202,9 @@ def _pulled(name: str, first: Path, *, in_place: bool) -> store.PulledModel:
 @contextmanager
 def _scratch() -> Iterator[Path]:
     """A folder on the models' disk, gone afterwards."""
-    work = paths.models_dir() / store.PARTIAL / f"snapshot-{os.getpid()}"
-    work.mkdir(mode=0o700, parents=True)
+    partial = paths.models_dir() / store.PARTIAL
+    partial.mkdir(mode=0o700, parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="snapshot-", dir=partial))
     try:
         with room_errors(work):
             yield work

@@ -21,6 +21,30 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_two_writers_of_one_pid_have_two_temporary_files(tmp_path):
+    path = tmp_path / "file"
+    with disk.new_file(path) as first, disk.new_file(path) as second:
+        first.write(b"first")
+        second.write(b"second")
+    assert path.read_bytes() == b"first"  # which ended last
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_that_does_not_replace_leaves_the_first(tmp_path):
+    path = tmp_path / "file"
+    for content in (b"first", b"second"):
+        with disk.new_file(path, 0o600, replaces=False) as file:
+            file.write(content)
+    assert path.read_bytes() == b"first"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_fifo_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(PermissionError, match="not a regular file"):
+        disk.open_own(tmp_path / "fifo")
+
+
 def test_no_room_is_said_with_the_place(tmp_path):
     with (
         pytest.raises(DiskFullError, match=r"full; all is well"),
