@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from edgeinfer.runtime.decoding.cache.divergence import Closest, closest
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident, common_prefix
 
 
@@ -241,3 +242,26 @@ def test_random_histories_keep_the_books_right(seed: int) -> None:
     kv.drop_idle(pinned=True)
     assert kv.used_cells == memory.cells == 0
     assert kv.residents == []
+
+
+def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
+    kv, memory = make()
+    private = kv.claim([1, 2, 3], (), reuse=False)
+    assert private is not None
+    private.is_private = True
+    fill(kv, memory, private, [1, 2, 3])
+    assert kv.match([1, 2, 3, 4], ()) == (None, 0)
+    assert closest(kv.residents, [1, 2, 9], (), "") == Closest()
+    kv.release(private, keep=False)
+    assert closest(kv.residents, [1, 2, 9], (), "") == Closest()
+
+
+def test_the_text_of_a_pinned_prompt_is_shared_but_not_shown() -> None:
+    kv, memory = make()
+    pinned = claim(kv, memory, [1, 2, 3])
+    kv.release(pinned, keep=True)
+    pinned.pinned = True
+    assert kv.match([1, 2, 9, 9], (), "a key's") == (pinned, 2)
+    assert closest(kv.residents, [1, 2, 9], (), "a key's") == Closest(2, ())
+    pinned.pinned = False
+    assert closest(kv.residents, [1, 2, 9], (), "") == Closest(2, (3,))

@@ -24,15 +24,18 @@ class Closest:
 def closest(
     residents: Iterable[Resident], tokens: Sequence[int], adapters: AdapterKey, salt: str
 ) -> Closest:
-    """Find what agrees longest with `tokens` among what its request may see."""
+    """Find what agrees longest with `tokens` among what its request may see.
+
+    A pinned prompt is shared with every client, but its text is shown to none.
+    """
     best = Closest()
     for resident in residents:
-        is_foreign = resident.salt != salt and not resident.pinned
-        if is_foreign or resident.adapters != adapters:
+        if not resident.serves(adapters, salt):
             continue
         n = common_prefix(resident.tokens, tokens)
         if n > best.n:
-            best = Closest(n, tuple(resident.tokens[n : n + _AROUND]))
+            there = () if resident.pinned else tuple(resident.tokens[n : n + _AROUND])
+            best = Closest(n, there)
     return best
 
 

@@ -90,7 +90,8 @@ class Resident:
     residents.
 
     A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's
-    next cell. Requests with another `salt` cannot use it. `conversation` is whose it was last.
+    next cell. Requests with another `salt` cannot use it, and no other request one that `is_private`.
+    `conversation` is whose it was last.
     One that was shifted has keys that were turned, or brought from another context, not computed where
     they are. Of its tokens the first `n_unchanged` have stood since whoever writes them last looked;
     those from `memory_only_from` on are not to be written. One `is_read_ahead` waits for a request
@@ -109,11 +110,17 @@ class Resident:
     cells: list[int] = field(default_factory=list)
     active: bool = True
     pinned: bool = False
+    is_private: bool = False
     is_read_ahead: bool = False
     ghost: bool = False
     used_at: int = 0
     n_top: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def serves(self, adapters: AdapterKey, salt: str) -> bool:
+        """Whether a new request with `adapters` and `salt` may use, and learn of, these tokens."""
+        is_shared = self.pinned or self.salt == salt
+        return is_shared and self.adapters == adapters and not (self.ghost or self.is_private)
 
 
 class KvCache:
@@ -164,8 +171,7 @@ class KvCache:
         best, length = None, 0
         limit = len(tokens) - 1
         for resident in self.residents:
-            foreign = resident.salt != salt and not resident.pinned
-            if resident.adapters != adapters or foreign or resident.ghost:
+            if not resident.serves(adapters, salt):
                 continue
             shared = common_prefix(resident.tokens, tokens)
             if n_top is not None:

@@ -77,6 +77,7 @@ class Prefixes:
         if resident is None:
             return
         seq.resident = resident
+        resident.is_private = not request.cache_prompt
         kept = common_prefix(resident.tokens, seq.tokens[:-1])
         if n_top is not None:
             kept = min(kept, len(resident.logprobs))
