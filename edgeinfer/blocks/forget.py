@@ -39,10 +39,10 @@ def forget_conversation(root: Path, conversation: str) -> int:
         return 0
     paths.private_dir(root)
     own = owners / owner_name(read_secret(root / "secret"), conversation)
-    written = _names(own)
+    written = limits.owned_names(own)
     for other in owners.iterdir():
         if other != own:
-            written -= _names(other)
+            written -= limits.owned_names(other)
     freed = 0
     for block in limits.list_blocks(root):
         if block.path.name.removesuffix(limits.SUFFIX) in written:
@@ -50,10 +50,3 @@ def forget_conversation(root: Path, conversation: str) -> int:
             freed += block.n_bytes
     own.unlink(missing_ok=True)
     return freed
-
-
-def _names(path: Path) -> set[str]:
-    try:
-        return set(path.read_text("ascii").split())
-    except FileNotFoundError:
-        return set()

@@ -1,7 +1,8 @@
 """What sessions of an agent begin with: names of blocks, a file an agent, which are pruned last.
 
-    FOLDER/kept/AGENT    how many sessions were noted; names of the blocks that all begin with; after an
-                         empty line the names of blocks behind them, in the middle of which they part
+    FOLDER/kept/AGENT[.SALT]   how many sessions were noted; names of the blocks that all begin with;
+                               after an empty line the names of blocks behind them, in the middle of
+                               which they part
 
 One session says only how it began, with what a person wrote in it. What a second one shares with it is
 the agent's own: instructions and tools. So nothing is kept before there were two, and from then on what
@@ -11,15 +12,20 @@ shares more with one of them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgeinfer.system.disk import new_file, open_own
+
 _FOLDER = "kept"
-#: An agent's name becomes the name of a file.
+#: An agent's name becomes the name of a file, with a digest of the salt: those who give another one
+#: share no block.
 _AGENT = re.compile(r"[a-z0-9-]{1,32}")
+_FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
 #: An agent that was changed shares less than this with its past, and begins anew.
 _SAME_SHARE = 0.5
 #: Sessions that are told apart: one, and more.
@@ -37,11 +43,11 @@ class _Noted:
     behind: tuple[str, ...] = ()
 
 
-def note_session(folder: Path, agent: str, names: Sequence[str]) -> None:
+def note_session(folder: Path, agent: str, names: Sequence[str], salt: str = "") -> None:
     """Note that a session of `agent` begins with the blocks of these names. Raises OSError."""
     if not names or not _AGENT.fullmatch(agent):
         return
-    path = folder / _FOLDER / agent
+    path = _path(folder, agent, salt)
     before = _read(path)
     now = _narrowed(before, tuple(names))
     if now != before:
@@ -67,13 +73,13 @@ def kept_names(root: Path) -> set[str]:
     return {name for one in noted if one.sessions >= _SEVERAL for name in one.shared}
 
 
-def begun_with(folder: Path, agent: str) -> tuple[str, ...]:
+def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
     """The blocks that sessions of `agent` begin with, in order; then those behind them, the last one
     first.
     """
     if not _AGENT.fullmatch(agent):
         return ()
-    noted = _read(folder / _FOLDER / agent)
+    noted = _read(_path(folder, agent, salt))
     return noted.shared + noted.behind
 
 
@@ -82,14 +88,19 @@ def straddling(folder: Path, parent: str) -> tuple[str, ...]:
     return next((one.behind for _, one in _all(folder) if one.shared[-1:] == (parent,)), ())
 
 
+def _path(folder: Path, agent: str, salt: str) -> Path:
+    digest = hashlib.blake2b(salt.encode(), digest_size=8).hexdigest()
+    return folder / _FOLDER / (f"{agent}.{digest}" if salt else agent)
+
+
 def _all(folder: Path) -> Iterator[tuple[Path, _Noted]]:
     try:
-        agents = os.listdir(folder / _FOLDER)
+        files = os.listdir(folder / _FOLDER)
     except OSError:
         return
-    for agent in agents:
-        if _AGENT.fullmatch(agent):
-            path = folder / _FOLDER / agent
+    for name in files:
+        if _FILE.fullmatch(name):
+            path = folder / _FOLDER / name
             yield path, _read(path)
 
 
@@ -107,8 +118,7 @@ def _narrowed(before: _Noted, names: tuple[str, ...]) -> _Noted:
 def _read(path: Path) -> _Noted:
     """What is noted; nothing where the file is not ours."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with open(descriptor, encoding="ascii") as file:
+        with open(open_own(path), encoding="ascii") as file:
             head, _, behind = file.read().partition("\n\n")
         first, *names = head.split("\n")
         bytes.fromhex("".join([*names, *behind.split()]))  # raises ValueError for what is no name
@@ -119,8 +129,6 @@ def _read(path: Path) -> _Noted:
 
 def _write(path: Path, noted: _Noted) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(temporary, flags, 0o600), "w", encoding="ascii") as file:
-        file.write("\n".join([str(noted.sessions), *noted.shared]) + "\n\n" + "\n".join(noted.behind))
-    temporary.replace(path)
+    text = "\n".join([str(noted.sessions), *noted.shared]) + "\n\n" + "\n".join(noted.behind)
+    with new_file(path, 0o600) as file:
+        file.write(text.encode("ascii"))

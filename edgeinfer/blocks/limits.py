@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.blocks.kept import kept_names
-from edgeinfer.system.disk import free_bytes
+from edgeinfer.system.disk import free_bytes, open_own
 
 SUFFIX = ".block"
 #: Without a limit of the user's, so much of what the disk has left, the blocks themselves included.
@@ -26,7 +26,7 @@ _MOST_BYTES = 64 << 30
 MARGIN_BYTES = 512 << 20
 #: Pruning goes on to this share of the limit, so that it is not needed again at once.
 _PRUNE_TO = 0.9
-#: Unfinished files older than this (seconds) belong to nobody.
+#: Unfinished files older than this (seconds), and lists of blocks that are gone, belong to nobody.
 _STALE_S = 3600.0
 
 
@@ -98,4 +98,18 @@ def prune(root: Path, limits: Limits, extra_bytes: int = 0) -> tuple[int, int]:
         block.path.unlink(missing_ok=True)
         used -= block.n_bytes
         removed += 1
+    left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
+    for owner in (root / "owners").glob("*"):
+        is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new one names blocks still to come
+        if is_old and not owned_names(owner) & left:
+            owner.unlink(missing_ok=True)
     return removed, used
+
+
+def owned_names(owner: Path) -> set[str]:
+    """Read the list of a conversation's blocks; nothing if it is missing or another user's."""
+    try:
+        with open(open_own(owner), encoding="ascii") as file:
+            return set(file.read().split())
+    except (OSError, ValueError):
+        return set()

@@ -16,7 +16,6 @@ import errno
 import hashlib
 import mmap
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from edgeinfer.blocks.names import Names, owner_name, read_secret
 from edgeinfer.blocks.writer import Writer
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.system import paths
+from edgeinfer.system.disk import new_file, open_own
 
 #: Files are read, and their checksums computed, by so many threads: one gives some 4 GB/s.
 _READERS = 2
@@ -123,7 +123,7 @@ class BlockStore:
         """
         self.make_root()
         paths.private_dir(self.root / "owners")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(self._owner_list(conversation), flags, 0o600), "wb") as file:
             file.write(b"".join(name.hex().encode() + b"\n" for name in names))
 
@@ -181,7 +181,7 @@ class ModelBlocks:
     def header(self, name: bytes) -> Header | None:
         """What the block says of itself, its checksum not looked at; None without a readable one."""
         try:
-            with open(_open_own(self.path(name)), "rb") as file:
+            with open(open_own(self.path(name)), "rb") as file:
                 start = file.read(1 << 16)
             return format.read_header(start)
         except (OSError, BlockDamagedError):
@@ -200,9 +200,9 @@ class ModelBlocks:
         """The blocks behind `parent` in which what sessions of an agent share ends."""
         return [bytes.fromhex(name) for name in kept.straddling(self._folder, parent.hex())]
 
-    def begun_with(self, agent: str) -> list[bytes]:
+    def begun_with(self, agent: str, salt: str) -> list[bytes]:
         """The blocks that sessions of `agent` begin with, in order; then those behind them."""
-        return [bytes.fromhex(name) for name in kept.begun_with(self._folder, agent)]
+        return [bytes.fromhex(name) for name in kept.begun_with(self._folder, agent, salt)]
 
     # reading
 
@@ -240,7 +240,7 @@ class ModelBlocks:
         return block
 
     def _map(self, path: Path) -> Block:
-        file = MappedFile(_open_own(path), 0)
+        file = MappedFile(open_own(path), 0)
         size = os.fstat(file.descriptor).st_size
         if not size:
             raise BlockDamagedError("it is empty")
@@ -273,13 +273,13 @@ class ModelBlocks:
             self._store.note_owner(conversation, new)
             known.update(new)
 
-    def keep(self, agent: str, names: Sequence[bytes]) -> None:
+    def keep(self, agent: str, names: Sequence[bytes], salt: str) -> None:
         """Note that a session of `agent` begins with these blocks: what all share is pruned last."""
-        self.writer.put(lambda: self._keep(agent, names))
+        self.writer.put(lambda: self._keep(agent, names, salt))
 
-    def _keep(self, agent: str, names: Sequence[bytes]) -> None:
+    def _keep(self, agent: str, names: Sequence[bytes], salt: str) -> None:
         try:
-            kept.note_session(self._folder, agent, [name.hex() for name in names])
+            kept.note_session(self._folder, agent, [name.hex() for name in names], salt)
         except OSError as error:
             self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
 
@@ -326,7 +326,7 @@ class ModelBlocks:
     def read_check(self) -> str:
         """What the check of this identity found: "exact", why it is refused, or "" before any."""
         try:
-            with open(_open_own(self._folder / "checked"), encoding="utf-8") as file:
+            with open(open_own(self._folder / "checked"), encoding="utf-8") as file:
                 self._checked = file.read()
         except OSError:
             self._checked = ""
@@ -349,31 +349,13 @@ class ModelBlocks:
         return self.writer.stop(timeout_s)
 
 
-def _open_own(path: Path) -> int:
-    """A descriptor of a plain file that is this user's alone. Raises OSError, PermissionError else."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    info = os.fstat(descriptor)
-    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        os.close(descriptor)
-        raise PermissionError(f"{path} is not a plain file of this user alone")
-    return descriptor
-
-
 def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable: bool = False) -> int:
-    """Put a file there, whole or not at all; its bytes. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        with open(os.open(temporary, flags, 0o600), "wb", buffering=0) as file:
-            for buffer in buffers:
-                view = memoryview(buffer)
-                while view:
-                    view = view[file.write(view) :]
-            if is_durable:
-                os.fdatasync(file.fileno())
-            size = file.tell()
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write a file, whole or not at all; its bytes. Raises OSError."""
+    with new_file(path, 0o600) as file:
+        for buffer in buffers:
+            file.write(buffer)
+        size = file.tell()
+        if is_durable:
+            file.flush()
+            os.fdatasync(file.fileno())
     return size

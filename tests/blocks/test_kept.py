@@ -81,6 +81,14 @@ def test_a_name_that_is_no_agents_and_a_file_that_is_not_ours_count_for_nothing(
     kept.note_session(folder, "codex", _names("a"))
 
 
+def test_sessions_of_two_keys_do_not_disturb_each_other(tmp_path, folder):
+    for salt in ("mine", "theirs", "mine", "theirs", ""):
+        kept.note_session(folder, "codex", _names(f"{salt} a", f"{salt} b"), salt)
+    assert kept.kept_names(tmp_path) == set(_names("mine a", "mine b", "theirs a", "theirs b"))
+    assert kept.begun_with(folder, "codex", "mine") == tuple(_names("mine a", "mine b"))
+    assert kept.begun_with(folder, "codex", "another") == ()
+
+
 def test_what_agents_begin_with_is_pruned_last(tmp_path, folder):
     names = _names("first", "second", "third")
     for age, name in enumerate(names):  # the agent's is the oldest

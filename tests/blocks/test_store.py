@@ -18,6 +18,7 @@ import xxhash
 from edgeinfer.blocks import forget, limits
 from edgeinfer.blocks.format import ANYWHERE, Block, Header, State, decode, encode, pack_tokens, whole
 from edgeinfer.blocks.limits import Limits
+from edgeinfer.blocks.names import owner_name
 from edgeinfer.blocks.store import BlockStore, ModelBlocks
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 
@@ -316,6 +317,35 @@ def test_forget_a_conversation_leaves_what_others_share(store: BlockStore, block
     assert [blocks.has(name) for name in (shared, mine, theirs)] == [True, False, True]
     assert forget.forget_conversation(store.root, "theirs") > 0
     assert limits.list_blocks(store.root) == []
+
+
+@pytest.mark.parametrize("place", ["secret", "owners/talk"])
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, place: str) -> None:
+    store = BlockStore(tmp_path / "blocks", ROOMY)
+    store.note_owner("talk", [b"name"])
+    fifo = store.root / place
+    fifo.unlink(missing_ok=True)
+    os.mkfifo(fifo, 0o600)
+    if place == "secret":
+        with pytest.raises(PermissionError, match="not a regular file"):
+            BlockStore(store.root, ROOMY)
+    else:
+        assert forget.forget_conversation(store.root, "talk") == 0
+
+
+def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path / "blocks", Limits(max_bytes=100_000, margin_bytes=0))
+    blocks = store.model("sha", {})
+    gone, kept, new = (make_block(blocks, [n] * 256, n_bytes=40_000) for n in range(3))
+    for conversation, block in (("gone", gone), ("kept", kept)):
+        blocks.own(conversation, [put(blocks, block)])
+    blocks.own("new", [new.header.name])
+    assert blocks.writer.flush(30)
+    for conversation in ("gone", "kept"):
+        os.utime(store.root / "owners" / owner_name(store.secret, conversation), (0, 0))
+    put(blocks, new)
+    assert not blocks.has(gone.header.name)
+    assert [store.has_owner(name) for name in ("gone", "kept", "new")] == [False, True, True]
 
 
 def test_forget_a_model_and_all(store: BlockStore, blocks: ModelBlocks) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.blocks.format import State, unpack_tokens, whole
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.names import Names
@@ -172,3 +173,31 @@ def test_who_shares_what_was_read_ahead_keeps_it_in_memory_too(side: Side) -> No
 
 def _names(side: Side) -> list[bytes]:
     return [bytes.fromhex(block.path.stem) for block in list_blocks(side.store.root)]
+
+
+def test_a_killed_process_leaves_no_block_without_owner(side: Side) -> None:
+    said = list(range(4 * SIZE))
+    resident = claim(side.kv, side.memory, said)
+    resident.conversation = "talk"
+    side.kv.release(resident, keep=True)
+    side.writing.add(resident, LONG_S)
+    while not list_blocks(side.store.root):
+        side.writing.work(is_idle=True)
+        assert side.blocks.writer.flush(60)
+    assert side.writing.has_work  # killed here
+    assert forget_conversation(side.store.root, "talk") > 0
+    assert list_blocks(side.store.root) == []
+
+
+def test_a_forgotten_conversation_that_goes_on_can_be_forgotten_again(side: Side) -> None:
+    resident = claim(side.kv, side.memory, list(range(2 * SIZE)))
+    for n in (2, 3):
+        said = list(range(n * SIZE))
+        resident.active, resident.conversation = True, "talk"
+        fill(side.kv, side.memory, resident, said)
+        side.kv.release(resident, keep=True)
+        side.writing.add(resident, LONG_S)
+        side.write_all()
+        assert side.there(said) == n * SIZE
+        assert forget_conversation(side.store.root, "talk") > 0
+        assert list_blocks(side.store.root) == []

@@ -148,7 +148,7 @@ class BlockCache:
         """Note how a session of an agent begins; the blocks themselves are written as all are."""
         if request.preamble and not self.proof.is_refused:
             names = self.names.chain(tokens, adapters, request.cache_salt)[1:]
-            self.blocks.keep(request.preamble, names)
+            self.blocks.keep(request.preamble, names, request.cache_salt)
 
     # read
 

@@ -40,7 +40,7 @@ class BlockNames:
         As far as they are there.
         """
         behind: dict[bytes, Header] = {}
-        for name in self._blocks.begun_with(agent):
+        for name in self._blocks.begun_with(agent, salt):
             header = self._blocks.header(name)
             if header is not None:
                 behind.setdefault(header.parent, header)

@@ -74,6 +74,8 @@ class BlockWriting:
             return
         found = self._passes.get(resident)
         if found is None:
+            if self._blocks.writer.is_idle:
+                self._queued.clear()  # what was forgotten meanwhile is written again
             root = self._names.root(resident.adapters, resident.salt)
             found = self._passes[resident] = _Pass([root])
             resident.n_unchanged = 0
@@ -108,7 +110,6 @@ class BlockWriting:
         resident = next(iter(self._passes))
         if not self._write_one(resident, self._passes[resident]):
             del self._passes[resident]
-            self._end_pass()
         took_s = time.monotonic() - began
         self._rest_until = began + took_s / _WRITE_SHARE
 
@@ -120,14 +121,6 @@ class BlockWriting:
         while self._blocks.can_write and self._blocks.writer.has_room:
             if not self._write_one(resident, found):
                 break
-        self._end_pass()
-
-    def _end_pass(self) -> None:
-        """All of a sequence has been handed over. Each block is, once: what a small limit or a full
-        disk takes away again is not written for ever.
-        """
-        if self._blocks.writer.is_idle:
-            self._queued.clear()
 
     def _write_one(self, resident: Resident, found: _Pass) -> bool:
         """Write the first block of `resident` that is not there. False when all are."""
@@ -144,6 +137,10 @@ class BlockWriting:
         states = self._read_states(resident, header, start)
         if states is None:
             return False
+        for (
+            conversation
+        ) in found.conversations:  # first: a killed process leaves no block without owner
+            self._blocks.own(conversation, [header.name])
         self._blocks.write(Block(header, states))
         if superseded is not None:
             self._blocks.writer.put(lambda: self._blocks.remove(superseded))
@@ -232,7 +229,7 @@ class BlockWriting:
         return header.name + header.tokens in self._queued
 
     def _note_owners(self, resident: Resident, found: _Pass) -> None:
-        """Note whose the blocks are, and that the beginning was used last, once all are written."""
+        """Note that the beginning was used last, and whose blocks they are that others had written."""
         chain, conversations = found.chain, found.conversations
         rest = _writable(resident)[(len(chain) - 1) * self._names.block_tokens :]
 
