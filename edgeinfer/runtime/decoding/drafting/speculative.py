@@ -145,7 +145,8 @@ class Drafting:
     """One sequence's speculation. `is_forced`: draft at any price, as the request names a drafter."""
 
     def __init__(self, drafter: Drafter | None, *, limit: int, is_forced: bool = False) -> None:
-        self._drafter, self._limit, self._is_forced = drafter, limit, is_forced
+        self._drafter, self._limit = drafter, limit
+        self._is_forced = is_forced
         self._predicted: list[int] = []
         self._at = 0
         self.drafted = self.accepted = 0
