@@ -17,19 +17,19 @@ from edgeinfer.catalog import gguf, names, sources, store
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.lock import model_lock
+from edgeinfer.catalog.lock import changing
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.names import Reference
 from edgeinfer.catalog.plan import plan
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress
-from edgeinfer.catalog.pull import PullOptions, first_that_works, plain_words
+from edgeinfer.catalog.pull import PullOptions, first_that_works
 from edgeinfer.catalog.quantizing.quantize import publish
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 from edgeinfer.catalog.store import PulledModel
 from edgeinfer.errors import ConversionError, UsageError
 from edgeinfer.settings import load_options
 from edgeinfer.system import paths
-from edgeinfer.system.disk import room_errors, sync
+from edgeinfer.system.disk import sync
 
 _HOW = "`edgeinfer pull ADAPTER --base MODEL`"
 
@@ -82,8 +82,8 @@ def pull_adapter(
     todo = plan(text, load_catalog(), options.name)
     ref = Reference(names.model_name(options.name or _name_of(text, todo.ref.name)))
     job = Job(progress, None, options.patience)
-    folder = paths.private_dir(paths.adapters_dir())
-    with plain_words(), room_errors(folder, FETCHED_IS_KEPT), model_lock(ref):
+    paths.private_dir(paths.adapters_dir())
+    with changing(ref, FETCHED_IS_KEPT):
         work = paths.models_dir() / store.PARTIAL / f"{ref.name}.adapter"
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         fetched, _ = first_that_works(todo, work, job, options)
@@ -140,7 +140,7 @@ def merge_model(
     before = _header(model)
     ref = names.reference(name)
     job = Job(progress)
-    with plain_words(), model_lock(ref), tempfile.TemporaryDirectory() as scratch:
+    with changing(ref), tempfile.TemporaryDirectory() as scratch:
         work = paths.models_dir() / store.PARTIAL / ref.folder
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted = _opened(adapters, before, model, Path(scratch))

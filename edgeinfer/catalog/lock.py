@@ -8,11 +8,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edgeinfer.catalog.names import Reference
-from edgeinfer.errors import ModelBusyError
+from edgeinfer.errors import CatalogError, ModelBusyError
 from edgeinfer.system import paths
-from edgeinfer.system.disk import locked
+from edgeinfer.system.disk import locked, room_errors
 
 LOCKS = ".locks"
+
+
+@contextmanager
+def changing(ref: Reference, but: str = "") -> Iterator[None]:
+    """Hold the model's lock, and tell in words what the disk refuses; `but`: what is not lost then.
+
+    Raises ModelBusyError, DiskFullError, CatalogError.
+    """
+    try:
+        with room_errors(paths.models_dir(), but), model_lock(ref):
+            yield
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise CatalogError(
+            f"{place}{error.strerror or error}", hint="check who may write to the data directory"
+        ) from error
 
 
 @contextmanager

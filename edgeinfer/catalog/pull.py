@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,14 +21,14 @@ from edgeinfer.catalog.converting.fetched import DIRECT, convert_fetched
 from edgeinfer.catalog.fetching.fetch import fetch
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.lock import model_lock
+from edgeinfer.catalog.lock import changing
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Plan, plan
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress, Patience
 from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, UsageError
 from edgeinfer.system import paths
-from edgeinfer.system.disk import room_errors, sha256_of, sync
+from edgeinfer.system.disk import sha256_of, sync
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +60,7 @@ def pull(
     options = options or PullOptions()
     job = Job(progress, cancel, options.patience)
     todo = _in_type(plan(text, load_catalog(), options.name), options.quantize)
-    with plain_words(), room_errors(paths.models_dir(), FETCHED_IS_KEPT), model_lock(todo.ref):
+    with changing(todo.ref, FETCHED_IS_KEPT):
         here = None if options.again else _already_here(todo, job)
         if here is not None:
             return here
@@ -93,18 +92,6 @@ def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
     return (
         next((part.quant for part in named), "") if fetched[0].checkpoint and not todo.quantize else ""
     )
-
-
-@contextmanager
-def plain_words() -> Iterator[None]:
-    """What the disk refuses (no permission, read-only) as an error of ours."""
-    try:
-        yield
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        raise CatalogError(
-            f"{place}{error.strerror or error}", hint="check who may write to the data directory"
-        ) from error
 
 
 def _already_here(todo: Plan, job: Job) -> PulledModel | None:

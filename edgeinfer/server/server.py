@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import uvicorn
 
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Copies, HandOver
 from edgeinfer.server.asgi import build_app
 from edgeinfer.server.core.exchange import Endpoint
@@ -215,6 +216,9 @@ async def _preload(endpoint: Endpoint) -> None:
     begun = time.perf_counter()
     try:
         lease = await models.acquire(models.default)
+    except EdgeInferError as error:
+        endpoint.log.error("model-failed", model=models.default, message=error.message)
+        return
     except Exception as error:  # noqa: BLE001  the endpoint stays up and says what is wrong
         endpoint.log.error("model-failed", error, model=models.default)
         return

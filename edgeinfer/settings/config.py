@@ -238,7 +238,7 @@ def load_config(path: Path | None = None) -> Config:
         raise ConfigError(f"{source}: {error.strerror}") from error
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
     refuse_unknown_keys(document, Config, str(source))
     bundled = os.environ.get(places.BUNDLED_MODEL)

@@ -59,6 +59,15 @@ def room_errors(place: Path, but: str = "") -> Iterator[None]:
 # --- whole files
 
 
+def open_regular(path: str | Path, flags: int = 0) -> int:
+    """Open a file to read. Raises OSError, also for a pipe, a device or a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
 def sync(path: str | Path) -> None:
     """Flush a file or a folder to the disk, so that a rename after it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import subprocess
@@ -144,9 +145,16 @@ def metadata(rng: random.Random) -> Iterator[Case]:
         "array of arrays",
         file_of([*BASE, name("k") + U32.pack(9) + U32.pack(9) + U64.pack(1) + b"\0" * 64], [tensor()]),
     )
+    for epsilon in (float("nan"), float("inf"), -1e-5):
+        key = name("llama.attention.layer_norm_rms_epsilon") + U32.pack(6)
+        yield f"epsilon {epsilon}", file_of([*BASE, key + struct.pack("<f", epsilon)], [tensor()])
+    for count in (2, 100):
+        tokens = b"".join(name(f"t{i}") for i in range(count - 1)) + name("t0")
+        key = name("tokenizer.ggml.tokens") + U32.pack(9) + U32.pack(8) + U64.pack(count)
+        yield f"two equal tokens of {count}", file_of([*BASE, key + tokens], [tensor()])
     yield "empty key", file_of([*BASE, name("") + U32.pack(4) + U32.pack(1)], [tensor()])
     yield "same key twice", file_of([*BASE, *BASE], [tensor()])
-    for alignment in (0, 3, 31, 33, 2**31, 2**32 - 1, 2**21):
+    for alignment in (0, 1, 2, 4, 8, 16, 3, 31, 33, 2**31, 2**32 - 1, 2**21):
         yield (
             f"alignment {alignment}",
             file_of([*BASE, uint_entry("general.alignment", alignment)], [tensor()]),
@@ -203,6 +211,21 @@ def test_the_file_they_are_made_from_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "good.gguf"
     path.write_bytes(file_of(BASE, [tensor("a"), tensor("b", offset=128)]))
     assert check(path).n_params == 64
+
+
+def test_empty_tokens_may_be_equal(tmp_path: Path) -> None:
+    path = tmp_path / "good.gguf"
+    key = name("tokenizer.ggml.tokens") + U32.pack(9) + U32.pack(8) + U64.pack(3)
+    path.write_bytes(file_of([*BASE, key + name("") * 3], [tensor()]))
+    assert check(path).n_vocab == 3
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_only_a_regular_file_is_read(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    make(path)
+    with pytest.raises(InvalidGgufError, match="not a regular file"):
+        check(path)
 
 
 def test_there_are_more_than_two_hundred() -> None:

@@ -110,6 +110,7 @@ def test_new_sources_drop_the_old_hash() -> None:
         ('[models."../x"]\ntitle = "x"\nsources = ["a/b:Q8_0"]\n', ["'../x' is no model name"]),
         ("[model.mine]\n", ['unknown key "model"']),
         ("[models\n", ["not valid TOML"]),
+        ("x = " + "[" * 5000, ["not valid TOML"]),
     ],
 )
 def test_errors_name_file_model_key_and_the_nearest(text: str, words: list[str]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from edgeinfer.catalog.converting import changes
 from edgeinfer.catalog.converting.changes import Heads
-from edgeinfer.catalog.converting.checkpoint import read_json
+from edgeinfer.catalog.converting.checkpoint import conversion_errors, read_json
 from edgeinfer.catalog.converting.families import FAMILIES, Family
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from edgeinfer.catalog.converting.safetensors import Array, Safetensors, to_float32
@@ -42,6 +42,11 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
 
     Raises ConversionError for what is no plain LoRA, and for one that does not fit the base.
     """
+    with conversion_errors(folder):
+        _convert(folder, base, base_name, target)
+
+
+def _convert(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
     import gguf  # 80 ms, only for who converts
 
     config = read_json(folder / ADAPTER_CONFIG)
@@ -57,7 +62,10 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
     for name, (module, pair) in pairs.items():
         a, b = _fitting(name, pair, base)
         # llama.cpp scales by alpha / rank with one alpha for all: each module's own is in its B
-        b = b * np.float32(_scale(config, module, len(a)) * len(a))
+        with np.errstate(over="ignore"):
+            b = b * np.float32(_scale(config, module, len(a)) * len(a))
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise ConversionError(f"the adapter's {name} holds numbers that are none (NaN, infinity)")
         change = change_of(family, name)
         if change is not None and change not in (changes.transpose, changes.plus_one):
             b = change(b, _heads(base))
@@ -81,6 +89,8 @@ def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ConversionError(f"the adapter is of the kind {kind}; LoRA alone is known", hint=_NO_WAY)
+    if config.get("r", 1) == 0:
+        raise ConversionError("the adapter is of rank 0, which changes nothing")
     if config.get("use_dora"):
         raise ConversionError("the adapter is a DoRA, which llama.cpp cannot apply", hint=_NO_WAY)
     if config.get("bias", "none") != "none":
@@ -140,7 +150,7 @@ def _fitting(name: str, pair: _Pair, base: GgufHeader) -> tuple[Array, Array]:
         raise ConversionError(f"the base has no tensor {name}, which the adapter changes")
     wanted = (tensor.shape[0], tensor.shape[1]) if len(tensor.shape) == 2 else ()
     given = (pair.a.shape[-1], pair.b.shape[0])
-    if given != wanted or pair.a.shape[0] != pair.b.shape[-1]:
+    if given != wanted or pair.a.shape[0] != pair.b.shape[-1] or not pair.a.shape[0]:
         raise ConversionError(
             f"{name} is {given[1]} by {given[0]} in the adapter, {list(wanted[::-1])} in the base",
             hint="name the model that the adapter was trained on: `--base MODEL`",

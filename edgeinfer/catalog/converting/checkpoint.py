@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import msgspec
 from edgeinfer.catalog.converting.files import CONFIG, INDEX, weight_files
 from edgeinfer.catalog.converting.safetensors import FLOATS, Array, Safetensors, Tensor
 from edgeinfer.errors import ConversionError
+from edgeinfer.system.disk import open_regular
 
 #: What to say to who has weights in another packing, by `quant_method` of config.json.
 _PACKED = {
@@ -27,11 +31,21 @@ Config = dict[str, Any]
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, {} when there is none. Raises ConversionError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        with open(open_regular(path), "rb") as file:
+            return msgspec.json.decode(file.read(), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, RecursionError, msgspec.MsgspecError) as error:
         raise ConversionError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def conversion_errors(folder: Path) -> Iterator[None]:
+    """Turn what a wrong value in a stranger's files leads to into ConversionError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise ConversionError(f"{folder} cannot be converted: {error!r}") from error
 
 
 class Checkpoint:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgeinfer.catalog.converting import families, hparams, rope, tensors, tokenizer
-from edgeinfer.catalog.converting.checkpoint import Checkpoint, read_json
+from edgeinfer.catalog.converting.checkpoint import Checkpoint, conversion_errors, read_json
 from edgeinfer.catalog.converting.safetensors import Array, to_float32
 from edgeinfer.catalog.converting.tensors import Planned
 from edgeinfer.catalog.ggml_types import file_type
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import gguf
 
 _BLOCK_BYTES = 64 << 20
+#: Far above any vocabulary known: each token takes memory.
+_MOST_TOKENS = 1 << 22
 _STORED_AS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 
@@ -40,13 +42,14 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
 
     Raises ConversionError, DiskFullError, InterruptedByUser; then nothing is left at `target`.
     """
-    checkpoint = Checkpoint(folder)
-    family = families.find_family(checkpoint.architectures)
-    checkpoint.config = family.defaults | checkpoint.config
-    families.check(family, checkpoint.config)
-    type_name = type_name or own_type(checkpoint)
     try:
-        _Conversion(checkpoint, family, type_name).write(target, job)
+        with conversion_errors(folder):
+            checkpoint = Checkpoint(folder)
+            family = families.find_family(checkpoint.architectures)
+            checkpoint.config = family.defaults | checkpoint.config
+            families.check(family, checkpoint.config)
+            type_name = type_name or own_type(checkpoint)
+            _Conversion(checkpoint, family, type_name).write(target, job)
     except BaseException:
         target.unlink(missing_ok=True)
         raise
@@ -107,9 +110,19 @@ class _Conversion:
             _add(writer, f"{self.family.arch}.{key}", value)
         if self.family.embeds:
             writer.add_uint32(f"{self.family.arch}.pooling_type", self._pooling())
-        n_vocab = families.lookup(config, "vocab_size")
-        for key, value in tokenizer.metadata(self.checkpoint.folder, int(n_vocab or 0)).items():
+        for key, value in tokenizer.metadata(self.checkpoint.folder, self._n_vocab()).items():
             _add(writer, f"tokenizer.{key}", value)
+
+    def _n_vocab(self) -> int:
+        """The vocabulary's size, for which the embedding has rows. Raises ConversionError."""
+        wanted = families.needed(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
+        rows = next((one.shape[0] for one in self.planned if one.name == "token_embd.weight"), 0)
+        if wanted != rows:
+            raise ConversionError(
+                f"config.json says {wanted} tokens, the embedding has {rows} rows",
+                hint="`resize_token_embeddings` of who made it did not reach config.json",
+            )
+        return wanted
 
     def _pooling(self) -> int:
         """How sentence-transformers makes one vector: its own file says so; mean where none does."""

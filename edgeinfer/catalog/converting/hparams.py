@@ -7,15 +7,21 @@ from typing import Any
 from edgeinfer.catalog.converting import rope
 from edgeinfer.catalog.converting.changes import Heads
 from edgeinfer.catalog.converting.families import KEYS, Family, Values, lookup, needed
+from edgeinfer.errors import ConversionError
 
 
 def count_heads(config: Values) -> Heads:
     """The shape of attention. Raises ConversionError when config.json does not say it."""
     n_head = needed(config, "attention.head_count")
     width = needed(config, "embedding_length")
-    return Heads(
-        n_head, _key_value_heads(config, n_head), int(config.get("head_dim") or width // n_head)
-    )
+    head_dim = config.get("head_dim")
+    head_dim = width // n_head if head_dim is None else int(head_dim)
+    n_head_kv = _key_value_heads(config, n_head)
+    if not 1 <= n_head_kv <= n_head or head_dim < 1:
+        raise ConversionError(
+            f"config.json: {n_head} heads, {n_head_kv} of them for keys and values, of {head_dim} each"
+        )
+    return Heads(n_head, n_head_kv, head_dim)
 
 
 def _key_value_heads(config: Values, n_head: int) -> int:
@@ -24,8 +30,8 @@ def _key_value_heads(config: Values, n_head: int) -> int:
     attention = config.get("attn_config")
     nested = attention.get("kv_n_heads") if isinstance(attention, dict) else None
     words = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-    found = next((config[word] for word in words if config.get(word)), nested)
-    return int(found or n_head)
+    found = next((config[word] for word in words if config.get(word) is not None), nested)
+    return n_head if found is None else int(found)
 
 
 def metadata(family: Family, config: Values) -> dict[str, Any]:

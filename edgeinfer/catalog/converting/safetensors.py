@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import ConversionError
+from edgeinfer.system.disk import open_regular
 
 Array = npt.NDArray[Any]
 
@@ -62,7 +64,7 @@ class Safetensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with open(open_regular(path), "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise ConversionError(f"{path} cannot be read: {error}") from error
@@ -83,9 +85,14 @@ class Safetensors:
             header = msgspec.json.decode(self._map[8 : 8 + length], type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
             entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
-        except msgspec.MsgspecError as error:
+        except (RecursionError, msgspec.MsgspecError) as error:
             self._bad(f"its header: {error}")
-        return [self._tensor(name, entry, 8 + length, size) for name, entry in entries.items()]
+        found = [self._tensor(name, entry, 8 + length, size) for name, entry in entries.items()]
+        by_place = sorted((one for one in found if one.n_bytes), key=lambda one: one.offset)
+        for one, after in pairwise(by_place):
+            if one.offset + one.n_bytes > after.offset:
+                self._bad(f"{one.name} and {after.name} overlap")
+        return found
 
     def _tensor(self, name: str, entry: _Entry, data: int, size: int) -> Tensor:
         if entry.dtype not in DTYPES:

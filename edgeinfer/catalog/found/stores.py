@@ -129,13 +129,13 @@ class Watched:
             return self._found
 
 
-def headers(model: Found) -> list[gguf.GgufHeader]:
+def headers(model: Found, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
     """Read the headers of all files. Raises ModelNotPulledError, InvalidGgufError."""
     if model.problem:
         raise ModelNotPulledError(
             f"{model.name} can't be used: {model.problem}", hint=model.fix or None
         )
-    found = [gguf.check(path) for path in model.paths]
+    found = [gguf.check(path, vocabulary=vocabulary) for path in model.paths]
     for at, header in enumerate(found):
         if header.split[1] > 1 and header.split != (at, len(found)):
             index, count = header.split

@@ -16,7 +16,7 @@ import msgspec
 from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.ggml_types import FILE_TYPES, FULL_PRECISION, file_type
-from edgeinfer.catalog.lock import model_lock
+from edgeinfer.catalog.lock import changing
 from edgeinfer.catalog.names import Reference
 from edgeinfer.catalog.progress.job import Job, OnProgress
 from edgeinfer.catalog.quantizing import imatrix
@@ -67,7 +67,7 @@ def quantize(
     kind = _kind(type_name)
     origin = None if names.is_path(text) else store.find_pulled(text)
     ref = _reference(text, FILE_TYPES[kind], origin, options)
-    with model_lock(ref):
+    with changing(ref):
         work = paths.models_dir() / store.PARTIAL / ref.folder
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         before = gguf.check(source.paths[0])

@@ -73,7 +73,8 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
 def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | DiskFullError:
     message = str(said["message"])
     free = free_bytes(target.parent)
-    if said["kind"] == "no-room" or (free < 1 << 24 and "imatrix" not in message):
+    torn = "iostream error" in message  # all that llama.cpp says when a write fails
+    if said["kind"] == "no-room" or torn or (free < 1 << 24 and "imatrix" not in message):
         return DiskFullError(
             f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file: {message}"
         )

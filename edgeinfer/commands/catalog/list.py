@@ -179,7 +179,7 @@ def _matches(model: ListedModel, wanted: list[str]) -> bool:
 def _found(model: Found, counts: dict[str, int]) -> ListedModel | UnusableModel:
     """A model of another program, by its headers."""
     try:
-        parts = stores.headers(model)
+        parts = stores.headers(model, vocabulary=False)  # so many files, and none is loaded
     except CatalogError as error:
         return UnusableModel(
             name=model.name,

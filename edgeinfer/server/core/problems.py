@@ -46,6 +46,8 @@ _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str, str | None, int | None]] 
     e.InvalidRequestError: (400, "invalid_request_error", "invalid_value", None),
     e.ContextLengthError: (400, "invalid_request_error", "context_length_exceeded", None),
     e.UnsupportedConstraintError: (400, "invalid_request_error", "unsupported_schema", None),
+    e.InvalidGgufError: (422, "invalid_request_error", "model_unavailable", None),
+    e.ModelLoadError: (422, "invalid_request_error", "model_unavailable", None),
     e.QueueFullError: (503, "server_error", "queue_full", 1),
     e.OutOfMemoryError: (503, "server_error", "out_of_memory", 10),
     e.EngineClosedError: (503, "server_error", "model_unavailable", 1),

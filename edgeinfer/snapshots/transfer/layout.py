@@ -26,7 +26,7 @@ from edgeinfer.snapshots.transfer.description import (
     Descriptor,
     sha256,
 )
-from edgeinfer.system.disk import CHUNK_BYTES, whole_file, write_whole
+from edgeinfer.system.disk import CHUNK_BYTES, open_regular, whole_file, write_whole
 
 VERSION = "1.0.0"
 _NAME = "org.opencontainers.image.ref.name"
@@ -67,7 +67,11 @@ class Layout:
     def _index(self) -> list[Descriptor]:
         path = self.folder / "index.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=_Index).manifests
+            with open(open_regular(path, os.O_NOFOLLOW), "rb") as file:
+                content = file.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise SnapshotCorruptError(f"{path} has more than {MAX_BYTES} bytes", hint="")
+            return msgspec.json.decode(content, type=_Index).manifests
         except FileNotFoundError as error:
             no_layout = "is no image layout: it has no index.json"
             raise SnapshotMissingError(
@@ -105,7 +109,7 @@ class Layout:
         if not _DIGEST.fullmatch(digest):
             raise SnapshotCorruptError(f"{digest!r} is no digest", hint="")
         try:
-            return os.open(self.blob(digest), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return open_regular(self.blob(digest), os.O_NOFOLLOW)
         except OSError as error:
             raise SnapshotCorruptError(f"{self} has no {digest}: {error.strerror}", hint="") from error
 

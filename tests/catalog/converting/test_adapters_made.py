@@ -130,6 +130,9 @@ def test_a_repository_with_an_adapter_is_pulled(server, hasty, tmp_path, monkeyp
         ({"peft_type": "IA3"}, "of the kind IA3"),
         ({"bias": "all"}, "trains biases"),
         ({"modules_to_save": ["lm_head"]}, r"replaces whole modules \(lm_head\)"),
+        ({"r": 0}, "of rank 0"),
+        ({"lora_alpha": 1e308}, "numbers that are none"),
+        ({"lora_alpha": "much"}, "cannot be converted: ValueError"),
     ],
 )
 def test_what_is_no_plain_lora_is_refused_by_name(config, words, tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import struct
 
 import gguf as gguf_package
@@ -70,8 +71,13 @@ def test_token_ids_are_those_of_tokenizers(name, tmp_path) -> None:
     folder = make_checkpoint("llama2", tmp_path / "made")
     config = json.loads((folder / "config.json").read_text())
     tokens = kept["tokenizer"]["model"]["vocab"]
-    config["vocab_size"] = len(tokens) + len(kept["tokenizer"]["added_tokens"])
+    config["vocab_size"] = n_vocab = len(tokens) + len(kept["tokenizer"]["added_tokens"])
     (folder / "config.json").write_text(json.dumps(config))
+    shapes = golden("llama2")["tensors"]
+    for one in ("model.embed_tokens.weight", "lm_head.weight"):
+        shapes[one] = [n_vocab, shapes[one][1]]
+    tensors = {one: weights(one, tuple(shape)) for one, shape in shapes.items()}
+    (folder / "model.safetensors").write_bytes(safetensors(tensors))
     (folder / "tokenizer.json").write_text(json.dumps(kept["tokenizer"]))
     convert(folder, tmp_path / "made.gguf", "F16", Job())
     with loaded(tmp_path / "made.gguf", vocab_only=True) as model:
@@ -189,7 +195,48 @@ def with_other_splits(folder) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+def with_deep_json(folder, name) -> None:
+    (folder / name).write_bytes(b'{"a":' + b"[" * 100_000)
+
+
+def with_a_deep_header(folder) -> None:
+    header = b'{"a":' + b"[" * 100_000
+    (folder / "model-00001-of-00002.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def with_tensor_of(folder, **entry) -> None:
+    """A shard whose header says `entry` of a tensor that has the bytes of another."""
+    whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = json.dumps({"a": whole, "b": whole | entry}).encode()
+    (folder / "model-00001-of-00002.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(64)
+    )
+
+
+def with_torn_merges(folder) -> None:
+    tokenizer = tiny_byte_level()
+    tokenizer["model"]["merges"] = [["a"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def with_a_pipe_for_config(folder) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
 REFUSED = {
+    "config.json cannot be read": lambda folder: with_deep_json(folder, "config.json"),
+    "tokenizer.json cannot be read": lambda folder: with_deep_json(folder, "tokenizer.json"),
+    "not a valid safetensors file: its header": with_a_deep_header,
+    "a and b overlap": lambda folder: with_tensor_of(folder, data_offsets=[4, 12]),
+    "cannot be converted: ValueError": with_torn_merges,
+    "float too large": lambda folder: config_with(folder, rope_parameters={"rope_theta": 1e308}),
+    "of -1 each": lambda folder: config_with(folder, head_dim=-1),
+    ", 0 of them for keys": lambda folder: config_with(folder, num_key_value_heads=0),
+    f"no vocab_size between 1 and .*: {1 << 40}": lambda folder: config_with(
+        folder, vocab_size=1 << 40
+    ),
+    "says 129 tokens, the embedding has 128 rows": lambda folder: config_with(folder, vocab_size=129),
     "lacks 1 of the 2 shards its index names: model-00002": without_a_shard,
     "says model.embed_tokens.weight is in model-00002": with_a_lying_index,
     "bytes past the end of the file": with_a_torn_shard,
@@ -209,7 +256,7 @@ REFUSED = {
     "with the activation 'relu'": lambda folder: config_with(folder, hidden_act="relu"),
     "rope scaling 'novel'": lambda folder: config_with(folder, rope_parameters={"rope_type": "novel"}),
     "has no num_hidden_layers": lambda folder: config_with(folder, num_hidden_layers=None),
-    "config.json says 64 tokens": lambda folder: config_with(folder, vocab_size=64),
+    "says 64 tokens, the embedding": lambda folder: config_with(folder, vocab_size=64),
 }
 
 

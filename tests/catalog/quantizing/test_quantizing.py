@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from made_models import make_llama
 
 from edgeinfer.catalog import store
 from edgeinfer.catalog.ggml_types import FILE_TYPES
@@ -249,6 +250,18 @@ def test_the_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> Non
 
     assert select.select([watched], [], [], 10)[0], "the child outlived its parent"
     os.close(watched)
+
+
+@pytest.mark.parametrize("limit", [0, 60_000])
+def test_quantizing_on_a_full_disk_says_so(limit: int, tmp_path: Path, start_cli) -> None:
+    """A file-size limit fails a write as a full disk does: of our own files, and of llama.cpp's."""
+    made = make_llama(tmp_path / "made.gguf")
+    before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
+    process = start_cli("quantize", str(made), "Q8_0", "--name", "eight", "--json", before=before)
+    out, err = process.communicate()
+    assert process.returncode == 6, err
+    assert json.loads(out)["error"]["code"] == "disk-full"
+    assert store.list_pulled() == []
 
 
 def test_perplexity_is_the_same_twice(smollm2: Path) -> None:

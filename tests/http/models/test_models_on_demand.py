@@ -133,7 +133,7 @@ def test_a_streaming_client_gets_comments_while_its_model_loads(serve, shelf):
 def test_a_load_that_fails_is_told_by_status_or_in_the_stream_and_tried_again(serve, shelf):
     shelf.refusals["b"] = ModelLoadError("the file is damaged")
     here = serve(load=shelf.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
-    assert here.chat(model="b").status_code == 500
+    assert here.chat(model="b").status_code == 422
     assert "damaged" in here.chat(model="b").json()["error"]["message"]
     shelf.holds["b"] = threading.Event()
     body = {"model": "b", "stream": True, "messages": [{"role": "user", "content": "x"}]}
@@ -316,7 +316,7 @@ def test_health_says_what_is_loading(serve, shelf, until):
     until(lambda: here.client.get("/health").status_code == 200, "the endpoint to be healthy")
 
 
-def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, shelf):
+def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, shelf, until):
     shelf.refusals["a"] = ModelLoadError("damaged")
     here = serve(load=shelf.load, names=("a", "b"), wait_ready=False)
     shelf.reached.setdefault("a", threading.Event()).wait(20)
@@ -327,6 +327,8 @@ def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, shelf)
         "error",
         "damaged",
     )
+    until(lambda: "model-failed" in here.log.getvalue(), "the log to tell of it")
+    assert "Traceback" not in here.log.getvalue()
 
 
 def test_without_preload_the_first_request_loads(serve, shelf):

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from stores_here import docker_registry, registry_program
 
-from edgeinfer.errors import EdgeInferError, SnapshotUntrustedError, UsageError
+from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntrustedError, UsageError
 from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.snapshots.building.relocating import Places
 from edgeinfer.snapshots.transfer import description as described
@@ -292,6 +292,25 @@ def test_what_was_altered_is_refused_by_name_and_nothing_is_published(exported, 
 
 
 # --- parts
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_only_regular_files_of_an_image_folder_are_read(tmp_path, make):
+    make(tmp_path / "index.json")
+    with pytest.raises(SnapshotCorruptError, match="cannot be understood"):
+        Layout(tmp_path).manifest()
+    digest = "sha256:" + "0" * 64
+    (tmp_path / "blobs/sha256").mkdir(parents=True)
+    make(Layout(tmp_path).blob(digest))
+    with pytest.raises(SnapshotCorruptError, match="has no sha256:"):
+        Layout(tmp_path).read(digest, 5)
+
+
+def test_huge_index_of_an_image_folder_is_refused(tmp_path):
+    with (tmp_path / "index.json").open("wb") as file:
+        file.truncate(1 << 34)  # a hole
+    with pytest.raises(SnapshotCorruptError, match="has more than"):
+        Layout(tmp_path).manifest()
 
 
 def test_a_key_is_made_once_and_for_its_user_alone(monkeypatch, tmp_path):
