@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
@@ -62,19 +62,6 @@ class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int
     was_built: bool
     seconds: float
-
-
-class Copies(Protocol):
-    """Copies of connections, by the number of their descriptor, in a process that outlives this one."""
-
-    def hold(self, number: int) -> None:
-        """Make one."""
-
-    def mark(self, number: int, state: int) -> None:
-        """Note the connection's state."""
-
-    def drop(self, number: int) -> None:
-        """Close it."""
 
 
 class HandOver(Protocol):
@@ -239,13 +226,6 @@ class Host:
         """Tell how the worker behind `engine` started; None for an engine of this process."""
         return None
 
-    def keep_copies(self, replies: Sequence[bytes]) -> Copies | None:
-        """Where `serve` gives copies of its connections; None where no process outlives this one.
-
-        When this process is killed, each copy gets the one of `replies` that its state is the index of.
-        """
-        return None
-
     def hand_over(self) -> HandOver | None:
         """The way to a successor, or from a predecessor; None where this process is the only one."""
         return None
@@ -262,9 +242,6 @@ class Host:
             f"{self.start.reason or 'this process'}: no snapshot can be taken of it",
             hint=f"run `edgeinfer warm {model}`",
         )
-
-    def keep_taking(self, every_s: float, model: str, name: str) -> None:
-        """Take one every so many seconds while this launch lasts; 0 ends that, as another call does."""
 
     def warm_models(self) -> frozenset[str]:
         """Names of the models that start from a snapshot; none where nothing can be resumed."""

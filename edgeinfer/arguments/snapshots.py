@@ -9,7 +9,6 @@ from typing import Any
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments.launch_args import add_attached_options, add_load_options
 from edgeinfer.arguments.verb import Verbs, add_action, add_verb
-from edgeinfer.durations import parse_duration
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -141,24 +140,7 @@ def _add_take(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", default="", help="name of the snapshot")
     parser.add_argument("--model", help="of a process that has several, this one")
-    parser.add_argument(
-        "--every",
-        type=_duration,
-        metavar="DURATION",
-        help="again so often while the endpoint runs, if something has changed: 1h, 90s; 0 ends it",
-    )
-    parser.add_argument("--logged", action="store_true", help=argparse.SUPPRESS)  # by a launcher
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-
-
-def _duration(text: str) -> float:
-    try:
-        seconds = parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if seconds < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return seconds
 
 
 def _add_stop(verbs: Verbs[argparse.ArgumentParser]) -> None:

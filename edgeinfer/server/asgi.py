@@ -9,9 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edgeinfer.server import middlewares as m
 from edgeinfer.server.core.exchange import Endpoint, Exchange
 from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.guards.crash_replies import CrashReplyMiddleware
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.operations import DIALECTS, find
+from edgeinfer.server.operations import find
 
 
 def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
@@ -25,7 +24,6 @@ def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
         Middleware(m.HostMiddleware, gate),
         Middleware(m.OriginMiddleware, gate),
         Middleware(m.KeyMiddleware, gate),
-        Middleware(CrashReplyMiddleware, DIALECTS),
         Middleware(m.LimitMiddleware, endpoint),
         Middleware(m.StoreMiddleware, endpoint),
     ]

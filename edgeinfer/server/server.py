@@ -18,7 +18,7 @@ import msgspec
 import uvicorn
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.host import Copies, HandOver
+from edgeinfer.host import HandOver
 from edgeinfer.server.asgi import build_app
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.guards import sockets
@@ -55,20 +55,19 @@ async def run(
     gate: Gate,
     listeners: Sequence[socket.socket],
     options: RunOptions,
-    copies: Copies | None = None,
     hand_over: HandOver | None = None,
 ) -> Ended:
     """Serve until a signal, idleness or a successor, and close the endpoint's models then.
 
-    `copies`: see `Host.keep_copies`; `hand_over`: see `Host.hand_over`. Raises what loading the model
-    raises where this process is a successor: it accepts nobody before it could answer.
+    `hand_over`: see `Host.hand_over`. Raises what loading the model raises where this process is a
+    successor: it accepts nobody before it could answer.
     """
     capture_uvicorn(endpoint.log)
     if hand_over is not None and hand_over.is_successor:
         (await endpoint.models.acquire(endpoint.models.default)).release()
     config = uvicorn.Config(
         build_app(endpoint, gate),
-        http=guarded(endpoint.limits, copies),
+        http=guarded(endpoint.limits),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -74,12 +74,6 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     idle_release_s: Annotated[
         float, about("Seconds without work after which memory is given back; 0 never.", ge=0)
     ] = 30.0
-    take_every_s: Annotated[
-        float,
-        about(
-            "Seconds after which an endpoint's snapshot is taken anew if it has changed; 0 never.", ge=0
-        ),
-    ] = 0.0
     hand_over: Annotated[
         bool,
         about("Let a cold `serve` or `chat` go on in a resumed process once its snapshot is built."),

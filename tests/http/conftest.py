@@ -22,7 +22,7 @@ import pytest
 from made_models import make_llama
 from other_processes import wait_until
 
-from edgeinfer.host import Copies, HandOver, Start
+from edgeinfer.host import HandOver, Start
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.core.exchange import Endpoint
@@ -58,7 +58,6 @@ class Setup:
     payloads: PayloadLog | None = None
     tracer: Tracer = field(default_factory=NoTracer)
     host: str = "127.0.0.1"
-    copies: Copies | None = None
     hand_over: HandOver | None = None
     pulled: Callable[[], Sequence[Pulled]] | None = None
     shelf: Shelf | None = None
@@ -136,7 +135,7 @@ def served(setup: Setup) -> Iterator[Served]:
             endpoint.stored = KeptAnswers(setup.limits)
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
         started.set()
-        return await run(endpoint, setup.gate, [listener], setup.options, setup.copies, setup.hand_over)
+        return await run(endpoint, setup.gate, [listener], setup.options, setup.hand_over)
 
     def body() -> None:
         try:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import threading
-from pathlib import Path
 
 import pytest
 from made_models import make_adapter
@@ -145,26 +144,26 @@ def test_streams_go_on_and_nothing_of_them_is_in_the_image(somebody):
     somebody.run("snapshots", "rm", f"{MODEL},live").check()
 
 
-def test_a_signal_takes_one_once_and_an_endpoint_that_is_killed_leaves_none(somebody):
+def test_take_over_http_builds_once_and_a_killed_endpoint_leaves_none(somebody):
+    route = f"/v1/models/{MODEL}/snapshot"
     with Endpoint(somebody, MODEL) as endpoint:
         endpoint.ask()
-        for _ in range(2):  # the second waits for the first, and finds it
-            os.kill(endpoint.process.pid, 10)
-        assert f"{MODEL} was taken of process" in somebody.logged("was taken")
-        wait_until(lambda: not _takes(endpoint), "the second has ended")
-        assert (somebody.data / "state/auto-warm.log").read_text().count("was taken") == 1
+        states = [json.loads(post(endpoint, route, {})[1])["state"] for _ in range(2)]
+        assert states == ["taken", "unchanged"]
         assert endpoint.ask()["usage"]["completion_tokens"] == 3
     assert somebody.ask("--resume=always").start["snapshot"] == MODEL
     somebody.run("snapshots", "rm", MODEL).check()
     with Endpoint(somebody, MODEL) as endpoint:
         endpoint.ask()
-        os.kill(endpoint.process.pid, 10)
+        asked = threading.Thread(target=_ask_in_vain, args=(endpoint, route))
+        asked.start()
         wait_until(
             lambda: any(name.startswith(f"{MODEL}@") for name in folders(somebody)), "it has begun"
         )
         all_of_it = descendants(endpoint.process.pid)
         endpoint.process.kill()
         endpoint.process.wait(60)
+    asked.join(60)
     wait_until(lambda: all(map(has_ended, all_of_it)), "everything has ended")
     assert MODEL not in names(somebody)
     somebody.run("warm", MODEL, "--ctx", "512", "--quiet").check()  # sweeps what was left
@@ -172,32 +171,24 @@ def test_a_signal_takes_one_once_and_an_endpoint_that_is_killed_leaves_none(some
     somebody.run("snapshots", "rm", f"{MODEL},ctx512").check()
 
 
-def _takes(endpoint: Endpoint) -> list[int]:
-    """The processes that take a snapshot for the launcher."""
-    return [pid for pid in descendants(endpoint.process.pid) if b"\0take\0" in _command_line(pid)]
+def _ask_in_vain(endpoint: Endpoint, route: str) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException):  # it is killed meanwhile
+        post(endpoint, route, {})
 
 
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def test_a_schedule_takes_what_has_changed_with_adapters_that_came_while_it_ran(somebody):
+def test_take_includes_adapters_loaded_while_the_endpoint_ran(somebody):
     adapter = somebody.data / "data/adapters/red.gguf"
     adapter.parent.mkdir(parents=True, exist_ok=True)
     make_adapter(adapter, 1, strength=0.5)
     os.chown(adapter, somebody.uid, somebody.gid)
     with Endpoint(somebody, MODEL) as endpoint:
         endpoint.ask()
-        assert take(somebody, "--every", "1s").result["snapshot"]["name"] == MODEL
+        assert take(somebody).result["snapshot"]["name"] == MODEL
         load = {"lora_name": "tone", "lora_path": "red", "scale": 1.0}
         assert post(endpoint, "/v1/load_lora_adapter", load)[0] == 200
         toned = endpoint.ask()["choices"][0]["text"]
-        wait_until(lambda: names(somebody) - {MODEL}, "it is taken again, with the adapter")
-        assert take(somebody, "--every", "0").code == 0
-        wait_until(lambda: not _takes(endpoint), "the last has ended")
+        assert take(somebody).result["was_built"]
+        assert names(somebody) - {MODEL}
         make_adapter(adapter, 2, strength=0.5)
         changed = take(somebody, "--name", "other")
         assert changed.code == 7

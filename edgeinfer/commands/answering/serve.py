@@ -27,12 +27,11 @@ from edgeinfer.server.core.kept import KeptAnswers
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.models.pool import Models
 from edgeinfer.server.core.models.values import Loaded, Pulled, Sources
-from edgeinfer.server.guards import crash_replies, keys, sockets
+from edgeinfer.server.guards import keys, sockets
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.payload_log import PayloadLog
 from edgeinfer.server.observe.tracing import tracer_from_environment
-from edgeinfer.server.operations import DIALECTS
 from edgeinfer.server.server import Ended, RunOptions, run
 from edgeinfer.settings.config import ServeConfig, copies_range, offline
 from edgeinfer.system import places
@@ -135,19 +134,16 @@ async def _serve(
         endpoint.stored = KeptAnswers(endpoint.limits)
     endpoint.note_prompt = host.note_prompt
     endpoint.warm_models = host.warm_models
-    endpoint.take_snapshot, endpoint.keep_taking = host.take_snapshot, host.keep_taking
+    endpoint.take_snapshot = host.take_snapshot
     endpoint.listens_at = host.listens_at
-    if host.config.snapshots.take_every_s:
-        host.keep_taking(host.config.snapshots.take_every_s, name, "")
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )
     if _speaks_ollama(options, host):
         endpoint.shelf = ModelShelf(host)
-    copies = host.keep_copies(crash_replies.replies(DIALECTS))
     purging = asyncio.create_task(_purge_daily())
     try:
-        return await run(endpoint, gate, listeners, run_options, copies, host.hand_over())
+        return await run(endpoint, gate, listeners, run_options, host.hand_over())
     finally:
         purging.cancel()
 

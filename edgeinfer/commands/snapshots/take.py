@@ -7,19 +7,17 @@ import os
 import sys
 import time
 from typing import ClassVar
-from urllib.parse import quote
 
-from edgeinfer.agents.endpoint import Found
 from edgeinfer.commands.snapshots.warm import StageTalk
-from edgeinfer.errors import EdgeInferError, InterruptedByUser, SnapshotError, UsageError
+from edgeinfer.errors import InterruptedByUser, SnapshotError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots import criu, running
 from edgeinfer.snapshots.building.take import take as build
 from edgeinfer.snapshots.process_description import Description
-from edgeinfer.snapshots.shelf import build_log, fingerprint, format
+from edgeinfer.snapshots.shelf import fingerprint, format
 from edgeinfer.snapshots.shelf.records import Details
-from edgeinfer.units import format_bytes, format_duration
+from edgeinfer.units import format_bytes
 
 _PS = "`edgeinfer ps` shows what runs"
 
@@ -33,7 +31,6 @@ class TakeResult(Result, frozen=True, kw_only=True):
     snapshot: Details
     was_built: bool
     wall_s: float
-    every_s: float | None = None
 
     def human(self) -> str:
         d = self.snapshot
@@ -42,47 +39,15 @@ class TakeResult(Result, frozen=True, kw_only=True):
         if not self.was_built:
             said = f"is what process {self.pid} has loaded, nothing has changed since it was built"
         lines = [f"{d.name} {said}; {size}, {self.wall_s:.1f} s"]
-        if self.every_s:
-            lines.append(f"again every {format_duration(self.every_s)}, where something has changed")
         if format.is_given(d.name, d.model, d.requested):
             lines.append(f"to start from it: edgeinfer serve --snapshot {d.name}")
         return "\n".join(lines)
 
 
-class NoScheduleResult(Result, frozen=True, kw_only=True):
-    """The endpoint `pid` takes nothing by itself any more."""
-
-    kind: ClassVar[str] = "snapshots-schedule-ended"
-
-    pid: int
-
-    def human(self) -> str:
-        return f"process {self.pid} takes no more snapshots by itself"
-
-
-def take(options: argparse.Namespace, host: Host) -> Result:
+def take(options: argparse.Namespace, host: Host) -> TakeResult:
     """Raises UsageError when it is not clear of what, and what `building.take` raises."""
-    if not options.logged:
-        return _asked(options, host)
-    try:
-        result = _asked(options, host)
-    except EdgeInferError as error:
-        build_log.add(f"process {options.which}: no snapshot taken: {error.message}")
-        raise
-    if isinstance(result, TakeResult) and result.was_built:  # a schedule finds it unchanged all day
-        build_log.add(result.human().splitlines()[0])
-    return result
-
-
-def _asked(options: argparse.Namespace, host: Host) -> Result:
     pid = _chosen(options.which)
     found = _of(pid, options.model or _named_model(pid, options.which))
-    if options.every is not None:
-        _keep_taking(pid, found, options)
-    return NoScheduleResult(pid=pid) if options.every == 0 else _take(pid, found, options, host)
-
-
-def _take(pid: int, found: Description, options: argparse.Namespace, host: Host) -> TakeResult:
     began = time.monotonic()
     criu.available()
     say = StageTalk(sys.stderr, quiet=options.quiet).say
@@ -95,24 +60,7 @@ def _take(pid: int, found: Description, options: argparse.Namespace, host: Host)
         snapshot=taken.snapshot,
         was_built=taken.was_built,
         wall_s=round(time.monotonic() - began, 2),
-        every_s=options.every,
     )
-
-
-def _keep_taking(pid: int, found: Description, options: argparse.Namespace) -> None:
-    """Have the endpoint keep the schedule. Raises UsageError, ServeError."""
-    url = next((one.url for one in running.loaded_below(pid) if one.url), "")
-    if not url.startswith("http://"):
-        raise UsageError(
-            f"process {pid} is no endpoint that can be asked to keep a schedule",
-            hint="set `take-every-s` under [snapshots], or have a timer type this without --every",
-        )
-    from edgeinfer.server.guards.keys import own_key  # as only this needs of the server
-
-    model = quote(found.files.name, safe="") if found.is_worker else "default"
-    body = {"name": options.name, "every_s": options.every}
-    endpoint = Found(url=url, model=found.model, key=own_key())
-    endpoint.ask("POST", f"/v1/models/{model}/snapshot/schedule", body)
 
 
 def _chosen(which: str | None) -> int:

@@ -1,4 +1,4 @@
-"""A client's connection beyond uvicorn: its copy in another process, and a way past the event loop."""
+"""A client's connection beyond uvicorn: who the client is, and a way past the event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from starlette.types import Receive
 
-from edgeinfer.host import Copies
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta
 from edgeinfer.system.tcp import peer_of
 
@@ -26,13 +25,11 @@ async def disconnected(receive: Receive) -> None:
 class Connection:
     """Lives on the event loop's thread."""
 
-    def __init__(self, copies: Copies | None, transport: asyncio.WriteTransport) -> None:
+    def __init__(self, transport: asyncio.WriteTransport) -> None:
         self._is_tls = transport.get_extra_info("sslcontext") is not None
-        self._copies = None if self._is_tls else copies
         self._transport = transport
         self._socket = transport.get_extra_info("socket")
         self._number: int = self._socket.fileno()
-        self._is_held = False
         self._is_lost = False
         self._short_cut: ShortCut | None = None
 
@@ -52,18 +49,6 @@ class Connection:
         peer = None if self._is_tls else peer_of(self._socket)
         return peer is not None and peer.is_half_closed
 
-    def mark(self, state: int) -> None:
-        """Note what a survivor of this process would have to say (`guards.crash_replies`).
-
-        Copies at first use; nothing once the connection is lost, whose number may be another's.
-        """
-        if self._copies is None or self._is_lost:
-            return
-        self._copies.mark(self._number, state)
-        if not self._is_held:
-            self._is_held = True
-            self._copies.hold(self._number)
-
     def short_cut(self, render: Callable[[Event], bytes]) -> ShortCut | None:
         """Open a short cut past the event loop; None under TLS or with bytes waiting."""
         if self._is_tls or self._is_lost or self._transport.get_write_buffer_size():
@@ -72,14 +57,10 @@ class Connection:
         return self._short_cut
 
     def lost(self) -> None:
-        """Shut down what the event loop is about to close, so that the client sees it now."""
+        """Close the short cut before the event loop closes the socket."""
         self._is_lost = True
         if self._short_cut is not None:
             self._short_cut.close()
-        if self._is_held and self._copies is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._copies.drop(self._number)
 
 
 class ShortCut:

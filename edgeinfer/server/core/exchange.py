@@ -96,7 +96,6 @@ class Endpoint:
         self.note_prompt: Callable[[LastPrompt], None] = lambda last: None
         #: See `Host`; set by whoever runs the endpoint.
         self.take_snapshot: Callable[[str, str], TakenSnapshot] = _no_snapshots
-        self.keep_taking: Callable[[float, str, str], None] = lambda every_s, model, name: None
         self.listens_at: Callable[[str], None] = lambda url: None
         #: One snapshot is taken at a time.
         self.taking = asyncio.Lock()

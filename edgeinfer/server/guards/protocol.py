@@ -13,7 +13,6 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from edgeinfer.host import Copies
 from edgeinfer.server.core.connection import Connection
 from edgeinfer.server.core.limits import Limits
 
@@ -31,19 +30,17 @@ _REFUSALS = {
 }
 
 
-def guarded(limits: Limits, copies_kept: Copies | None = None) -> type[HttpToolsProtocol]:
+def guarded(limits: Limits) -> type[HttpToolsProtocol]:
     """Make the protocol class that enforces `limits`, one instance a connection."""
 
     class Guarded(_Guarded):
         guard = limits
-        copies = copies_kept
 
     return Guarded
 
 
 class _Guarded(HttpToolsProtocol):
     guard: Limits
-    copies: Copies | None
     connection: Connection
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +55,7 @@ class _Guarded(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.connection = Connection(self.copies, transport)
+        self.connection = Connection(transport)
         if len(self.connections) > self.guard.max_connections:
             self._refuse(503)
         else:

@@ -39,15 +39,6 @@ NATIVE = Dialect(
             is_admin=True,
         ),
         Operation(
-            path="/v1/models/{id}/snapshot/schedule",
-            handler=routes.keep_taking,
-            summary="Take a snapshot of a loaded model so often, where something has changed.",
-            body=wire.ScheduleRequest,
-            reply=wire.ScheduleReply,
-            uses_model=False,
-            is_admin=True,
-        ),
-        Operation(
             path="/v1/rerank",
             handler=routes.rerank,
             summary="Order documents by relevance.",

@@ -234,14 +234,6 @@ async def take_snapshot(request: Request) -> Response:
     )
 
 
-async def keep_taking(request: Request) -> Response:
-    body = await decode(request, wire.ScheduleRequest)
-    endpoint = exchange_of(request).endpoint
-    meant = _resolved(endpoint, request.path_params["id"])
-    endpoint.keep_taking(body.every_s, meant, body.name)
-    return json_reply(wire.ScheduleReply(id=meant, name=body.name, every_s=body.every_s))
-
-
 def _resolved(endpoint: Endpoint, name: str) -> str:
     """The model that a path names. Raises Problem 404."""
     try:

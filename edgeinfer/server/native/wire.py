@@ -230,21 +230,6 @@ class SnapshotReply(Reply, frozen=True, kw_only=True):
     seconds: float
 
 
-class ScheduleRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/models/{id}/snapshot/schedule. `every_s` 0 ends it."""
-
-    every_s: Annotated[float, Meta(ge=0, le=31_536_000)]
-    name: SnapshotName = ""
-
-
-class ScheduleReply(Reply, frozen=True, kw_only=True):
-    """The schedule that is kept now, the only one of this endpoint."""
-
-    id: str
-    name: str
-    every_s: float
-
-
 class Health(Reply, frozen=True, kw_only=True):
     """`status`: ok, loading (503), draining (503), error (503)."""
 

@@ -21,8 +21,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from edgeinfer.snapshots.launching import kept_connections
-
 
 class App:
     """A running app: its supervisor and its link.
@@ -37,7 +35,6 @@ class App:
         self.how = "cold"
         self.snapshot = ""
         self.request: dict[str, frames.Value] = {}
-        self.copies: kept_connections.Kept | None = None
         self.fds: list[int] = []
         self.offers_fd: int | None = None
         self.began = time.monotonic()
@@ -190,9 +187,6 @@ class Apps:
         """Drop an app that has ended, and reap its supervisor."""
         self.running.remove(app)
         self._poll.unregister(app.child.status_fd)
-        if app.copies is not None:
-            quietly(self._poll.unregister, app.copies.fileno())
-            app.copies.send_replies()
         quietly(self._poll.unregister, app.link.fileno())
         os.close(app.child.status_fd)
         if app.offers_fd is not None:

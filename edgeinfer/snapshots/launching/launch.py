@@ -55,14 +55,12 @@ class Launcher:
         self._verb = Verb(argv)
         self._apps = Apps(self._verb, self._poll, exec_ns, main_ns)
         self._warming = warming.Warming(self._poll)
-        self._taking = taking.Taking(self._warming)
         self._succession = hand_over.Succession(self._verb, self._apps)
 
     def run(self) -> NoReturn:
         """Never returns."""
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
-        _signal.signal(_signal.SIGUSR1, lambda _number, _frame: self._taking.start())
         if self.argv[0] == "serve":
             self._verb.fds += [listener.detach() for listener in surroundings.listen(self.argv)]
         if self.argv[0] == "chat":
@@ -87,8 +85,7 @@ class Launcher:
         # one that starts meanwhile may have a descriptor that was another's at the poll
         apps = list(self._apps.running)
         self._succession.look()
-        self._taking.look()
-        for fd, _ in self._poll.poll(_least(self._succession.wait_ms(), self._taking.wait_ms())):
+        for fd, _ in self._poll.poll(self._succession.wait_ms()):
             if self._warming.has_ended(fd):
                 self._succession.offer(self._main)
                 continue
@@ -99,8 +96,6 @@ class Launcher:
                     self._read_supervisor(app)
                 elif fd == app.link.fileno():
                     self._read_app(app)
-                elif app.copies is not None and fd == app.copies.fileno() and not app.copies.receive():
-                    self._poll.unregister(fd)
 
     def _forward(self, number: int, _frame: object) -> None:
         """Pass a signal on to the app. A stop stops this process when the app has stopped."""
@@ -182,11 +177,6 @@ class Launcher:
                 self._leave(code)
         elif op == b"worker":
             self._apps.start_worker(app, fields)
-        elif op == b"copies":
-            from edgeinfer.snapshots.launching import kept_connections  # 0.3 ms, while `serve` starts
-
-            app.copies = kept_connections.Kept(fds, fields["replies"].split(b"\0"))
-            self._poll.register(app.copies.fileno(), select.POLLIN)
         elif op == b"hand-over":
             app.offers_fd = fds[0]
         elif op == b"idle" and app is self._main and not self._asked_to_end:
@@ -198,7 +188,7 @@ class Launcher:
         elif op == b"warm-now":
             self._warming.start_now(fields, fds)
         elif op == b"take":
-            self._taking.asked(fields, fds)
+            self._warming.watch(taking.start(fields, fds))
         elif op == b"warm-stop":
             self._warming.stop_now()
         elif op == b"warm":
@@ -259,13 +249,6 @@ class Launcher:
         self._terminal.dismiss_guard()
         self._warming.start_wanted()
         os._exit(code)
-
-
-def _least(one: int | None, other: int | None) -> int | None:
-    """The smaller of two waits; None waits for ever."""
-    if one is None or other is None:
-        return other if one is None else one
-    return min(one, other)
 
 
 def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:

@@ -47,10 +47,6 @@ class Warming:
         self._builds[fd] = pid
         self._poll.register(fd, select.POLLIN)
 
-    def is_running(self, pid: int) -> bool:
-        """Whether this build has not ended yet."""
-        return pid in self._builds.values()
-
     def has_ended(self, fd: int) -> bool:
         """Whether `fd` reported the end of a build, which is then forgotten."""
         pid = self._builds.pop(fd, 0)

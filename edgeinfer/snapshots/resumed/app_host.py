@@ -18,7 +18,6 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.settings.config import Config, LoadConfig
 from edgeinfer.settings.load_options import snapshot_options
 from edgeinfer.snapshots import frames
-from edgeinfer.snapshots.launching import kept_connections
 from edgeinfer.snapshots.process_description import Description, describe, stamps_of
 from edgeinfer.snapshots.resumed import taking
 from edgeinfer.snapshots.resumed.hand_over import HandOver
@@ -131,9 +130,6 @@ class AppHost(Host):
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
         return taking.take(self._tell, model, name)
 
-    def keep_taking(self, every_s: float, model: str, name: str) -> None:
-        taking.keep_taking(self._tell, every_s, model, name)
-
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
     ) -> RemoteEngine:
@@ -194,13 +190,6 @@ class AppHost(Host):
     def _stop_warming(self) -> None:
         with self._asking:
             frames.send(self._link, {"op": "warm-stop"})
-
-    def keep_copies(self, replies: Sequence[bytes]) -> kept_connections.Copies:
-        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        states_fd = os.memfd_create("states")
-        self._tell({"op": "copies", "replies": b"\0".join(replies)}, [theirs.fileno(), states_fd])
-        theirs.close()
-        return kept_connections.Copies(channel, states_fd)
 
     def hand_over(self) -> HandOver | None:
         """None where the configuration says so, or where nothing would be gained."""

@@ -82,7 +82,6 @@ def _take_over(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.signal(signal.SIGTSTP, _stop)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher's; all of a service may be sent it
     linux.set_name("edgeinfer")
     process.die_with_parent()
     if loaded is not None:

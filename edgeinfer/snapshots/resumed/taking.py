@@ -73,7 +73,8 @@ class OwnDescription:
 def take(tell: Tell, model: str, name: str) -> TakenSnapshot:
     """Have the launcher take a snapshot, and wait for it. Raises the error that it ended with."""
     read_fd, write_fd = os.pipe()
-    tell({"op": "take", "words": _words(model, name)}, [write_fd])
+    words = frames.join((f"--model={model}", f"--name={name}"))
+    tell({"op": "take", "words": words}, [write_fd])
     os.close(write_fd)
     with open(read_fd, "rb") as answer:
         raw = answer.read()
@@ -89,12 +90,3 @@ def take(tell: Tell, model: str, name: str) -> TakenSnapshot:
         was_built=said.result.was_built,
         seconds=said.result.wall_s,
     )
-
-
-def keep_taking(tell: Tell, every_s: float, model: str, name: str) -> None:
-    """Have the launcher take one every so many seconds; 0 ends that."""
-    tell({"op": "take", "words": _words(model, name), "every_s": f"{every_s:.3f}"}, [])
-
-
-def _words(model: str, name: str) -> bytes:
-    return frames.join((f"--model={model}", f"--name={name}"))

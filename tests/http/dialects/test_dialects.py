@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.core.dialect import Dialect, Operation
-from edgeinfer.server.guards import crash_replies
 from edgeinfer.server.openapi import document
 from edgeinfer.server.operations import DIALECTS, OPERATIONS, find
 
@@ -33,13 +32,10 @@ ANOTHER = Dialect(
 )
 
 
-def test_another_dialect_is_described_and_answered_after_a_crash():
+def test_another_dialect_is_described():
     described = document((*DIALECTS, ANOTHER))
     refusal = described["paths"]["/hello"]["post"]["responses"]["503"]
     assert refusal["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Sorry"}
-    whole, stream = crash_replies.replies((*DIALECTS, ANOTHER))[-2:]
-    assert b'{"sorry":"The endpoint was stopped' in whole
-    assert b"data: sorry" in stream
 
 
 def test_every_operation_is_found_under_its_path_and_method():

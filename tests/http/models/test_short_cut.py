@@ -23,7 +23,7 @@ async def connected():
     """A connection as the endpoint has it, and the client's socket."""
     ours, client = socket.socketpair()
     transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
-    return Connection(None, transport), transport, client
+    return Connection(transport), transport, client
 
 
 def words(event):

@@ -37,16 +37,6 @@ def test_one_is_taken_for_whoever_has_the_key(serve):
     assert here.client.post("/v1/models/nix/snapshot", json={}, headers=key).status_code == 404
 
 
-def test_the_schedule_is_passed_on(serve):
-    here = serve()
-    kept = []
-    here.endpoint.keep_taking = lambda *schedule: kept.append(schedule)
-    answer = here.client.post(f"{PATH}/schedule", json={"every_s": 60, "name": "x"})
-    assert answer.json() == {"id": "fake", "name": "x", "every_s": 60.0}
-    assert kept == [(60.0, "fake", "x")]
-    assert here.client.post(f"{PATH}/schedule", json={"every_s": -1}).status_code == 400
-
-
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
