@@ -5,9 +5,10 @@ or the command line.
 import runpy
 import sys
 
-from edgeinfer.shipping.shipped import prefer_newer_cxx, trust_certificates
+from edgeinfer.shipping.shipped import prefer_newer_cxx, restore_environment, trust_certificates
 from edgeinfer.system.process import MODULE_SWITCH
 
+restore_environment()
 prefer_newer_cxx()
 trust_certificates()
 if sys.argv[1:2] == [MODULE_SWITCH]:

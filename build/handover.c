@@ -10,6 +10,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <limits.h>
+#include <pwd.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,17 +37,26 @@ static const char *field(volatile const char *whole, size_t key)
     return copy + key;
 }
 
-/* What edgeinfer.system.paths.data_dir() gives; 0 when only Python can tell (no HOME, a relative EDGEINFER_HOME). */
+/* $HOME, else the user's entry in the password database, as Python has it; NULL without either. */
+static const char *home_dir(void)
+{
+    const char *home = getenv("HOME");
+    struct passwd *user = home ? NULL : getpwuid(getuid());
+    return user ? user->pw_dir : home;
+}
+
+/* What edgeinfer.system.paths.data_dir() gives; 0 where no home is known. */
 static int data_dir(char *out, size_t size)
 {
+    char here[PATH_MAX] = "";
     const char *home = getenv("EDGEINFER_HOME");
     int n;
     if (home && *home) {
-        if (*home != '/') return 0;
-        n = snprintf(out, size, "%s/data", home);
+        if (*home != '/' && (!getcwd(here, sizeof here - 1) || !strcat(here, "/"))) return 0;
+        n = snprintf(out, size, "%s%s/data", here, home);
     } else if ((home = getenv("XDG_DATA_HOME")) && *home == '/') {
         n = snprintf(out, size, "%s/edgeinfer", home);
-    } else if ((home = getenv("HOME")) && *home == '/') {
+    } else if ((home = home_dir()) && (*home == '/' || !*home)) {
         n = snprintf(out, size, "%s/.local/share/edgeinfer", home);
     } else {
         return 0;
@@ -55,13 +65,13 @@ static int data_dir(char *out, size_t size)
 }
 
 /* The unpacked application, if it is there, belongs to this user, and nobody else may write to it. */
-static int find_app(char *app, size_t size)
+static int find_app(const char *data, char *app, size_t size)
 {
-    char data[PATH_MAX], marker[PATH_MAX];
+    char marker[PATH_MAX];
     const char *name = field(app_field, sizeof "EDGEINFER-APP=" - 1);
     const char *model = field(model_field, sizeof "EDGEINFER-MODEL=" - 1);
     struct stat info;
-    if (!*name || !data_dir(data, sizeof data)) return 0;
+    if (!*name) return 0;
     if ((size_t)snprintf(app, size, "%s/app/%s", data, name) >= size) return 0;
     if (lstat(app, &info) || !S_ISDIR(info.st_mode)) return 0;
     if (info.st_uid != geteuid() || (info.st_mode & 022)) return 0;
@@ -154,13 +164,17 @@ static void forget_outer(void)
 
 int main(int argc, char **argv)
 {
-    char app[PATH_MAX], file[PATH_MAX];
+    char data[PATH_MAX], app[PATH_MAX], file[PATH_MAX];
     const char *outer = getenv("_PYI_ARCHIVE_FILE");
     ssize_t n = readlink("/proc/self/exe", file, sizeof file - 1);
     if (n <= 0) return pyinstaller_main(argc, argv); /* no /proc: PyInstaller has its own words for it */
     file[n] = 0;
     if (outer && !strcmp(outer, file)) return pyinstaller_main(argc, argv); /* the second process of a first start */
-    if (!find_app(app, sizeof app)) {
+    if (!data_dir(data, sizeof data)) {
+        fprintf(stderr, "error: no home directory is known for this user\n\nhint: set HOME, or EDGEINFER_HOME\n");
+        return 2;
+    }
+    if (!find_app(data, app, sizeof app)) {
         if (getenv("EDGEINFER_UNPACKED")) {
             fprintf(stderr, "error: the application was unpacked but is not found at %s\n", app);
             return 70;

@@ -6,6 +6,7 @@ stdout is data, stderr is talk. Only here results are printed, errors formatted,
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import shlex
@@ -20,7 +21,7 @@ from edgeinfer.arguments import catalog, launch_args, machine, snapshots
 from edgeinfer.arguments.parser import Parser
 from edgeinfer.arguments.times import refuse_unknown, verbs_of
 from edgeinfer.arguments.verb import EXAMPLES, nearest, wants_json
-from edgeinfer.errors import EdgeInferError, SnapshotsUnavailableError, UsageError
+from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotsUnavailableError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.launch_verbs import with_verb
 from edgeinfer.result import Result, envelope, error_envelope
@@ -37,6 +38,7 @@ MOVED = {
 }
 #: What every verb is: one function below `commands/`.
 Command = Callable[[argparse.Namespace, Host], Result]
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @cache
@@ -85,11 +87,16 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         return error_text.exit_code(error)
     except BrokenPipeError:
         # the reader went away: nothing more to flush at exit
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        _drop_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001  a person never sees a traceback unasked
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            full = DiskFullError(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+            _print_error(full, as_json=as_json)
+            _drop_output()
+            return error_text.exit_code(full)
         _print_unexpected(error, as_json=as_json)
         return 70
 
@@ -130,13 +137,21 @@ def _print_result(result: Result, *, as_json: bool) -> None:
         print(text, flush=True)  # noqa: T201
 
 
+def _drop_output() -> None:
+    """Keep the interpreter from flushing at its end what cannot be written."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
 def _print_error(error: EdgeInferError, *, as_json: bool) -> None:
     if os.environ.get("EDGEINFER_DEBUG") == "1":
         traceback.print_exception(error)
     if as_json:
-        print(error_envelope(error).decode(), flush=True)  # noqa: T201
-    else:
-        print(error_text.describe_error(error), file=sys.stderr, flush=True)  # noqa: T201
+        try:
+            print(error_envelope(error).decode(), flush=True)  # noqa: T201
+            return
+        except OSError:
+            _drop_output()
+    print(error_text.describe_error(error), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _print_unexpected(error: Exception, *, as_json: bool) -> None:

@@ -17,6 +17,7 @@ import sys
 import time
 
 from edgeinfer.launch_verbs import LAUNCH_VERBS, with_verb
+from edgeinfer.system import process
 
 _HELP = ("-h", "--help", "--help-all")
 
@@ -26,6 +27,7 @@ def main() -> int:
     main_ns = time.monotonic_ns()
     # what this process has computed since exec: it has hardly waited
     exec_ns = main_ns - time.process_time_ns()
+    process.open_missing_streams()
     argv = with_verb(sys.argv[1:])
     if sys.platform == "linux" and argv[0] in LAUNCH_VERBS and not any(word in _HELP for word in argv):
         gc.disable()  # a launch leaves no garbage, and to look for it costs 0.7 ms

@@ -111,8 +111,8 @@ class Repl:
 
     def _line(self) -> str | None:
         if self._source is sys.stdin and self._source.isatty():
-            import readline  # noqa: F401  2 ms: line editing and history in `input`
-
+            with contextlib.suppress(ImportError):  # the shipped file has none
+                import readline  # noqa: F401  2 ms: line editing and history in `input`
             try:
                 return input()
             except EOFError:

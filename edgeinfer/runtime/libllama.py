@@ -18,12 +18,34 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import msgspec
-from llama_cpp import llama_cpp as _binding
 
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime import libedgeinfer
+
+_SPIN_COUNT = "GOMP_SPINCOUNT"
+
+
+@contextmanager
+def _short_spins() -> Iterator[None]:
+    """Set libgomp's spin count unless the user did; it is read when libgomp is mapped.
+
+    The default spins for a millisecond at every barrier, which starves ggml's own threads as soon as
+    anything else runs (docs/decisions/002-spin-count.md). No child process inherits it.
+    """
+    if _SPIN_COUNT in os.environ:
+        yield
+        return
+    os.environ[_SPIN_COUNT] = "1000"
+    try:
+        yield
+    finally:
+        del os.environ[_SPIN_COUNT]
+
+
+with _short_spins():
+    import llama_cpp
+    from llama_cpp import llama_cpp as _binding
 
 L: Any = _binding
 #: llama.cpp's log levels (ggml.h); a line of level CONT goes on with the one before.

@@ -33,6 +33,19 @@ _CXX = "libstdc++.so.6"
 _LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
 
 
+def restore_environment() -> None:
+    """Undo what PyInstaller's bootloader did to the environment: programs started from here inherit it.
+
+    The dynamic linker has read `LD_LIBRARY_PATH` of this process already.
+    """
+    before = os.environ.pop("LD_LIBRARY_PATH_ORIG", None)
+    for name in list(os.environ):
+        if name == "LD_LIBRARY_PATH" or name.startswith("_PYI_"):
+            del os.environ[name]
+    if before is not None:
+        os.environ["LD_LIBRARY_PATH"] = before
+
+
 def is_shipped() -> bool:
     """Whether this process came out of the shipped file."""
     return bool(getattr(sys, "frozen", False))

@@ -26,6 +26,7 @@ from pathlib import Path
 from edgeinfer.errors import DiskFullError, EdgeInferError, ShippingError, SnapshotUnsafeError
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import Index, Shipped
+from edgeinfer.shipping.shipped import restore_environment
 from edgeinfer.system import disk, paths
 
 INDEX = "payload.json"
@@ -34,6 +35,7 @@ _UNPACKING = ".unpacking-"
 _REMOVING = ".removing-"
 #: Room left free beyond the application itself, bytes.
 _MARGIN_BYTES = 16 << 20
+_ROOM = "free some space on that disk, or set EDGEINFER_HOME to a folder on another one"
 
 #: (bytes written, bytes in all); called from any thread.
 Progress = Callable[[int, int], None]
@@ -81,7 +83,8 @@ def _words_for_os_errors(folder: Path) -> Iterator[None]:
             free = disk.free_bytes(folder)
             raise DiskFullError(
                 f"the disk of {folder.parent} became full while unpacking ({free >> 20} MiB free); "
-                f"nothing is left behind"
+                f"nothing is left behind",
+                hint=_ROOM,
             ) from error
         raise ShippingError(
             f"cannot unpack to {folder.parent}: {error.filename or ''}: {error.strerror}",
@@ -106,7 +109,8 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
         if free < index.size + _MARGIN_BYTES:
             raise DiskFullError(
                 f"{folder.parent} has {free >> 20} MiB free, and the application needs "
-                f"{(index.size + _MARGIN_BYTES) >> 20}"
+                f"{(index.size + _MARGIN_BYTES) >> 20}",
+                hint=_ROOM,
             )
         scratch = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder.parent))
         try:
@@ -279,6 +283,7 @@ def main() -> int:
     """Unpack, store a bundled model, execute the shipped file again, in a small Python."""
     from edgeinfer import error_text
 
+    restore_environment()
     file = Path(os.path.realpath("/proc/self/exe"))
     try:
         app = ensure_unpacked(
@@ -290,8 +295,8 @@ def main() -> int:
         return error_text.exit_code(error)
     except KeyboardInterrupt:
         return 130
-    environment = {**_outer_environment(), "EDGEINFER_UNPACKED": app.name}
-    return os.execve(file, [sys.argv[0], *sys.argv[1:]], environment)
+    os.environ["EDGEINFER_UNPACKED"] = app.name
+    return os.execv(file, [sys.argv[0], *sys.argv[1:]])
 
 
 def _bring_model(file: Path, app: Path) -> None:
@@ -302,20 +307,9 @@ def _bring_model(file: Path, app: Path) -> None:
 
     _say(f"putting {shipped.model.rpartition('-')[0]} into the model store, once")
     command = [str(app / "edgeinfer-app"), "--edgeinfer-module", "edgeinfer.shipping.bundle", str(file)]
-    code = subprocess.run(command, env=_outer_environment(), check=False).returncode
+    code = subprocess.run(command, check=False).returncode
     if code:
         raise SystemExit(code)  # it has said why
-
-
-def _outer_environment() -> dict[str, str]:
-    """This start's environment without what PyInstaller's bootloader added."""
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith(("_PYI_", "LD_LIBRARY_PATH"))
-    }
-    if "LD_LIBRARY_PATH_ORIG" in os.environ:
-        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH_ORIG"]
-    environment.pop("EDGEINFER_UNPACKED", None)
-    return environment
 
 
 def _say(text: str) -> None:

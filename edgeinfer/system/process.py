@@ -48,6 +48,21 @@ def fork_and_exec(
     return pid
 
 
+def open_missing_streams() -> None:
+    """Open standard streams that are closed on /dev/null: a pipe or socket would get their numbers.
+
+    Raises OSError.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open("/dev/null", os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            os.set_inheritable(fd, True)
+            setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def silence(*keep: int) -> None:
     """Point the standard streams at /dev/null, but for those in `keep`. Raises OSError."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)

@@ -214,7 +214,7 @@ def names(person) -> set[str]:
 
 
 def post(endpoint: Endpoint, path: str, body: dict) -> tuple[int, bytes]:
-    link = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=60)
+    link = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=300)
     with contextlib.closing(link):
         link.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         answer = link.getresponse()

@@ -5,7 +5,10 @@ import importlib
 import inspect
 import itertools
 import json
+import os
 import shlex
+import subprocess
+import sys
 import typing
 
 import pytest
@@ -233,3 +236,38 @@ def test_help_of_run_fits_a_small_terminal_and_help_all_has_the_rest(capsys, mon
     with pytest.raises(SystemExit):
         cli.main(["run", "--help-all"])
     assert "--ctx" in capsys.readouterr().out
+
+
+# --- streams
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+@pytest.mark.parametrize(
+    ("words", "code"), [(("list",), 6), (("list", "--json"), 6), (("show", "nosuch", "--json"), 3)]
+)
+def test_full_disk_under_stdout_is_one_error_and_no_traceback(words, code, tmp_path):
+    with open("/dev/full", "wb") as full:
+        done = _typed(*words, home=tmp_path, stdout=full)
+    assert (done.returncode, done.stderr.count("error: ")) == (code, 1), done.stderr
+    assert ("cannot write the output: No space left on device" in done.stderr) == (code == 6)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher starts nothing elsewhere")
+@pytest.mark.parametrize("words", [("run", "nosuch", "hi"), ("run", "nosuch", "hi", "--resume=never")])
+def test_closed_stdin_is_an_empty_one(words, tmp_path):
+    done = _typed(*words, home=tmp_path, preexec_fn=lambda: os.close(0))
+    assert done.returncode == 3, done.stderr
+    assert "nosuch" in done.stderr
+
+
+def _typed(*words, home, **streams):
+    return subprocess.run(
+        [sys.executable, "-m", "edgeinfer", *words],
+        env={**os.environ, "EDGEINFER_HOME": str(home)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        **streams,
+    )

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 
-from edgeinfer.runtime import SPIN_COUNT
 from edgeinfer.runtime.loading.mappings import Range
 from edgeinfer.snapshots import frames, linux
 from edgeinfer.snapshots.launching.surroundings import LIMITS
@@ -69,18 +68,12 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
 
 
 def adopt(fields: Mapping[str, bytes]) -> None:
-    """Adopt the launcher's environment, folder, umask, zone, locale, processors, soft limits.
-
-    What the engine set for libgomp stays: in a cold start that is read later, when the model is loaded.
-    """
-    spin = None if "llama_cpp" in sys.modules else os.environ.get(SPIN_COUNT)
+    """Adopt the launcher's environment, folder, umask, zone, locale, processors, soft limits."""
     os.environ.clear()
     for assignment in frames.split(fields["env"]):
         name, _, value = assignment.partition("=")
         if name:
             os.environ[name] = value
-    if spin is not None:
-        os.environ.setdefault(SPIN_COUNT, spin)
     time.tzset()
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "")

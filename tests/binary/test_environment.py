@@ -1,0 +1,89 @@
+"""The shipped file's surroundings: what its children inherit, the user's home, every mode on a terminal."""
+
+import subprocess
+
+import pexpect
+import pytest
+
+from .conftest import MODEL
+
+#: The shell's, two that this program adds for itself, and one that ggml sets.
+ADDED = {"PWD", "OLDPWD", "SHLVL", "_", "EDGEINFER_FILE", "SSL_CERT_FILE", "KMP_BLOCKTIME"}
+
+
+@pytest.mark.parametrize("theirs", [{}, {"LD_LIBRARY_PATH": "/opt/theirs"}])
+def test_child_has_the_environment_that_the_shipped_file_was_given(binary, tmp_path, theirs):
+    child = tmp_path / "criu"
+    child.write_text('#!/bin/sh\nenv -0 > "$0.environment"\n')
+    child.chmod(0o755)
+    given = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "EDGEINFER_CRIU": str(child), **theirs}
+    subprocess.run([binary, "doctor"], env=given, capture_output=True, check=False, timeout=300)
+    lines = (tmp_path / "criu.environment").read_text().split("\0")[:-1]
+    inherited = dict(line.split("=", 1) for line in lines)
+    assert {name: value for name, value in inherited.items() if name not in ADDED} == given
+
+
+@pytest.mark.parametrize("unset", [{"HOME": None}, {"HOME": None, "EDGEINFER_HOME": "tmp/relative"}])
+def test_home_that_no_variable_names_is_found_again_after_unpacking(machine, unset):
+    given = {name: value for name, value in machine.environment(**unset).items() if value is not None}
+    done = subprocess.run(
+        machine.command("--version"), env=given, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.split()[:1]) == (0, ["edgeinfer"]), done.stderr
+    place = machine.root / given["EDGEINFER_HOME"] if "EDGEINFER_HOME" in given else machine.home
+    assert next(place.rglob("payload.json"))
+
+
+def test_user_without_a_home_is_told_so_before_anything_is_unpacked(machine):
+    (machine.root / "etc/passwd").write_text("")
+    given = {name: value for name, value in machine.environment().items() if name != "HOME"}
+    done = subprocess.run(
+        machine.command("--version"), env=given, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no home directory is known for this user")
+    assert machine.apps == []
+
+
+def on_a_terminal(machine, *words):
+    command = machine.command(*words)
+    return pexpect.spawn(
+        command[0], command[1:], env=machine.environment(), timeout=120, encoding="utf-8"
+    )
+
+
+def ended(terminal):
+    """The exit status, and all that was shown."""
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    return terminal.exitstatus, terminal.before
+
+
+def test_plain_chat_answers_on_a_terminal(used):
+    chat = on_a_terminal(used, "chat", MODEL, "--plain", "--max-tokens", "4")
+    chat.expect("\n> ")
+    chat.sendline("Name three colours.")
+    chat.expect("\n> ")
+    chat.sendline("/quit")
+    status, shown = ended(chat)
+    assert status == 0
+    assert "error" not in shown
+
+
+def test_run_and_pull_show_no_error_on_a_terminal(used):
+    for words in (
+        ("run", MODEL, "Hi", "--max-tokens", "4"),
+        ("pull", "/tmp/small.gguf", "--name", "again"),
+        ("rm", "again"),
+    ):
+        status, shown = ended(on_a_terminal(used, *words))
+        assert (status, "error" in shown) == (0, False), shown
+
+
+def test_endpoint_starts_on_a_terminal_and_ends_by_ctrl_c(used):
+    serving = on_a_terminal(used, "serve", MODEL, "--port", "0")
+    serving.expect(r"http://127\.0\.0\.1:\d+")
+    serving.sendintr()
+    serving.expect(pexpect.EOF)
+    serving.close()
+    assert serving.exitstatus == 0 or serving.signalstatus == 2
