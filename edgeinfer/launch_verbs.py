@@ -10,7 +10,7 @@ LAUNCH_VERBS = ("chat", "run", "serve", "batch")
 SWITCHES = frozenset(
     (
         *("--help", "--json", "--quiet", "--continue", "--plain", "--raw", "--timings"),
-        *("--ollama", "--redact", "-h", "--help-all"),
+        *("--ollama", "--redact", "--any-user", "-h", "--help-all"),
     )
 )
 _OF_NO_VERB = ("-h", "--help", "--version")
