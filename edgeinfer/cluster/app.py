@@ -7,7 +7,7 @@ Ray places replicas, restarts them and scales them; nothing here is distributed 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -59,8 +59,10 @@ class ModelDeployment:
 class FrontDeployment:
     """What the HTTP proxy asks."""
 
-    def __init__(self, models: Mapping[str, DeploymentHandle], start_s: float) -> None:
-        self._front = Front({name: _Handle(handle) for name, handle in models.items()}, start_s)
+    def __init__(
+        self, models: Mapping[str, DeploymentHandle], start_s: float, hosts: Sequence[str]
+    ) -> None:
+        self._front = Front({name: _Handle(handle) for name, handle in models.items()}, start_s, hosts)
 
     async def __call__(self, request: Request) -> Response:
         """Answer one HTTP request."""
@@ -90,7 +92,7 @@ def application(
     front = serve.deployment(
         name="edgeinfer", max_ongoing_requests=_MANY, ray_actor_options={"num_cpus": 0}
     )(FrontDeployment)
-    return front.bind(models, settings.start_s)
+    return front.bind(models, settings.start_s, settings.hosts)
 
 
 def _deployment(one: options.ModelSettings, of: type[ModelDeployment]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from starlette.requests import Request
@@ -16,6 +16,8 @@ from edgeinfer.server import operations
 from edgeinfer.server.core.dialect import Dialect
 from edgeinfer.server.core.problems import Problem, unavailable
 from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 
 #: Which replica answered, by Ray's id of it.
 REPLICA_HEADER = "x-edgeinfer-replica"
@@ -34,15 +36,22 @@ class Deployment(Protocol):
 class Front:
     """Routes by the `model` of a request; the first model answers those that name none."""
 
-    def __init__(self, models: Mapping[str, Deployment], start_s: float) -> None:
+    def __init__(
+        self, models: Mapping[str, Deployment], start_s: float, hosts: Sequence[str] = ()
+    ) -> None:
+        self._gate = Gate(keys=Keys([]), hosts=LOOPBACK_HOSTS | {*hosts}, any_address=True)
         self._models = models
         self._start_s = start_s
         self._first = next(iter(models))
 
     async def answer(self, request: Request) -> Response:
         """The answer of a replica. What needs none, health and the list of models, wakes none."""
-        path = request.url.path
+        path = request.scope["path"]  # a foreign Host may make no URL
         place = operations.find(path)
+        try:
+            self._gate.check_host(request.headers)  # an endpoint sees a Host that is made anew
+        except Problem as problem:
+            return _refusal(place.dialect, problem)
         if path in _OWN:
             return json_reply({"status": "ok"})
         if request.method == "GET" and place is operations.find("/v1/models"):

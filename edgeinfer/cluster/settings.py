@@ -31,11 +31,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The models of an application; the first answers requests that name none.
 
-    A request that no replica has taken after `start_s` seconds is answered with a 503.
+    A request that no replica has taken after `start_s` seconds is answered with a 503. `hosts` are
+    names under which the application is asked, beside loopback's and addresses.
     """
 
     models: Annotated[tuple[ModelSettings, ...], msgspec.Meta(min_length=1)]
     start_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    hosts: tuple[str, ...] = ()
 
 
 def read(arguments: Mapping[str, object]) -> Settings:

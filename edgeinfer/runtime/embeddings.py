@@ -20,6 +20,7 @@ from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
+from edgeinfer.runtime.validate import check_length
 
 Call = Callable[[Callable[[], Any]], Any]
 
@@ -75,6 +76,7 @@ class Embedder:
     def _tokens(self, text: str | Sequence[int], index: int) -> list[int]:
         vocab = self._loaded.vocab
         if isinstance(text, str):
+            check_length(len(text), self.max_tokens, "input")
             tokens = vocab.tokenize(text, add_special=True)
         else:
             tokens = list(text)

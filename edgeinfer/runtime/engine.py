@@ -42,6 +42,7 @@ from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOp
 from edgeinfer.runtime.planning.choices import exact_rows
 from edgeinfer.runtime.planning.plan import MAX_DRAFT
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
+from edgeinfer.runtime.validate import check_length
 
 #: Before any was computed, a token of prefill is taken for so many seconds for each byte of weights
 #: that it uses: half of what a 4B in Q4_0 takes on two cores.
@@ -143,6 +144,7 @@ class LlamaEngine:
         self, text: str, *, add_special: bool = False, parse_special: bool = False
     ) -> list[int]:
         self._check_open()
+        check_length(len(text), self._loaded.n_ctx, "content")
         return self._loaded.vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:

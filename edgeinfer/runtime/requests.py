@@ -173,3 +173,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     preamble: str = ""
     lora: tuple[tuple[str, float], ...] | None = None
     speculative: Literal["auto", "off", "ngram", "draft"] = "auto"
+
+    @property
+    def length(self) -> int:
+        """Return how many characters there are to tokenize; a token of a given prompt counts as one."""
+        gap = self.infill or Infill()
+        texts = (gap.prefix, gap.suffix, *(file.text for file in gap.files), self.prompt or "")
+        return sum(map(len, texts)) + sum(len(turn.content) for turn in self.messages)

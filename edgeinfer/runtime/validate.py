@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from edgeinfer.errors import InvalidRequestError
+from edgeinfer.errors import ContextLengthError, InvalidRequestError
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.settings.sampling_options import SAMPLING_OPTIONS
 
@@ -13,6 +13,9 @@ _MAX_BIAS = 1000.0
 _MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
 _MAX_LOGPROBS = 20
+#: No tokenizer fits more characters into a token, taken over a whole context; so many are tried anyway.
+_MAX_TOKEN_CHARS = 64
+_TRIED_CHARS = 1 << 20
 
 
 def _refuse(param: str, message: str) -> None:
@@ -76,3 +79,19 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("prompt", f"a token is not in the vocabulary of {n_vocab}")
     if request.speculative not in ("auto", "off", "ngram", "draft"):
         _refuse("speculative", '"auto", "off", "ngram" or "draft"')
+
+
+def check_length(n_chars: int, n_ctx: int, param: str) -> None:
+    """Refuse a text that no context holds before it is tokenized: 20 MB of one letter take 38 s.
+
+    Raises ContextLengthError, with the fewest tokens that the text can have.
+    """
+    most = max(_TRIED_CHARS, n_ctx * _MAX_TOKEN_CHARS)
+    if n_chars > most:
+        raise ContextLengthError(
+            f"the text has {n_chars:,} characters; for a context of {n_ctx:,} tokens {most:,} are "
+            "tokenized at most",
+            param=param,
+            n_tokens=n_chars // _MAX_TOKEN_CHARS,
+            n_ctx=n_ctx,
+        )

@@ -25,7 +25,7 @@ from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.protocol import guarded
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.handing_over import HandingOver
-from edgeinfer.server.observe.logs import capture_uvicorn
+from edgeinfer.server.observe.logs import capture_loop, capture_uvicorn
 
 #: After a drain's cancellations, this long for their last words to reach the clients.
 _LAST_WORDS_S = 2.0
@@ -63,6 +63,7 @@ async def run(
     successor: it accepts nobody before it could answer.
     """
     capture_uvicorn(endpoint.log)
+    capture_loop(endpoint.log)
     if hand_over is not None and hand_over.is_successor:
         (await endpoint.models.acquire(endpoint.models.default)).release()
     config = uvicorn.Config(
@@ -94,6 +95,7 @@ async def run(
                 sockets.notify("STOPPING=1")
             await endpoint.models.close()
             endpoint.threads.shutdown(wait=False, cancel_futures=True)
+            endpoint.preparation.close()
             endpoint.tracer.close()
     return Ended(server.reason, server.cut_short)
 

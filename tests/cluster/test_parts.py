@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
 import pytest
+from starlette.requests import Request
 
 from edgeinfer import beginnings
 from edgeinfer.cluster import naming, settings
+from edgeinfer.cluster.front import Deployment, Front
 from edgeinfer.errors import UsageError
 
 
@@ -58,3 +63,23 @@ def test_settings_of_one_model_as_ray_passes_them() -> None:
 def test_settings_that_are_wrong_are_named(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         settings.read(wrong)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8000", 200),
+        ("10.0.0.7:8000", 200),
+        ("models.example", 200),
+        ("evil.example", 403),
+        ("localhost:1@evil.example", 403),
+        ("", 400),
+    ],
+)
+def test_foreign_host_is_refused_before_any_route(host: str, status: int) -> None:
+    """Ray's proxy looks at no Host: a web page could reach it under a name of its own."""
+    front = Front({"small": cast(Deployment, None)}, 1.0, ("models.example",))
+    for path in ("/health", "/v1/models"):
+        headers = [(b"host", host.encode())] if host else []
+        scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}
+        assert asyncio.run(front.answer(Request(scope))).status_code == status

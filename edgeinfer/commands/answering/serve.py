@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from edgeinfer.catalog.found.stores import Watched
 
 T = TypeVar("T")
+#: Descriptors that are for files, models and workers rather than for connections.
+_OWN_DESCRIPTORS = 128
 
 _PURGE_EVERY_S = 24 * 3600
 
@@ -357,8 +359,10 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
         if file is not None and not os.access(file, os.R_OK):
             raise ServeError(f"{file} cannot be read")
     base = Limits()
+    descriptors = sockets.raise_descriptor_limit() - _OWN_DESCRIPTORS
     return msgspec.structs.replace(
         base,
+        max_connections=max(_OWN_DESCRIPTORS // 8, min(base.max_connections, descriptors)),
         max_body_bytes=base.max_body_bytes
         if options.max_body_mib is None
         else options.max_body_mib << 20,

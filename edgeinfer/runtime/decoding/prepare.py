@@ -24,7 +24,7 @@ from edgeinfer.runtime.language.prepared import Lark, Prepared
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.randomness import random_bytes
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message
-from edgeinfer.runtime.validate import check_request
+from edgeinfer.runtime.validate import check_length, check_request
 from edgeinfer.runtime.vocab import Vocab
 
 
@@ -65,6 +65,8 @@ class Preparer:
                 'overflow: this model cannot go on beyond a full context; leave it at "refuse"',
                 param="overflow",
             )
+        param = "messages" if request.messages else "prompt"
+        check_length(request.length, self._n_ctx, param)
         prepared = self._conversations.prepare(request) if request.messages else None
         tokens = self._fit(request, self._tokens(request, prepared))
         matcher = self._matcher(request, prepared)

@@ -10,10 +10,10 @@ import msgspec
 from edgeinfer.agents.table import WARMING, agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Event
-from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.core.exchange import Endpoint, Exchange
+from edgeinfer.server.core.exchange import Exchange
 from edgeinfer.server.core.models.pool import Lease
 from edgeinfer.server.core.renderer import Renderer
 from edgeinfer.server.observe.metrics import version_of
@@ -104,7 +104,7 @@ async def submit_all(
     try:
         for request in requests:
             if lease.in_worker or _heavy(request):
-                generations.append(await _submit_beside(endpoint, engine, request))
+                generations.append(await endpoint.preparation.submit(engine, request))
             else:
                 generations.append(engine.submit(request))
     except BaseException:
@@ -115,30 +115,11 @@ async def submit_all(
     return generations
 
 
-async def _submit_beside(endpoint: Endpoint, engine: Engine, request: GenerateRequest) -> Generation:
-    """Submit in a thread. A client that leaves meanwhile does not leave the generation running."""
-    submitting = asyncio.get_running_loop().run_in_executor(endpoint.threads, engine.submit, request)
-    try:
-        return await asyncio.shield(submitting)
-    except asyncio.CancelledError:
-        submitting.add_done_callback(_cancel_late)
-        raise
-
-
-def _cancel_late(submitting: asyncio.Future[Generation]) -> None:
-    if not submitting.cancelled() and submitting.exception() is None:
-        submitting.result().cancel()
-
-
 def _heavy(request: GenerateRequest) -> bool:
     """Whether validating it takes longer than a hop to a thread (about 0.1 ms)."""
     if request.constraint is not None or request.tools or request.infill is not None:
         return True
-    prompt = request.prompt
-    length = sum(len(turn.content) for turn in request.messages) + (
-        len(prompt) if prompt is not None else 0
-    )
-    return length > _INLINE_CHARACTERS
+    return request.length > _INLINE_CHARACTERS
 
 
 async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Event], None]:

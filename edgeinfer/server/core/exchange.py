@@ -30,6 +30,7 @@ from edgeinfer.server.core.kept import Kept, KeptAnswers
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.models.pool import Models
 from edgeinfer.server.core.models.shelf import Shelf
+from edgeinfer.server.core.preparation import Preparation
 from edgeinfer.server.core.problems import Problem, shutting_down, unavailable
 from edgeinfer.server.core.wire import Slot
 from edgeinfer.server.observe.logs import Log
@@ -74,6 +75,7 @@ class Endpoint:
         self.stored: KeptAnswers | None = None
         self.metrics = Metrics(models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
+        self.preparation = Preparation(limits.prepare_s)
         self.draining = False
         #: Another process has the listening sockets: connections end with their next answer.
         self.is_leaving = False
@@ -155,6 +157,12 @@ class Endpoint:
         """End every generation at its next step; their clients are told why."""
         for generation in tuple(self.running):
             generation.cancel()
+
+    def failure(self) -> str:
+        """Say what keeps the endpoint from answering; "" when nothing does."""
+        engines = dict(self.models.engines())
+        health = getattr(engines.get(self.models.default), "health", str)
+        return self.preparation.failure() or health()
 
     async def in_thread(self, work: Any, *args: Any) -> Any:
         """Run a blocking call of an engine beside the event loop."""

@@ -13,7 +13,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     `header_s` and `body_s` are for a whole header block and a whole body: a client that trickles does
     not reset them. `write_s` is how long a reader may leave its socket full. `comment_s` is the pause
     between keep-alive comments. `patience_s` is how long a streaming client waits for an HTTP status
-    while its model loads, before the stream is begun.
+    while its model loads, before the stream is begun. `prepare_s` is how long it may take to make a
+    request ready for the engine: template, schema, grammar, tokens.
 
     `kept_answers` of one key, `kept_bytes` of all and `kept_s` bound the answers that may be read
     again; one that nobody reads is given up after `unread_s`.
@@ -33,6 +34,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 75.0
     comment_s: float = 5.0
     patience_s: float = 2.0
+    prepare_s: float = 60.0
     drain_s: float = 30.0
     kept_answers: int = 64
     kept_bytes: int = 64 << 20

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import socket
 from collections.abc import Sequence
 
 from edgeinfer.errors import ServeError
 from edgeinfer.system.process import activated_descriptors
+
+_MOST_DESCRIPTORS = 65_536
 
 
 def activated() -> list[socket.socket]:
@@ -42,6 +45,16 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
             raise ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         found.append(listener)
     return found
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's soft limit of descriptors to its hard one, 65,536 at most; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def has_port(listeners: Sequence[socket.socket], port: int) -> bool:

@@ -285,6 +285,8 @@ def health_of(endpoint: Endpoint) -> wire.Health:
     report = wire.Health(status="ok", model=models.default, loading=models.loading())
     if endpoint.draining:
         report = msgspec.structs.replace(report, status="draining")
+    elif failure := endpoint.failure():
+        report = msgspec.structs.replace(report, status="error", error=failure)
     elif not endpoint.ready_said:
         failed = state == "cold" and bool(models.last_error)
         report = msgspec.structs.replace(

@@ -6,6 +6,8 @@ process that logs can be parked.
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import sys
 import time
@@ -13,6 +15,10 @@ import traceback
 from typing import Any, Literal, TextIO
 
 import msgspec
+
+#: What accept(2) says for want of descriptors or memory; asyncio says it 2,000 times a second.
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_SAID_AGAIN_S = 60.0
 
 Style = Literal["json", "text", "off"]
 
@@ -80,3 +86,19 @@ def capture_uvicorn(log: Log) -> None:
     logger.setLevel(logging.WARNING)
     logger.propagate = False
     logging.getLogger("uvicorn.access").disabled = True
+
+
+def capture_loop(log: Log) -> None:
+    """Tell of connections that cannot be accepted once a minute; called on the event loop."""
+    said_s = -_SAID_AGAIN_S
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal said_s
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
+            loop.default_exception_handler(context)
+        elif time.monotonic() - said_s >= _SAID_AGAIN_S:
+            said_s = time.monotonic()
+            log.warning("connections-wait", reason=error.strerror)
+
+    asyncio.get_running_loop().set_exception_handler(handle)

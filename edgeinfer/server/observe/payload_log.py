@@ -14,10 +14,18 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.server.observe.redaction import redacted
+from edgeinfer.server.observe.redaction import redacted, redacted_id
 
 _KEYS = re.compile(
-    r"\b(?:ei-[\w-]{20,}|sk-[\w-]{16,}|hf_\w{16,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{16}|Bearer\s+[\w.~+/-]{16,})"
+    r"""
+    \b(?: ei-[\w-]{20,} | sk-[\w-]{16,} | hf_\w{16,} | gh[pousr]_\w{20,} | github_pat_\w{20,}
+    | glpat-[\w-]{16,} | xox[a-z]-[\w-]{10,} | AIza[\w-]{30,} | AKIA[0-9A-Z]{16}
+    | Bearer\s+[\w.~+/-]{16,}
+    | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]* )  # a JSON Web Token
+    | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
+    | (?:password|passwd|secret|api[_-]?key)["']?\s*[=:]\s*["']?[^\s"'&,;]+
+    """,
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
 #: A wire type's value, or the bytes as they came: a body that fits no type.
 Content = msgspec.Struct | bytes | None
@@ -35,7 +43,11 @@ class PayloadLog:
         self.redact = redact
 
     def write(self, facts: dict[str, Any], request: Content, answer: Content) -> None:
-        """Append one exchange; `facts` are written as they are. Raises OSError."""
+        """Append one exchange; `facts` are written as they are, but for a client's own id where text
+        is redacted. Raises OSError.
+        """
+        if self.redact:
+            facts = facts | {"request_id": redacted_id(facts["request_id"])}
         shown = {"request": self._shown(request), "answer": self._shown(answer)}
         line = msgspec.json.encode({"ts": round(time.time(), 3), **facts, **shown})
         self._rotate(len(line) + 1)

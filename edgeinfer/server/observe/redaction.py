@@ -8,6 +8,8 @@ becomes its size. A new field is redacted until its type says that there is noth
 from __future__ import annotations
 
 import functools
+import hashlib
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +17,7 @@ from msgspec import inspect
 
 #: `Meta(extra=WORDS)` marks a number that stands for somebody's words, as a token id does.
 WORDS = {"words": True}
+_ID = re.compile(r"(?:req_)?[0-9a-f-]{16,36}", re.IGNORECASE)
 
 
 def redacted(value: Any) -> Any:
@@ -22,6 +25,13 @@ def redacted(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         return _struct(value)
     return value if value is None else _size(value)
+
+
+def redacted_id(given: str) -> str:
+    """A request's id if it is one of ours, a UUID or hex digits; a digest of any other text."""
+    if _ID.fullmatch(given):
+        return given
+    return f"sha256:{hashlib.sha256(given.encode()).hexdigest()[:16]}"
 
 
 class _Field(NamedTuple):

@@ -292,7 +292,9 @@ def test_no_word_of_a_request_or_an_answer_is_in_a_redacted_log(redacting, asked
     path.unlink(missing_ok=True)
     route, body, words = asked
     answer = here.client.post(
-        route.replace("{id}", "fake"), content=body, headers={"content-type": "application/json"}
+        route.replace("{id}", "fake"),
+        content=body,
+        headers={"content-type": "application/json", "x-request-id": words[0]},
     )
     (line,) = _lines(path, until, 1)
     assert line["status"] == answer.status_code
@@ -335,6 +337,41 @@ def test_token_ids_are_words_in_another_spelling(serve, tmp_path, until):
     assert back["request"]["tokens"] == "<2 numbers>"
     assert completed["request"]["prompt"] == "<2 numbers>"
     assert pieces["answer"]["tokens"] == [{"id": "<a number>", "piece": "<1 characters>"}] * 2
+
+
+@pytest.mark.parametrize(
+    "given", ["my-name-is-ada", "req_0123456789abcdef01234567", "9b2f3c0e-5b57-4b7c-9d7a-0c3d5a5b1f00"]
+)
+def test_clients_id_is_text_under_redaction(serve, tmp_path, until, given):
+    path = tmp_path / "p"
+    here = serve(FakeEngine(), payloads=PayloadLog(path, redact=True))
+    here.client.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": given})
+    (line,) = _lines(path, until, 1)
+    assert line["request_id"].startswith("sha256:") is given.startswith("my")
+    assert ("ada" in path.read_text()) is False
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "glpat-abcdefghij0123456789",
+        "xoxb-123456789012-abcdefghijkl",
+        "AIzaSyA0123456789abcdefghijklmnopqrstuvw",
+        "github_pat_11ABCDEFG0abcdefghijkl",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\nMIIEpAIBAAKCAQEA",
+        "postgres://ada@host/db?password=hunter2xyz",
+        'api_key: "0123456789"',
+    ],
+)
+def test_secrets_of_many_shapes_are_cut_out(tmp_path, secret):
+    log = PayloadLog(tmp_path / "p")
+    log.write({"request_id": "r"}, json.dumps({"text": f"It is {secret} here"}).encode(), None)
+    written = (tmp_path / "p").read_text()
+    assert "<redacted>" in written
+    for part in ("abcdefghij", "hunter2", "MIIE", "dozjg", "0123456789"):
+        assert part not in written
 
 
 def test_payloads_rotate_and_only_so_many_are_kept(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import errno
 import json
+import resource
 import socket
 import threading
 from types import SimpleNamespace
@@ -11,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from edgeinfer.arguments import launch_args
+from edgeinfer.commands.answering.serve import limits as typed_limits
 from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.vocab import Vocab
 from edgeinfer.server.core.bodies import decode_query
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.problems import Problem
@@ -312,3 +318,129 @@ def test_query_names_are_compared_linearly():
     fields.append(("prompt", "y"))
     with pytest.raises(Problem, match="given twice"):
         decode_query(request, InferQuery)
+
+
+class _Stuck(FakeEngine):
+    """Prepares no request with a schema before `opened`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+        self.inside = threading.Semaphore(0)
+
+    def submit(self, request):
+        if request.constraint is not None:
+            self.inside.release()
+            assert self.opened.wait(30)
+        return super().submit(request)
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
+
+def test_expensive_schemas_delay_schemas_alone_and_are_seen_in_health(serve, until):
+    engine = _Stuck()
+    here = serve(engine, limits=Limits(prepare_s=0.2))
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(here.chat(response_format=SCHEMA)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert {answer.status_code for answer in answers} == {503}
+    assert answers[0].json()["error"]["code"] == "preparation_timeout"
+    until(lambda: here.client.get("/health").status_code == 503, "the stalled threads to be seen")
+    assert "compile" in here.client.get("/health").json()["error"]
+    assert here.chat().status_code == 200
+    engine.opened.set()
+    until(lambda: here.client.get("/health").status_code == 200, "the threads to be free")
+    until(lambda: not engine.metrics().running, "late generations to be cancelled")
+    assert here.chat(response_format=SCHEMA).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"content": "TEXT"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "TEXT"}]}),
+        ("/v1/completions", {"prompt": "TEXT"}),
+        (
+            "/v1/messages/count_tokens",
+            {"model": "m", "messages": [{"role": "user", "content": "TEXT"}]},
+        ),
+        ("/v1/embeddings", {"input": "TEXT"}),
+    ],
+)
+def test_text_that_no_context_holds_is_not_tokenized(serve, chatterer, monkeypatch, path, body):
+    here = serve(chatterer(), names=("chatterer",), aliases={"m": "chatterer"})
+    tokenized: list[int] = []
+    tokenize = Vocab.tokenize
+
+    def watched(self, text, **options):
+        tokenized.append(len(text))
+        return tokenize(self, text, **options)
+
+    monkeypatch.setattr(Vocab, "tokenize", watched)
+    raw = json.dumps(body).replace("TEXT", "a" * ((1 << 20) + 1))
+    reply = here.client.post(path, content=raw, headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert "256" in reply.text  # the context, in the words that each API has for it
+    assert max(tokenized, default=0) < 1 << 20
+
+
+class _Failing(FakeEngine):
+    """Says what is wrong with it."""
+
+    wrong = ""
+
+    def health(self) -> str:
+        return self.wrong
+
+
+def test_engine_that_has_failed_fails_health(serve):
+    engine = _Failing()
+    here = serve(engine)
+    assert here.client.get("/health").status_code == 200
+    engine.wrong = "the decode loop has ended"
+    health = here.client.get("/health")
+    assert (health.status_code, health.json()["error"]) == (503, "the decode loop has ended")
+
+
+def test_exhausted_descriptors_are_told_of_once(serve, until):
+    here = serve()
+    context = {"message": "accept", "exception": OSError(errno.EMFILE, "Too many open files")}
+
+    def fail() -> None:
+        for _ in range(1000):
+            here.loop.call_exception_handler(context)
+
+    here.loop.call_soon_threadsafe(fail)
+    until(lambda: "connections-wait" in here.log.getvalue(), "the line")
+    assert here.client.get("/health").status_code == 200
+    assert here.log.getvalue().count("Too many open files") == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "most"),
+    [
+        ((256, 4096), 4096, 1024),
+        ((1024, 1024), 1024, 896),
+        ((64, 64), 64, 16),
+        ((1024, -1), 65_536, 1024),
+    ],
+)
+def test_connections_stay_below_the_descriptors(monkeypatch, before, after, most):
+    limit = list(before)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limit.__setitem__(slice(2), new))
+    assert typed_limits(_options()).max_connections == most
+    assert limit[0] == after
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    launch_args.add_endpoint_options(parser)
+    return parser.parse_args([])
