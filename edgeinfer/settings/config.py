@@ -162,7 +162,10 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     ] = ()
     aliases: Annotated[
         dict[str, str],
-        about('Other names for models, e.g. `"gpt-4o" = "qwen3-4b"`, `"claude-*" = "default"`.'),
+        about(
+            'Other names for models, e.g. `"gpt-4o" = "qwen3-4b"`, `"claude-*" = "default"`. '
+            'A lone model answers to any name, unless `"*"` is here.'
+        ),
     ] = {}
     store_responses: Annotated[
         bool,

@@ -248,7 +248,7 @@ def real(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
     files = ModelFiles(name="smollm2", paths=(str(smollm2),), sha256="ab" * 32)
     engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=4, n_threads=1), None)
-    with served(Setup(engine=engine, names=("smollm2",))) as here:
+    with served(Setup(engine=engine, names=("smollm2",), aliases={"*": ""})) as here:
         yield here
 
 

@@ -67,5 +67,7 @@ class Dialect:
     comment: Callable[[str], bytes] = sse_comment
     #: Whether a body's declared type must be JSON. Ollama never looked, so its users send none.
     checks_body_type: bool = True
+    #: Whether a lone model answers to any name. Ollama's clients pull a model that is not found.
+    answers_any_name: bool = True
     #: Paths that begin so and are nobody's are refused in this dialect.
     prefix: str = ""

@@ -272,9 +272,10 @@ class Exchange:
             self.model = models.resolve(name)
         except UnknownModelError:
             owner = models.owner_of_adapter(name or "")
-            if owner is None:
+            model = owner or (models.lone_model() if self.dialect.answers_any_name else None)
+            if model is None:
                 raise
-            self.model, self.adapter = owner, name or ""
+            self.model, self.adapter = model, (name or "") if owner else ""
         if name is not None and name != self.model:
             self.reply_headers["x-edgeinfer-model"] = self.model
 

@@ -16,6 +16,7 @@ OLLAMA = Dialect(
     comment=waiting_line,
     prefix="/api/",
     checks_body_type=False,
+    answers_any_name=False,
     operations=(
         Operation(
             path="/api/chat",

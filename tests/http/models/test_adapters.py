@@ -24,7 +24,7 @@ def here(serve, smollm2, tmp_path):
         files = ModelFiles(name=name, paths=(str(smollm2),))
         return Loaded(engine=load_engine(files, LoadOptions(n_ctx=512, n_parallel=2)))
 
-    return serve(None, load=load, names=("smol",))
+    return serve(None, load=load, names=("smol",), aliases={"*": ""})
 
 
 def said(here, **fields) -> str:

@@ -57,6 +57,21 @@ def test_a_models_own_name_needs_no_header(here) -> None:
     assert "x-edgeinfer-model" not in here.chat().headers
 
 
+def test_lone_model_answers_to_any_name_and_is_named(serve) -> None:
+    here = serve(FakeEngine())
+    for route, body in ROUTES.items():
+        reply = here.client.post(route, json=body | {"model": "gpt-9"})
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["x-edgeinfer-model"] == "fake"
+    assert here.client.get("/v1/models/gpt-9").status_code == 404
+
+
+@pytest.mark.parametrize("setup", [{"aliases": {"*": ""}}, {"names": ("fake", "other")}])
+def test_unknown_name_is_refused_if_switched_off_or_among_several_models(serve, setup) -> None:
+    reply = serve(FakeEngine(), **setup).chat(model="gpt-9")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+
+
 @pytest.mark.parametrize(("name", "meant"), [("gone", "not-here"), ("gpt-5", "not-here")])
 def test_an_alias_of_nothing_says_what_it_means(here, name: str, meant: str) -> None:
     reply = here.chat(model=name)

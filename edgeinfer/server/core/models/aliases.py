@@ -10,11 +10,16 @@ DEFAULT = "default"
 
 
 class Aliases:
-    """A table of names and the models they mean. An exact name goes before a pattern."""
+    """A table of names and the models they mean. An exact name goes before a pattern.
+
+    `says_all`: there is an entry for every name, `"*"`; without a target it only switches off that a
+    lone model answers to any name.
+    """
 
     def __init__(self, table: Mapping[str, str]) -> None:
         self.exact = {name: target for name, target in table.items() if "*" not in name}
-        self._patterns = {name: target for name, target in table.items() if "*" in name}
+        self._patterns = {name: target for name, target in table.items() if "*" in name and target}
+        self.says_all = "*" in table
 
     def by_pattern(self, name: str) -> str | None:
         """The target of the longest pattern that fits `name`."""

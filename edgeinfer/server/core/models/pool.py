@@ -119,6 +119,11 @@ class Models:
     def _named(self, meant: str) -> str:
         return self.default if meant == DEFAULT else meant
 
+    def lone_model(self) -> str | None:
+        """Name the model that answers to any name: the default, if no other is here."""
+        here = {self.default, *self._entries, *(p.name for p in self._sources.pulled())}
+        return self.default if len(here) == 1 and not self._aliases.says_all else None
+
     def is_loaded(self, name: str) -> bool:
         entry = self._entries.get(name)
         return entry is not None and entry.loaded is not None
