@@ -28,7 +28,7 @@ _SUMMARY_TOKENS = 300
 
 def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -> int:
     """Tokens of the prompt that these turns make."""
-    return len(engine.tokenize(engine.apply_template(session.messages(turns)), parse_special=True))
+    return len(engine.tokenize_chat(session.messages(turns)))
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:

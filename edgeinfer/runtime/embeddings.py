@@ -17,6 +17,7 @@ import numpy as np
 from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
+from edgeinfer.runtime.language.control_tokens import ControlTokens
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
@@ -38,6 +39,7 @@ class Embedder:
         self._loaded = loaded
         self._options = options
         self._call = call
+        self._control = ControlTokens(loaded.vocab)
         own = model_pooling(loaded.meta)
         self.can_rerank = own == _RANK
         self.can_embed = not self.can_rerank
@@ -106,10 +108,10 @@ class Embedder:
         if template:
             text = (
                 template.decode("utf-8", "replace")
-                .replace("{query}", query)
-                .replace("{document}", document)
+                .replace("{query}", self._control.guard(query))
+                .replace("{document}", self._control.guard(document))
             )
-            return vocab.tokenize(text, parse_special=True)
+            return self._control.tokenize(text)
         bos, eos = L.llama_vocab_bos(vocab.pointer), L.llama_vocab_eos(vocab.pointer)
         separator = L.llama_vocab_sep(vocab.pointer)
         parts = [bos, *vocab.tokenize(query), eos, separator, *vocab.tokenize(document), eos]

@@ -13,6 +13,7 @@ from edgeinfer.runtime import libllama
 from edgeinfer.runtime.attaching.attachment import Attachment
 from edgeinfer.runtime.attaching.blocks import FLUSH_S, EngineBlocks
 from edgeinfer.runtime.attaching.wishes import Wishes
+from edgeinfer.runtime.deadline import preparing
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
@@ -34,6 +35,7 @@ from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.engine_info import make_info
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.language.constraints import Constraints
+from edgeinfer.runtime.language.control_tokens import unmarked
 from edgeinfer.runtime.language.dialogue import load_conversations
 from edgeinfer.runtime.loading.load import Loaded, load_model
 from edgeinfer.runtime.loading.lora import LoraAdapters
@@ -73,7 +75,7 @@ class LlamaEngine:
         self._loaded = loaded
         self._active = ActiveContext(loaded.context, loaded.memory, loaded.cells)
         self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
-        self._conversations = load_conversations(template_facts(files, loaded))
+        self._conversations = load_conversations(template_facts(files, options, loaded))
         self._constraints = Constraints()
         self._scheduler = _scheduler(loaded, self._active, self._lora)
         self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
@@ -161,11 +163,25 @@ class LlamaEngine:
         tools: Sequence[Tool] = (),
         options: dict[str, Any] | None = None,
     ) -> str:
+        return unmarked(self._render(messages, tools, options))
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> list[int]:
+        return self._conversations.tokenize(self._render(messages, tools, options))
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any] | None
+    ) -> str:
         self._check_open()
         request = GenerateRequest(
             messages=tuple(messages), tools=tuple(tools), template_options=options or {}
         )
-        return self._conversations.render(request)
+        with preparing():
+            return self._conversations.render(request)
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         self._check_open()
@@ -268,6 +284,7 @@ class LlamaEngine:
         """
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
+            self._conversations.warm_up()
             libllama.build_info()  # it is kept, and asked for when blocks are opened
             # on the thread that decodes: OpenMP gives each thread that computes a team of its own
             self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))

@@ -178,6 +178,14 @@ class FakeEngine:
         head += f"options: {', '.join(options)}\n" if options else ""
         return head + "".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:"
 
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> list[int]:
+        return self.tokenize(self.apply_template(messages, tools, options))
+
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """A unit vector from a hash of each text."""
         return [

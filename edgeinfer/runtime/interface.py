@@ -71,6 +71,14 @@ class Engine(Protocol):
         `options` are variables for the template. Raises InvalidRequestError.
         """
 
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokenize that prompt, as `submit` does: what messages say becomes no control token."""
+
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """One L2-normalised vector a text. Raises InvalidRequestError when the model cannot."""
 

@@ -54,6 +54,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_type: str = table.KV_TYPE.default
     flash_attention: str = table.FLASH_ATTENTION.default
     gpu_layers: int | str = table.GPU_LAYERS.default
+    special_tokens_in_content: str = table.CONTENT_TOKENS.default
     lora: str = table.LORA.default
     draft: str = table.DRAFT.default
     max_queue: int = 4096

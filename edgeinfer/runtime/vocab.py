@@ -12,6 +12,8 @@ from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalized
 
 #: Longest piece read in one call, bytes; a longer one takes a second call.
 _PIECE_BYTES = 512
+#: Attributes of tokens that a text has only where special tokens are parsed.
+_CONTROL = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
 
 
 class FimTokens(NamedTuple):
@@ -96,6 +98,20 @@ class Vocab:
     def raw_text(self, token: int) -> bytes:
         """A token as the file spells it; what two vocabularies are compared by."""
         return bytes(L.llama_vocab_get_text(self.pointer, token))
+
+    def control_text(self, token: int) -> str:
+        """Spell a control token as it is found in a text; "" for any other."""
+        if not L.llama_vocab_get_attr(self.pointer, token) & _CONTROL:
+            return ""
+        return self.raw_text(token).decode("utf-8", "replace")
+
+    def strips_left(self, token: int) -> bool:
+        """Whether the token takes away white space before it."""
+        return bool(L.llama_vocab_get_attr(self.pointer, token) & L.LLAMA_TOKEN_ATTR_LSTRIP)
+
+    def strips_right(self, token: int) -> bool:
+        """Whether the token takes away white space behind it."""
+        return bool(L.llama_vocab_get_attr(self.pointer, token) & L.LLAMA_TOKEN_ATTR_RSTRIP)
 
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = False

@@ -214,6 +214,14 @@ GPU_LAYERS = LoadOption(
     metavar="auto|none|all|N",
     of_snapshot=False,  # devices are attached after the resume
 )
+CONTENT_TOKENS = LoadOption(
+    "special_tokens_in_content",
+    "off",
+    "read <|im_end|> and its like in messages as control tokens",
+    flag="--special-tokens-in-content",
+    key="special-tokens-in-content",
+    words=("on", "off"),
+)
 
 LORA = AdaptersOption(
     "lora",
@@ -243,6 +251,7 @@ LOAD_OPTIONS = (
     KV_TYPE,
     FLASH_ATTENTION,
     GPU_LAYERS,
+    CONTENT_TOKENS,
     LORA,
     DRAFT,
 )

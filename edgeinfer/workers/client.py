@@ -116,6 +116,14 @@ class RemoteEngine:
     ) -> str:
         return self._call("apply_template", str, list(messages), list(tools), options or {})
 
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> list[int]:
+        return self._call("tokenize_chat", list[int], list(messages), list(tools), options or {})
+
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         return self._call(
             "embed",

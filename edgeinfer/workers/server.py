@@ -36,6 +36,7 @@ CALLS = (
     "tokenize",
     "detokenize",
     "apply_template",
+    "tokenize_chat",
     "embed",
     "rerank",
     "begun_with",
@@ -103,7 +104,7 @@ class _Server:
         if frame.method not in CALLS:
             raise EngineError(f"a worker has no {frame.method}")
         arguments, named = msgspec.msgpack.decode(frame.arguments)
-        if frame.method == "apply_template":
+        if frame.method in ("apply_template", "tokenize_chat"):
             arguments = [
                 msgspec.convert(arguments[0], list[Message]),
                 msgspec.convert(arguments[1], list[Tool]),

@@ -92,7 +92,7 @@ class Preparer:
 
     def _tokens(self, request: GenerateRequest, prepared: Prepared | None) -> list[int]:
         if prepared is not None:
-            return self._vocab.tokenize(prepared.prompt, parse_special=True)
+            return self._conversations.tokenize(prepared.prompt)
         if isinstance(request.prompt, str):
             return self._vocab.tokenize(request.prompt, add_special=True, parse_special=True)
         if request.infill is not None:
@@ -138,8 +138,8 @@ class Preparer:
             turns = ((Message(role="system", content=system),) if system else ()) + (
                 Message(role="user", content=user),
             )
-            return self._vocab.tokenize(
-                self._conversations.render(GenerateRequest(messages=turns)), parse_special=True
+            return self._conversations.tokenize(
+                self._conversations.render(GenerateRequest(messages=turns))
             )
 
         a, b = begin("A"), begin("7 B")

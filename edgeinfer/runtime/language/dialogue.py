@@ -26,6 +26,7 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.language.constraints import check_schema, lark_parts, quoted
+from edgeinfer.runtime.language.control_tokens import ControlTokens
 from edgeinfer.runtime.language.prepared import Lark, Prepared, TemplateFacts
 from edgeinfer.runtime.language.reasoning import ReasoningParser, Span, is_open
 from edgeinfer.runtime.language.reasoning import detect as detect_reasoning
@@ -100,6 +101,7 @@ class Conversations:
         self._with_tools = with_tools
         self._grammars: OrderedDict[bytes, tuple[Lark | None, bool]] = OrderedDict()
         self._lock = Lock()
+        self._control = ControlTokens(facts.vocab)
         self.reason = reason
 
     @property
@@ -129,9 +131,11 @@ class Conversations:
         }
 
     def render(self, request: GenerateRequest) -> str:
-        """The prompt alone. Raises InvalidRequestError."""
+        """Render the prompt, for `tokenize`: it may hold marks. Raises InvalidRequestError."""
+        talk = self._with_tools if self._tools(request) else self._plain
+        if self._facts.guard_content:
+            request = self._control.guarded(request, (talk.span.open, talk.span.close))
         tools = self._tools(request)
-        talk = self._with_tools if tools else self._plain
         messages = _adapted(talk, request.messages, tools)
         shown = tools if talk.template.traits.tools else ()
         text = talk.template.render(
@@ -139,6 +143,15 @@ class Conversations:
         )
         bos = self._facts.bos_text if self._facts.add_bos else ""
         return text if text.startswith(bos) else bos + text
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Tokenize what `render` made: control tokens come from the template alone."""
+        return self._control.tokenize(prompt)
+
+    def warm_up(self) -> None:
+        """Read the vocabulary's control tokens."""
+        if self._facts.guard_content:
+            self._control.prepare()
 
     def prepare(self, request: GenerateRequest) -> Prepared:
         """The prompt, what the answer has to be, and what reads it. Raises InvalidRequestError."""

@@ -64,7 +64,7 @@ class AnswerParser(StreamParser, Protocol):
 class Prepared:
     """A request made with messages, ready for the engine.
 
-    `prompt` is tokenized with special tokens parsed and none added. `constraint` is set when a tool
+    `prompt` is tokenized by `Conversations.tokenize`, with none added. `constraint` is set when a tool
     call is required, or when the request's has to wait for a reasoning span; it then replaces the
     request's. `stop` are strings the format adds to the request's. `parser` is None when the text needs
     none. `reasoning_close` is the marker that ends a reasoning span.
@@ -83,7 +83,7 @@ class TemplateFacts:
 
     `named_templates` are the file's further ones (`tool_use`, …) by name. `add_bos`: the model wants
     BOS before everything (`llama_vocab_get_add_bos`); it is put before a prompt whose template leaves
-    it out.
+    it out. `guard_content`: control tokens come from the template alone.
     """
 
     template: str
@@ -94,3 +94,4 @@ class TemplateFacts:
     eos_text: str
     vocab: Vocab
     add_bos: bool = False
+    guard_content: bool = True

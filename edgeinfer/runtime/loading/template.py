@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.language.prepared import TemplateFacts
 from edgeinfer.runtime.loading.load import Loaded
-from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 
 def chat_template(files: ModelFiles, loaded: Loaded) -> str:
@@ -16,7 +16,7 @@ def chat_template(files: ModelFiles, loaded: Loaded) -> str:
     return text.decode("utf-8", "replace") if text else ""
 
 
-def template_facts(files: ModelFiles, loaded: Loaded) -> TemplateFacts:
+def template_facts(files: ModelFiles, options: LoadOptions, loaded: Loaded) -> TemplateFacts:
     """What is known of a model's way of talking before its template is read."""
     vocab, meta = loaded.vocab, loaded.meta
     named = {
@@ -33,4 +33,5 @@ def template_facts(files: ModelFiles, loaded: Loaded) -> TemplateFacts:
         eos_text=vocab.text(vocab.eos),
         vocab=vocab,
         add_bos=vocab.adds_bos,
+        guard_content=options.special_tokens_in_content == "off",
     )

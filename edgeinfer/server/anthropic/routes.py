@@ -37,7 +37,6 @@ async def count_tokens(request: Request) -> Response:
     turns, tools = exchange.settle(translate.conversation(body)), translate.tools_of(body)
 
     def work(engine: Engine) -> wire.TokenCountReply:
-        prompt = engine.apply_template(turns, tools)
-        return wire.TokenCountReply(input_tokens=len(engine.tokenize(prompt, parse_special=True)))
+        return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(turns, tools)))
 
     return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))

@@ -56,11 +56,11 @@ async def tokenize(request: Request) -> Response:
 
 def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.TokenizeReply:
     """The tokens that a prompt or a conversation is computed as, in vLLM's shape."""
-    text, add_special = body.prompt, body.add_special_tokens
-    if text is None:
+    if body.prompt is None:
         turns, tools = openai.messages(body.messages or ()), openai.tools_of(body.tools)
-        text, add_special = engine.apply_template(turns, tools, body.chat_template_kwargs or {}), False
-    tokens = engine.tokenize(text, add_special=add_special, parse_special=True)
+        tokens = engine.tokenize_chat(turns, tools, body.chat_template_kwargs or {})
+    else:
+        tokens = engine.tokenize(body.prompt, add_special=body.add_special_tokens, parse_special=True)
     pieces = [engine.detokenize([t]).decode("utf-8", "replace") for t in tokens]
     return wire.TokenizeReply(
         tokens=list(tokens),

@@ -54,8 +54,7 @@ async def input_tokens(request: Request) -> Response:
     turns, tools = exchange.settle(translate.conversation(body)), translate.tools_of(body)
 
     def work(engine: Engine) -> InputTokensReply:
-        prompt = engine.apply_template(turns, tools)
-        return InputTokensReply(input_tokens=len(engine.tokenize(prompt, parse_special=True)))
+        return InputTokensReply(input_tokens=len(engine.tokenize_chat(turns, tools)))
 
     return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))
 

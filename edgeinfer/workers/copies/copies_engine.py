@@ -86,6 +86,14 @@ class CopiesEngine:
     ) -> str:
         return self._ask(lambda engine: engine.apply_template(messages, tools, options))
 
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> list[int]:
+        return self._ask(lambda engine: engine.tokenize_chat(messages, tools, options))
+
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         found = self._ask(lambda engine: engine.embed(texts))
         self._count(len(texts))

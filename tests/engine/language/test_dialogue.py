@@ -75,6 +75,9 @@ class Words:
     def is_control(self, token: int) -> bool:
         return token < 50
 
+    def control_text(self, token: int) -> str:
+        return self.markers[token - 10] if 10 <= token < 10 + len(self.markers) else ""
+
     def piece(self, token: int, *, special: bool = False) -> bytes:
         return b"x"
 

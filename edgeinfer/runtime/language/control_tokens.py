@@ -1,0 +1,161 @@
+"""Tokenize a rendered prompt so that control tokens come from the template alone.
+
+`<|im_end|>` in a message, a tool's result or a document is text. `guard` marks such spellings before
+the template is rendered, and `tokenize` reads the stretches that hold marks without special tokens. A
+prompt without marks is tokenized whole, as llama.cpp would.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.vocab import Vocab
+
+#: Stands behind the first character of a guarded spelling. A noncharacter: no text has it.
+MARK = "\ufdd0"
+#: The mark as JSON and Python write it, where a template escapes what is not ASCII.
+_ESCAPED = "\\ufdd0"
+#: Characters that all spellings with one beginning share, to find them by.
+_PREFIX = 3
+#: An escaped character of JSON; the backslashes before it are pairs.
+_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
+_SPACE = " \t\n\v\f\r"
+
+
+class ControlTokens:
+    """A vocabulary's control tokens. Any thread."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+
+    @cached_property
+    def _tokens(self) -> dict[str, int]:
+        """Map spellings to tokens: 15 ms for 49,152, 80 ms for 262,144."""
+        found = ((self._vocab.control_text(token), token) for token in range(self._vocab.n_vocab))
+        return {text: token for text, token in found if len(text) > 1}
+
+    @cached_property
+    def _folded(self) -> frozenset[str]:
+        """Spellings in lower case: a template may change a text's."""
+        return frozenset(text.lower() for text in self._tokens)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return sorted({len(text) for text in self._tokens}, reverse=True)
+
+    @cached_property
+    def _prefix(self) -> re.Pattern[str]:
+        """Match, without taking anything, where a spelling may begin."""
+        prefixes = sorted({text[:_PREFIX].lower() for text in self._tokens})
+        return re.compile(f"(?={'|'.join(map(re.escape, prefixes)) or '(?!)'})", re.IGNORECASE)
+
+    def prepare(self) -> None:
+        """Read the vocabulary now instead of with the first prompt."""
+        self.guard("")
+
+    def guard(self, text: str, kept: tuple[str, ...] = ()) -> str:
+        """Mark every spelling of a control token in `text`, but for the markers `kept`."""
+        pieces = []
+        last = 0
+        for found in self._prefix.finditer(text):
+            start = found.start()
+            is_spelling = any(text[start : start + n].lower() in self._folded for n in self._lengths)
+            if is_spelling and not text.startswith(kept, start):
+                pieces.append(text[last : start + 1])
+                last = start + 1
+        return MARK.join([*pieces, text[last:]]) if pieces else text
+
+    def guarded(self, request: GenerateRequest, kept: tuple[str, ...]) -> GenerateRequest:
+        """Guard all that `request` brings to the template; an answer's own markers are `kept`."""
+        tools = msgspec.to_builtins(request.tools)
+        try:
+            return msgspec.structs.replace(
+                request,
+                messages=tuple(self._message(message, kept) for message in request.messages),
+                tools=msgspec.convert(self._walked(tools), tuple[Tool, ...]),
+                template_options=self._walked(request.template_options),
+            )
+        except RecursionError as error:
+            raise InvalidRequestError("a tool or an option is nested too deeply") from error
+
+    def _message(self, message: Message, kept: tuple[str, ...]) -> Message:
+        return msgspec.structs.replace(
+            message,
+            content=self.guard(message.content, kept if message.role == "assistant" else ()),
+            reasoning=self.guard(message.reasoning),
+            name=self.guard(message.name),
+            tool_call_id=self.guard(message.tool_call_id),
+            tool_calls=tuple(self._call(call) for call in message.tool_calls),
+        )
+
+    def _call(self, call: ToolCall) -> ToolCall:
+        r"""Guard a call, whose JSON may spell `<` as `\u003c`: a template that parses it sees `<`."""
+        arguments = self.guard(call.arguments)
+        plain = self.guard(_ESCAPE.sub(_unescaped, call.arguments))
+        if plain.count(MARK) > arguments.count(MARK):
+            arguments = plain
+        return msgspec.structs.replace(
+            call, id=self.guard(call.id), name=self.guard(call.name), arguments=arguments
+        )
+
+    def _walked(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.guard(value)
+        if isinstance(value, (list, tuple)):
+            return [self._walked(part) for part in value]
+        if isinstance(value, dict):
+            return {self._walked(key): self._walked(part) for key, part in value.items()}
+        return value
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Tokenize what the template made: control tokens where they are not marked."""
+        prompt = prompt.replace(_ESCAPED, MARK)
+        if MARK not in prompt:
+            return self._vocab.tokenize(prompt, parse_special=True)
+        made: list[int] = []
+        begun, left = 0, -1
+        for start, end, right in self._stretches(prompt):
+            if MARK in prompt[start:end]:
+                text = self._stripped(unmarked(prompt[start:end]), left, right)
+                made += self._vocab.tokenize(prompt[begun:start], parse_special=True)
+                made += self._vocab.tokenize(text)
+                begun = end
+            left = right
+        return made + self._vocab.tokenize(prompt[begun:], parse_special=True)
+
+    def _stretches(self, prompt: str) -> Iterator[tuple[int, int, int]]:
+        """Yield (start, end, control token behind it or -1) of each text between control tokens."""
+        last = 0
+        for found in self._prefix.finditer(prompt):
+            start = found.start()
+            spellings = (prompt[start : start + n] for n in self._lengths)
+            spelling = next((text for text in spellings if text in self._tokens), "")
+            if spelling and start >= last:
+                yield last, start, self._tokens[spelling]
+                last = start + len(spelling)
+        yield last, len(prompt), -1
+
+    def _stripped(self, text: str, left: int, right: int) -> str:
+        """Return `text` without the white space that the control tokens beside it take away."""
+        if left >= 0 and self._vocab.strips_right(left):
+            text = text.lstrip(_SPACE)
+        return text.rstrip(_SPACE) if right >= 0 and self._vocab.strips_left(right) else text
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    character = chr(int(found[2], 16))
+    return found[1] + character if character.isprintable() and character not in '"\\' else found[0]
+
+
+def unmarked(prompt: str) -> str:
+    """Return the prompt as a person reads it."""
+    return prompt.replace(_ESCAPED, "").replace(MARK, "")
