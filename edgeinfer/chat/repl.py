@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from edgeinfer.catalog.progress.text import PlainLines
-from edgeinfer.chat import attachments, context
+from edgeinfer.chat import attachments, context, first_run
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commands import slash
 from edgeinfer.chat.commands.commander import Commander, sessions_text, stats_text
@@ -251,26 +251,41 @@ class Repl:
         except ModelNotPulledError as error:
             if not self._interactive:
                 raise
-            for row in shelf(self.launch.host.warm_models()):
-                if row.store:
-                    self.show_text(f"Here from {row.store}, used where it is: /model {row.name}")
-            if not self._yes(f"{error.message}. Fetch it now?"):
-                raise
-            self._pull(name)
+            name = self._fetch(name, error)
             engine = self._engines.get(name, n_ctx, progress)
         self.session.engine = engine
         if self.session.conversation.model != name:
             self.session.set(model=name)
         self.show_text(f"Model: {name}, context {engine.info.n_ctx} tokens.")
 
-    def _yes(self, question: str) -> bool:
-        self._write(f"{question} (y/n) ")
-        return (self._line() or "").strip().lower() in ("y", "yes")
-
-    def _pull(self, name: str) -> None:
+    def _fetch(self, name: str, error: ModelNotPulledError) -> str:
+        """Fetch the model that the person agrees to; return its name. Raises `error` for none."""
+        rows = shelf(self.launch.host.warm_models())
+        offered = first_run.choices(self.launch, rows)
+        report = PlainLines(self._out).report
+        if offered:
+            for number, choice in enumerate(offered, 1):
+                self.show_text(f"{number}. {choice.name}: {first_run.described(choice)}")
+            wanted = self._answer_to(f"No model is here yet. Which one, 1 to {len(offered)}, or n?")
+            if not wanted.isdecimal() or not 1 <= int(wanted) <= len(offered):
+                raise error
+            name, note = first_run.fetch(offered[int(wanted) - 1].name, report)
+            if note:
+                self.show_text(note)
+            return name
+        for row in rows:
+            if row.store:
+                self.show_text(f"Here from {row.store}, used where it is: /model {row.name}")
+        if self._answer_to(f"{error.message}. Fetch it now? (y/n)") not in ("y", "yes"):
+            raise error
         from edgeinfer.catalog.pull import pull  # 30 ms: hashing, and what the network needs
 
-        pull(name, PlainLines(self._out).report)
+        pull(name, report)
+        return name
+
+    def _answer_to(self, question: str) -> str:
+        self._write(f"{question} ")
+        return (self._line() or "").strip().lower()
 
     def pick_model(self) -> None:
         for row in shelf(self.launch.host.warm_models()):

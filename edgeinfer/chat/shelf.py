@@ -62,7 +62,7 @@ class Shelved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shelf(warm: Collection[str] = ()) -> list[Shelved]:
-    """Every model: pulled ones first, other programs' next, then the catalogue in its order.
+    """Every model that can chat: pulled ones, other programs', then the catalogue in its order.
 
     Reads headers: not for the first paint.
     """
@@ -74,7 +74,7 @@ def shelf(warm: Collection[str] = ()) -> list[Shelved]:
     sources = {p.source for p in here.values()}
     rows += [_found(m, machine, m.name in warm) for m in stores.usable() if m.name not in sources]
     rows += [_catalogued(m, available) for m in catalog.models.values() if m.name not in here]
-    return rows
+    return [row for row in rows if row.purpose not in ("embedding", "reranker")]
 
 
 def _available(machine: Machine) -> int:

@@ -43,6 +43,7 @@ class ChatApp(App[None]):
     TITLE = "edgeinfer"
     CSS_PATH = "chat.tcss"
     COMMAND_PALETTE_BINDING = "ctrl+p"
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-tall")]  # noqa: RUF012  Textual declares no ClassVar
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+q", "leave", "Quit", show=False, priority=True, id="leave")
     ]

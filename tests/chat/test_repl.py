@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fixed_chat import MODEL, FixedHost, end, make_launch, words
+from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_launch, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 
@@ -18,6 +18,7 @@ from edgeinfer.chat.repl import Repl
 from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+from edgeinfer.settings.config import Config, load_config
 
 
 class Tty(io.StringIO):
@@ -129,11 +130,26 @@ def test_no_memory_is_said_and_the_next_try_loads_again(tmp_path):
     assert repl.session.path[-1].role == "assistant"
 
 
+NAMED = Config(default_model="another")
+
+
 def test_a_missing_model_is_offered_and_no_is_an_answer(tmp_path):
-    host = FixedHost(errors=[ModelNotPulledError("m is not here")])
+    host = FixedHost(errors=[ModelNotPulledError("m is not here")], config=NAMED)
     out, _ = talk(tmp_path, "n", host=host)
     assert "m is not here. Fetch it now? (y/n)" in out
     assert "Error: m is not here" in out
+
+
+@pytest.mark.parametrize(("line", "model"), [("1", "qwen3-0.6b"), ("2", MODEL), ("n", "")])
+def test_a_first_run_offers_models_and_remembers_the_choice(tmp_path, monkeypatch, line, model):
+    monkeypatch.setattr("edgeinfer.chat.first_run.first_run_choices", lambda: OFFERED)
+    pulled = {row.name: row for row in EMPTY_SHELF}
+    monkeypatch.setattr("edgeinfer.catalog.pull.pull", lambda name, report, cancel: pulled[name])
+    host = FixedHost(errors=[ModelNotPulledError("m is not here")])
+    out, _ = talk(tmp_path, line, host=host)
+    assert "1. qwen3-0.6b: comfortable · 484 MB · Apache-2.0 · about 31 tokens/s" in out
+    assert (f"Model: {model}, " in out) == bool(model)
+    assert load_config().default_model == (model or MODEL)
 
 
 def test_without_a_model_of_ours_another_programs_is_offered(tmp_path):
@@ -211,7 +227,7 @@ def test_a_pull_is_told_in_lines(tmp_path, monkeypatch):
         report(PullProgress(stage="verifying", file="x"))
 
     monkeypatch.setattr("edgeinfer.catalog.pull.pull", pull)
-    host = FixedHost(errors=[ModelNotPulledError("it is not here")])
+    host = FixedHost(errors=[ModelNotPulledError("it is not here")], config=NAMED)
     out, _ = talk(tmp_path, "y", host=host)
     assert "it is not here. Fetch it now? (y/n) downloading x\nverifying x\nModel:" in out
 

@@ -8,6 +8,7 @@ import time
 
 import msgspec
 
+from edgeinfer.catalog.rates.fits import FirstRunChoice
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved
@@ -73,6 +74,25 @@ SHELF = [
 ]
 
 
+#: What a first run offers.
+OFFERED = [
+    FirstRunChoice(
+        role=role,
+        name=name,
+        title=name,
+        why=why,
+        size_bytes=size,
+        licence="Apache-2.0",
+        tokens_per_s=rate,
+    )
+    for role, name, why, size, rate in (
+        ("comfortable", "qwen3-0.6b", "answers faster than you read", 484_000_000, 31.0),
+        ("tiny", MODEL, "small and quick to fetch, simple answers", 98_362_432, 140.0),
+    )
+]
+EMPTY_SHELF = [msgspec.structs.replace(row, pulled=False, warm=False) for row in SHELF]
+
+
 class FixedHost(Host):
     """Resumed in 84 ms; hands out the engine given; `errors` are raised instead of loading."""
 
@@ -129,8 +149,10 @@ async def wait_until(pilot, condition, seconds=10.0):
 
 
 __all__ = [
+    "EMPTY_SHELF",
     "MODEL",
     "NOON",
+    "OFFERED",
     "SHELF",
     "FixedHost",
     "Progress",

@@ -7,7 +7,7 @@ import re
 import threading
 
 import msgspec
-from fixed_chat import MODEL, FixedHost, end, wait_until, words
+from fixed_chat import EMPTY_SHELF, MODEL, SHELF, FixedHost, end, wait_until, words
 
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError
@@ -49,6 +49,8 @@ def script():
 
 class Scene:
     """What a screen needs before it is looked at."""
+
+    shelf = SHELF
 
     def __init__(self, engine=None, host=None, **fields):
         self.host = host or FixedHost(engine or FakeEngine([script()]))
@@ -172,6 +174,8 @@ class Models(Answered):
 
 
 class First(Scene):
+    shelf = EMPTY_SHELF
+
     def __init__(self):
         super().__init__(
             host=FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])

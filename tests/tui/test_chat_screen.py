@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fixed_chat import MODEL, FixedHost, make_app, wait_until, words
+from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, make_app, wait_until, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 from textual.widgets import Static
@@ -14,9 +14,16 @@ from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment, Conversation
-from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
+from edgeinfer.errors import (
+    ContextLengthError,
+    DecodeError,
+    DownloadError,
+    ModelNotPulledError,
+    OutOfMemoryError,
+)
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
+from edgeinfer.settings.config import load_config
 from edgeinfer.system import paths
 from edgeinfer.tui.screens.choice import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
@@ -349,14 +356,34 @@ async def test_a_model_that_does_not_load_is_said_and_the_question_kept(drive):
         await d.until(lambda: d.idle() and d.turns() == ["q", "Hello world"])
 
 
-async def test_no_model_yet_opens_the_first_screen(drive):
+@pytest.fixture
+def first_run(monkeypatch):
+    """No model is here: two are offered, and `pull` succeeds but for the names in `unreachable`."""
+    unreachable = set()
+
+    def pull(name, report=None, cancel=None):
+        if name in unreachable:
+            raise DownloadError("no route to host")
+        return next(row for row in EMPTY_SHELF if row.name == name)
+
+    monkeypatch.setattr("edgeinfer.catalog.pull.pull", pull)
+    monkeypatch.setattr("edgeinfer.tui.screens.model_picker.shelf", lambda warm=(): EMPTY_SHELF)
+    monkeypatch.setattr("edgeinfer.chat.first_run.first_run_choices", lambda: OFFERED)
+    return unreachable
+
+
+@pytest.mark.parametrize(("reached", "model"), [(True, "qwen3-0.6b"), (False, MODEL)])
+async def test_a_first_run_offers_models_and_remembers_the_choice(drive, first_run, reached, model):
+    if not reached:
+        first_run.add("qwen3-0.6b")
     host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
     async with drive(host=host) as d:
         screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
-        assert screen.first
-        await d.until(lambda: screen.chosen and screen.chosen.name == MODEL)
-        await d.press("escape")
-        assert d.app.screen is d.chat
+        await d.until(lambda: [row.name for row in screen.rows] == ["qwen3-0.6b", MODEL])
+        await d.until(lambda: "faster than you read" in str(screen.query_one(".detail").render()))
+        await d.press("enter")
+        await d.until(lambda: d.app.screen is d.chat and d.session.conversation.model == model)
+        assert load_config().default_model == model
 
 
 async def test_the_first_screen_offers_what_another_program_has(drive):

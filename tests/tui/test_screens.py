@@ -99,7 +99,7 @@ class TestModels:
             screen = await open_models(d)
             await d.press("down", "enter")
             await d.until(lambda: screen._working and pulling.asked)
-            await d.press("x")
+            await d.press("ctrl+x")
             await d.until(lambda: not screen._working)
             assert d.app.screen is screen
             assert not screen.query_one(".progress").display
@@ -114,7 +114,20 @@ class TestModels:
             await d.until(lambda: "closed the connection" in str(detail.render()))
             assert "type the same command again" in str(detail.render())
 
-    async def test_w_warms_the_chosen_model(self, drive):
+    async def test_typing_filters(self, drive):
+        async with drive() as d:
+            screen = await open_models(d)
+            await d.press(*"mistral")
+            await d.until(lambda: [row.name for row in screen.rows] == [SHELF[2].name])
+            await d.press(*["backspace"] * 7)
+            await d.until(lambda: len(screen.rows) == len(SHELF))
+
+    async def test_a_small_terminal_shows_several_models(self, drive):
+        async with drive(size=(40, 12)) as d:
+            screen = await open_models(d)
+            await d.until(lambda: screen.query_one("#models").size.height >= 3)
+
+    async def test_ctrl_w_warms_the_chosen_model(self, drive):
         class Warming(FixedHost):
             warmed = None
 
@@ -125,13 +138,13 @@ class TestModels:
         host = Warming()
         async with drive(host=host) as d:
             await open_models(d)
-            await d.press("w")
+            await d.press("ctrl+w")
             await d.until(lambda: host.warmed == MODEL)
 
     async def test_without_a_snapshotter_it_says_so(self, drive):
         async with drive() as d:
             screen = await open_models(d)
-            await d.press("w")
+            await d.press("ctrl+w")
             await d.until(
                 lambda: "no snapshot can be made" in str(screen.query_one(".detail").render())
             )

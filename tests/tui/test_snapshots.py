@@ -4,7 +4,7 @@
 """
 
 import pytest
-from fixed_chat import NOON, SHELF, make_app
+from fixed_chat import NOON, OFFERED, make_app
 from scenes import SCENES, Answered
 
 from edgeinfer.settings.config import ChatConfig
@@ -20,8 +20,9 @@ LOOKS = [
     ("size", "theme"), LOOKS, ids=[f"{s[0]}x{s[1]}-{t.removeprefix('edgeinfer-')}" for s, t in LOOKS]
 )
 def test_a_screen_is_drawn_as_before(scene, size, theme, snap_compare, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_picker, "shelf", lambda warm=(): list(SHELF))
     made = scene()
+    monkeypatch.setattr(model_picker, "shelf", lambda warm=(): made.shelf)
+    monkeypatch.setattr("edgeinfer.chat.first_run.first_run_choices", lambda: OFFERED)
     app = make_app(
         tmp_path, made.host, config=ChatConfig(theme=theme), clock=lambda: NOON, **made.fields
     )

@@ -269,10 +269,10 @@ def test_the_plain_chat_answers_and_gives_the_terminal_back(terminal, how):
     terminal.until(lambda: terminal.modes() == before)
 
 
-def test_no_model_offers_the_default(terminal, tmp_path):
+def test_no_model_offers_those_that_suit_the_machine(terminal, tmp_path):
     terminal.run(f"EDGEINFER_HOME={tmp_path}/empty edgeinfer")
     terminal.until_shown("No model is here yet")
-    terminal.until_shown("Enter fetches smollm2-135m-instruct")
+    terminal.until_shown("tiny, ~")
     terminal.press("Escape")
     terminal.press("C-q")
     terminal.until(lambda: left(terminal))

@@ -103,7 +103,7 @@ class View:
         """Show header and status line from what is now."""
         state, at_right = self._state()
         writing = self.streaming is not None
-        parts = (Part(self.model, 9, "bold"), *state, *self._numbers(writing))
+        parts = (Part(self.model, 7, "bold", shortens=True), *state, *self._numbers(writing))
         self.status.show(parts, at_right)
         self.header.update(self.session.conversation.title)
 

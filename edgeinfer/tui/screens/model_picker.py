@@ -11,10 +11,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import OptionList, Static
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgeinfer.catalog.progress.text import progress_text
+from edgeinfer.chat import first_run
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved, shelf, size_words
 from edgeinfer.error_text import hint
@@ -23,18 +24,24 @@ from edgeinfer.tui.bindings import bindings
 
 if TYPE_CHECKING:
     from edgeinfer.catalog.progress.job import PullProgress
+    from edgeinfer.catalog.rates.fits import FirstRunChoice
 
-_KEYS = "Enter uses or pulls · w warm · x stop · Esc"
+_KEYS = "Enter use or pull · ^W warm · ^X stop · Esc"
+_KEYS_NARROW = "Enter use or pull · Esc"
+#: A narrower list shows names and sizes alone.
+_ROOM_FOR_ALL = 56
 
 
 class ModelScreen(ModalScreen[str | None]):
     """The answer is the model to use.
 
-    `first`: nothing can answer yet, so the wanted model is offered.
+    `first`: nothing can answer yet, so the wanted model is offered, or three that suit this machine.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Leave", show=False),
+        Binding("down", "step(1)", "Next", show=False, priority=True),
+        Binding("up", "step(-1)", "Before", show=False, priority=True),
         *bindings("models"),
     ]
 
@@ -44,52 +51,87 @@ class ModelScreen(ModalScreen[str | None]):
         self.wanted = wanted
         self.first = first
         self.rows: list[Shelved] = []
+        self.offered: dict[str, FirstRunChoice] = {}
+        self._all: list[Shelved] = []
         self._stop = threading.Event()
         self._working = ""
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="sheet") as sheet:
             sheet.border_title = "No model is here yet" if self.first else "Models"
-            sheet.border_subtitle = _KEYS
+            sheet.border_subtitle = _KEYS if self.app.size.width >= 60 else _KEYS_NARROW
             if self.first:
                 yield Static(
                     f"Enter fetches {self.wanted} and starts the chat. Or pick another.",
                     classes="text first",
                     markup=False,
                 )
+            field = Input(placeholder="Type to filter", id="words")
+            field.cursor_blink = False
+            yield field
             yield OptionList(id="models")
             yield Static("", classes="detail", markup=False)
             yield Static("", classes="progress", markup=False)
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).focus()
+        self.query_one(Input).focus()
         self._read()
 
     @work(thread=True, group="shelf")
     def _read(self) -> None:
         try:
             rows = shelf(self.launch.host.warm_models())
+            choices = first_run.choices(self.launch, rows) if self.first else []
         except EdgeInferError as error:
             self.app.call_from_thread(self._show_error, error)
             return
-        self.app.call_from_thread(self._show, rows)
+        self.app.call_from_thread(self._show, rows, choices)
 
-    def _show(self, rows: list[Shelved]) -> None:
+    def _show(self, rows: list[Shelved], choices: list[FirstRunChoice]) -> None:
+        self._all = rows
+        self.offered = {choice.name: choice for choice in choices}
         chosen = self.chosen.name if self.chosen else self.wanted
-        if self.first and not self.rows:
-            chosen = self._offered(rows) or chosen
-        self.rows = rows
+        if choices:
+            self.query_one(".first", Static).update(
+                "These suit this machine; Enter fetches one and starts the chat. Type to see others."
+            )
+            chosen = choices[0].name
+        elif self.first and not self.rows:
+            chosen = self._found_elsewhere(rows) or chosen
+        self._list(chosen)
+
+    @on(Input.Changed)
+    def _filter(self) -> None:
+        self._list(self.chosen.name if self.chosen else self.wanted)
+
+    def _list(self, chosen: str) -> None:
+        """List what fits the words typed; before any are, on a first run, what is offered."""
+        words = self.query_one(Input).value.lower().split()
+        by_name = {row.name: row for row in self._all}
+        self.rows = [by_name[name] for name in self.offered if name in by_name and not words] or [
+            row
+            for row in self._all
+            if all(word in f"{row.name} {row.title} {row.purpose}".lower() for word in words)
+        ]
         listed = self.query_one(OptionList)
         listed.clear_options()
         room = self.query_one(".sheet").size.width - 8
-        listed.add_options(
-            Option(_row(r, r.name == self.wanted and not self.first, room), id=r.name) for r in rows
-        )
+        listed.add_options(Option(self._row(row, room), id=row.name) for row in self.rows)
         listed.highlighted = (
-            next((i for i, r in enumerate(rows) if r.name == chosen), 0) if rows else None
+            next((i for i, r in enumerate(self.rows) if r.name == chosen), 0) if self.rows else None
         )
 
-    def _offered(self, rows: list[Shelved]) -> str:
+    def _row(self, row: Shelved, room: int) -> Content:
+        choice = self.offered.get(row.name)
+        note = f"{choice.role}, ~{choice.tokens_per_s:.0f} tok/s" if choice else ""
+        return _row(row, row.name == self.wanted and not self.first, room, note)
+
+    def action_step(self, by: int) -> None:
+        listed = self.query_one(OptionList)
+        if self.rows:
+            listed.highlighted = min(max((listed.highlighted or 0) + by, 0), len(self.rows) - 1)
+
+    def _found_elsewhere(self, rows: list[Shelved]) -> str:
         """Offer what another program has here, which needs no fetching; "" when none has any."""
         found = [row for row in rows if row.store]
         if not found:
@@ -109,8 +151,11 @@ class ModelScreen(ModalScreen[str | None]):
     @on(OptionList.OptionHighlighted)
     def _detail(self) -> None:
         if self.chosen is not None:
-            self.query_one(".detail", Static).update(detail(self.chosen))
+            choice = self.offered.get(self.chosen.name)
+            about = f"\nOn this machine {choice.why}." if choice else ""
+            self.query_one(".detail", Static).update(detail(self.chosen) + about)
 
+    @on(Input.Submitted)
     @on(OptionList.OptionSelected)
     def _use_or_pull(self) -> None:
         chosen = self.chosen
@@ -149,15 +194,23 @@ class ModelScreen(ModalScreen[str | None]):
         from edgeinfer.catalog.pull import pull  # 30 ms: hashing, and what the network needs
 
         app = self.app
+
+        def report(progress: PullProgress) -> None:
+            app.call_from_thread(self._progress, pull_text(progress))
+
+        note = ""
         try:
-            pulled = pull(
-                name, lambda p: app.call_from_thread(self._progress, pull_text(p)), self._stop
-            )
+            if self.offered:
+                name, note = first_run.fetch(name, report, self._stop)
+            else:
+                name = pull(name, report, self._stop).name
         except EdgeInferError as error:
             app.call_from_thread(self._ended, error)
-        else:
-            app.call_from_thread(self._ended, None)
-            app.call_from_thread(self.dismiss, pulled.name)
+            return
+        app.call_from_thread(self._ended, None)
+        if note:
+            app.call_from_thread(self.notify, note, markup=False)
+        app.call_from_thread(self.dismiss, name)
 
     @work(thread=True, group="pull")
     def _warm(self, name: str) -> None:
@@ -202,11 +255,16 @@ class ModelScreen(ModalScreen[str | None]):
         self.query_one(".detail", Static).update(f"✗ {error.message}\n{hint(error)}".strip())
 
 
-def _row(row: Shelved, current: bool, room: int) -> Content:
-    """Return one line of `room` cells for a model; the licence only where there is room."""
+def _row(row: Shelved, current: bool, room: int, note: str = "") -> Content:
+    """Return one line of `room` cells for a model; `note` stands for whether it fits and is here."""
     about = "~" if row.guessed else ""
     size = f"{about}{size_words(row.size_bytes)}" if row.size_bytes else ""
     fits = {True: "fits", False: "too big", None: ""}[row.fits]
+    too_big = "$error" if row.fits is False else ""
+    if room < _ROOM_FOR_ALL:
+        width = room - len(size) - 3
+        name = f"{_cut(row.name, width):<{width}} "
+        return Content.assemble(("● " if current else "  ", "$accent"), name, (size, too_big))
     licence = 18 if room >= 80 else 0
     width = max(12, min(36, room - 34 - licence))
     return Content.assemble(
@@ -214,8 +272,8 @@ def _row(row: Shelved, current: bool, room: int) -> Content:
         f"{_cut(row.name, width):<{width}}",
         f"{row.parameters:>6} {size:>8}  ",
         (f"{_cut(row.licence, licence - 1):<{licence}}" if licence else "", "dim"),
-        (f"{fits:<8}", "$error" if row.fits is False else "dim"),
-        (row.state, "$success"),
+        (f"{fits:<8}" if not note else "", too_big or "dim"),
+        (note or row.state, "$success"),
     )
 
 

@@ -51,7 +51,11 @@ class SessionScreen(ModalScreen[int | None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="sheet") as sheet:
             sheet.border_title = "Conversations"
-            sheet.border_subtitle = "Enter open · ^R rename · ^D delete · ^U undo · ^E export"
+            sheet.border_subtitle = (
+                "Enter open · ^R rename · ^D delete · ^U undo · ^E export"
+                if self.app.size.width >= 70
+                else "Enter open · ^D delete · Esc"
+            )
             field = Input(self._words, placeholder="Search", id="words")
             field.cursor_blink = False
             yield field

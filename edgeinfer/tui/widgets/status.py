@@ -24,6 +24,9 @@ class Part(NamedTuple):
     shortens: bool = False
 
 
+#: On a narrower terminal the hint would push out what goes on.
+_LEAST_FOR_HINT = 60
+
 #: A part that may be shortened is left out rather than be shorter than this.
 _SHORTEST = 14
 
@@ -44,8 +47,9 @@ class Status(Widget):
 
     def render(self) -> RenderResult:
         width = self.size.width
+        hint = self._hint if width >= _LEAST_FOR_HINT else ""
         kept = [p for p in self._parts if p.text]
-        while len(kept) > 1 and (over := _length(kept) + len(self._hint) + 2 - width) > 0:
+        while len(kept) > 1 and (over := _length(kept) + len(hint) + 2 - width) > 0:
             least = min(kept, key=lambda p: p.weight)
             at = kept.index(least)
             kept.remove(least)
@@ -56,9 +60,9 @@ class Status(Widget):
         line = Content(" · ").join(
             [Content.styled(p.text, p.style) if p.style else Content(p.text) for p in kept]
         )
-        gap = width - line.cell_length - len(self._hint)
-        if self._hint and gap >= 2:
-            line = Content.assemble(line, " " * gap, (self._hint, "dim"))
+        gap = width - line.cell_length - len(hint)
+        if hint and gap >= 2:
+            line = Content.assemble(line, " " * gap, (hint, "dim"))
         return line.truncate(width, ellipsis=True)
 
 
