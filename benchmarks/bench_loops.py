@@ -202,7 +202,7 @@ def main() -> None:
     """Write OUT/loops.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1, help="ask only every Nth prompt")
-    parser.add_argument("--only", nargs="*", help="these candidates, by name")
+    parser.add_argument("--all", action="store_true", help="every candidate, not just what is shipped")
     parser.add_argument("--model", choices=MODELS, help="this model alone")
     parser.add_argument("--show", action="store_true", help="print the answers")
     add_out(parser)
@@ -219,8 +219,8 @@ def main() -> None:
         engine = load_engine(files, LoadOptions(n_ctx=512 * STREAMS, n_parallel=STREAMS))
         try:
             for name, given in CANDIDATES.items():
-                if options.only is None or name in options.only:
-                    found = msgspec.structs.replace(plain, **given)
+                found = msgspec.structs.replace(plain, **given)
+                if options.all or found in (plain, chosen):
                     shipped = "**shipped**: " if found == chosen else ""
                     rows.append([entry.name, *row(engine, shipped + name, asked, found, options.show)])
                     print(rows[-1], flush=True)
