@@ -18,7 +18,7 @@ def format_parameters(n_params: int) -> str:
     for size, unit in ((1e9, "B"), (1e6, "M")):
         if n_params >= size:
             return f"{n_params / size:.{1 if unit == 'B' else 0}f}{unit}"
-    return f"{n_params / 1e3:.0f}K"
+    return f"{n_params / 1e3:.0f}K" if n_params >= 1000 else str(n_params)
 
 
 def format_ms(milliseconds: float) -> str:

@@ -55,6 +55,9 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         help="store it in this type; a checkpoint's own is BF16 or F16",
     )
     parser.add_argument(
+        "--sha256", default="", metavar="HEX", help="refuse a file that has another SHA-256"
+    )
+    parser.add_argument(
         "--in-place", action="store_true", help="point at a local file instead of copying it"
     )
     parser.add_argument("--again", action="store_true", help="fetch it even if it is already here")

@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 
@@ -147,6 +147,13 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def chat_template(self) -> str:
         return self.text("tokenizer.chat_template")
+
+    @property
+    def purpose(self) -> Literal["chat", "base", "embedding"]:
+        """What the model is for, as far as its header tells."""
+        if self.metadata.get(self.own("attention.causal")) is False:
+            return "embedding"
+        return "chat" if self.chat_template else "base"
 
     @property
     def quantization(self) -> str:

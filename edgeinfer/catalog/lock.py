@@ -15,6 +15,11 @@ from edgeinfer.system.disk import locked, room_errors
 LOCKS = ".locks"
 
 
+def place(folder: str) -> Path:
+    """Where the lock of the model in `folder` lies."""
+    return paths.models_dir() / LOCKS / folder
+
+
 @contextmanager
 def changing(ref: Reference, but: str = "") -> Iterator[None]:
     """Hold the model's lock, and tell in words what the disk refuses; `but`: what is not lost then.
@@ -34,9 +39,8 @@ def changing(ref: Reference, but: str = "") -> Iterator[None]:
 @contextmanager
 def model_lock(ref: Reference) -> Iterator[None]:
     """Hold the model's lock. Raises ModelBusyError at once when somebody else has it."""
-    folder = paths.models_dir() / LOCKS
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / ref.folder
+    path = place(ref.folder)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def busy() -> None:
         raise ModelBusyError(f"{ref} is being changed by {_holder(path)}")

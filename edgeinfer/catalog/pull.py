@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.catalog import gguf, pins, sources, store
+from edgeinfer.catalog import gguf, names, pins, sources, store
 from edgeinfer.catalog.converting.fetched import DIRECT, convert_fetched
 from edgeinfer.catalog.fetching.fetch import fetch
 from edgeinfer.catalog.fetching.fetched import Fetched
@@ -32,7 +32,7 @@ from edgeinfer.system.disk import sha256_of, sync
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`quantize` is a type to store it in instead of the catalogue's, "" for that.
+    """`quantize` and `sha256` replace the type to store it in and the digest that the catalogue says.
 
     `in_place` points at a local file instead of copying it; `again` fetches what is here; `patience` is
     with web servers.
@@ -40,6 +40,7 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str | None = None
     quantize: str = ""
+    sha256: str = ""
     in_place: bool = False
     again: bool = False
     patience: Patience = Patience()
@@ -60,9 +61,12 @@ def pull(
     options = options or PullOptions()
     job = Job(progress, cancel, options.patience)
     todo = _in_type(plan(text, load_catalog(), options.name), options.quantize)
+    if options.sha256:
+        todo = msgspec.structs.replace(todo, sha256=names.digest(options.sha256), size_bytes=0)
     with changing(todo.ref, FETCHED_IS_KEPT):
-        here = None if options.again else _already_here(todo, job)
+        here = None if options.again or options.sha256 else _already_here(todo, job)
         if here is not None:
+            _refuse_other_type(here, options.quantize)
             return here
         work = paths.models_dir() / store.PARTIAL / todo.ref.folder
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,6 +77,15 @@ def pull(
         finally:
             with suppress(OSError):
                 work.rmdir()  # only when nothing was fetched
+
+
+def _refuse_other_type(here: PulledModel, wanted: str) -> None:
+    """Raise UsageError when a type is wanted that the model that is here does not have."""
+    if wanted and here.quantization != wanted.upper():
+        raise UsageError(
+            f"{here.name} is here already, in {here.quantization}",
+            hint=f"make one of it: `edgeinfer quantize {here.name} {wanted}`, or fetch anew: --again",
+        )
 
 
 def _in_type(todo: Plan, type_name: str) -> Plan:
@@ -128,7 +141,7 @@ def first_that_works(
         try:
             fetched = fetch(parts, todo, work, job, in_place=options.in_place)
             for one in fetched:
-                _verify(one, todo, source, work, job)
+                _verify(one, todo, source, work, job, options.sha256)
             return fetched, source
         except (DownloadError, ChecksumError, InvalidGgufError) as error:
             failures.append(error)
@@ -145,8 +158,13 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
 
 
-def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None:
-    """Compare with every known digest, check the header; set a wrong file aside as `.bad`."""
+def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job, wanted: str) -> None:
+    """Compare with every known digest, check the header; set a wrong file aside as `.bad`.
+
+    `wanted` is the digest that a person gave. Raises UsageError where it is of no single file.
+    """
+    if wanted and (one.checkpoint or one.n_files > 1):
+        raise UsageError(f"--sha256 is of one file, and {source} has several")
     if one.path.is_dir():
         return
     size = one.path.stat().st_size
@@ -160,7 +178,7 @@ def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job) -> None
     found = sha256_of(one.path, job.at)
     promises = (
         (one.sha256, "its source"),
-        (whole.sha256 if whole else "", "the catalogue"),
+        (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
         (_pin(todo, source, one), "its first pull"),
     )
     for expected, who in promises:
@@ -196,6 +214,9 @@ def _pin(todo: Plan, source: str, one: Fetched) -> str:
 def _set_aside(one: Fetched, work: Path) -> str:
     if not one.ours:
         return "nothing was changed"
+    if not one.pinned:  # of a file of this machine
+        one.path.unlink()
+        return "the copy was dropped"
     bad = work / (one.file_name + ".bad")
     one.path.replace(bad)
     return f"it is kept as {bad}"

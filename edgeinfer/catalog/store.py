@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from edgeinfer.catalog import gguf, names, sources
+from edgeinfer.catalog import gguf, lock, names, sources
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import Catalog, Model, load_catalog, nearest
 from edgeinfer.catalog.names import Reference
@@ -34,7 +34,7 @@ from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.settings.load_options import LORA
 from edgeinfer.system import paths
-from edgeinfer.system.disk import write_whole
+from edgeinfer.system.disk import is_locked, write_whole
 
 RECORD = "model.json"
 PARTIAL = ".partial"
@@ -80,6 +80,14 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def purpose(self) -> str:
+        """What its header says that it is for; "" for a file that cannot be read."""
+        try:
+            return gguf.read_header(self.paths[0]).purpose
+        except InvalidGgufError:
+            return ""
 
     @property
     def in_place(self) -> bool:
@@ -290,6 +298,16 @@ def _files_of_path(path: Path) -> ModelFiles:
 def total_params(files: list[Path]) -> int:
     """Parameters of a model over all its files."""
     return sum(gguf.read_header(path).n_params for path in files)
+
+
+def unfinished() -> dict[str, int]:
+    """Bytes of pulls that were stopped, by the model's name; one that still runs is none."""
+    found = {}
+    for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if size and not is_locked(lock.place(folder.name)):
+            found[folder.name.replace("+", ":")] = size
+    return found
 
 
 def remove_strangers(folder: Path, record: PulledModel) -> None:

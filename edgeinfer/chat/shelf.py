@@ -87,7 +87,7 @@ def _pulled(pulled: PulledModel, model: Model | None, machine: Machine, warm: bo
         title=model.title if model else pulled.name,
         parameters=model.parameters if model else format_parameters(pulled.n_params),
         licence=model.licence if model else "",
-        purpose=model.purpose if model else "chat",
+        purpose=model.purpose if model else pulled.purpose,
         context_length=pulled.n_ctx_train,
         size_bytes=pulled.size_bytes,
         needs_bytes=_needs(pulled.paths, machine),
@@ -141,4 +141,6 @@ def size_words(n_bytes: int) -> str:
     """`92 MB`, `4.4 GB`; powers of ten, as on the models' pages."""
     if n_bytes >= 10**9:
         return f"{n_bytes / 1e9:.1f} GB"
+    if n_bytes < 10**6:
+        return f"{n_bytes / 1e3:.0f} kB"
     return f"{n_bytes / 1e6:.0f} MB"

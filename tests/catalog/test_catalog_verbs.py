@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from pathlib import Path
 
 import pytest
+from made_gguf import entry, gguf_bytes, model_entries, text
 
 from edgeinfer.blocks.store import BlockStore
+from edgeinfer.catalog.lock import model_lock
+from edgeinfer.catalog.names import reference
 from edgeinfer.catalog.progress.bar import progress_on
 from edgeinfer.catalog.progress.job import Job, PullProgress
 from edgeinfer.catalog.progress.text import PlainLines, progress_text
@@ -115,6 +119,88 @@ def test_words(local: Path, capsys) -> None:
     assert out.startswith("mine is removed:")
     _, out, _ = run(capsys, "list", "no-such-thing")
     assert out == "no model matches\n"
+
+
+def test_empty_home_says_what_to_type(capsys) -> None:
+    _, out, _ = run(capsys, "list", "--pulled")
+    assert out == "nothing is here yet: `edgeinfer pull smollm2-135m-instruct`\n"
+
+
+def test_unknown_config_key_is_warned_of_by_list(capsys) -> None:
+    paths.config_dir().mkdir(parents=True)
+    (paths.config_dir() / "config.toml").write_text('default-modle = "x"\n')
+    code, out, err = run(capsys, "list")
+    assert (code, out[:4]) == (0, "NAME")
+    assert 'did you mean "default-model"' in err
+
+
+def test_wrong_local_file_is_refused_before_it_is_copied(capsys) -> None:
+    code, out, _ = run(capsys, "pull", "/etc/passwd", "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["code"]) == (5, "invalid-gguf")
+    assert "name a GGUF file" in error["hint"]
+    assert not list((paths.models_dir() / ".partial").rglob("*passwd*"))
+
+
+def test_other_type_of_a_model_that_is_here_is_refused(local: Path, capsys) -> None:
+    run(capsys, "pull", str(local), "--name", "mine", "--quiet")
+    code, out, _ = run(capsys, "pull", str(local), "--name", "mine", "--quantize", "Q4_0", "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["code"]) == (2, "usage")
+    assert "is here already, in F32" in error["message"]
+    assert "edgeinfer quantize mine Q4_0" in error["hint"]
+
+
+def test_digest_that_was_typed_is_compared(server, local: Path, capsys) -> None:
+    server.files["/tiny.gguf"] = local.read_bytes()
+    words = ("pull", f"{server.url}/tiny.gguf", "--name", "mine", "--quiet")
+    digest = hashlib.sha256(local.read_bytes()).hexdigest()
+    code, out, _ = run(capsys, *words, "--sha256", "0" * 64, "--json")
+    assert (code, json.loads(out)["error"]["code"]) == (5, "checksum")
+    assert "as --sha256 says" in json.loads(out)["error"]["message"]
+    assert run(capsys, *words, "--sha256", "12", "--json")[0] == 2
+    assert result(capsys, *words, "--sha256", f"sha256:{digest.upper()}")["sha256"] == digest
+    code, out, _ = run(capsys, *words, "--sha256", "0" * 64, "--json")
+    assert code == 5, "a model that is here is no answer to another digest"
+    assert list_pulled()[0].sha256 == digest
+
+
+def test_what_a_model_is_for_follows_from_its_header(tmp_path: Path, capsys) -> None:
+    with_template = [*model_entries(), entry("tokenizer.chat_template", 8, text("{{ messages }}"))]
+    encoder = [*model_entries(), entry("llama.attention.causal", 7, b"\0")]
+    for name, entries in (("b", model_entries()), ("c", with_template), ("e", encoder)):
+        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(entries))
+        _, out, _ = run(capsys, "pull", str(tmp_path / f"{name}.gguf"), "--name", name, "--quiet")
+        tries = {"b": 'run b "The sea is"', "c": 'run c "Name three colours."', "e": "serve e"}
+        assert out.splitlines()[-1] == f"try it: edgeinfer {tries[name]}"
+    listed = result(capsys, "list", "--pulled")["models"]
+    assert [one["purpose"] for one in listed] == ["base", "chat", "embedding"]
+    assert listed[0]["parameters"] == "72"
+
+
+def test_file_in_place_that_others_may_change_is_warned_of(local: Path, capsys) -> None:
+    words = ("pull", str(local), "--in-place", "--quiet", "--name")
+    assert "warning" not in run(capsys, *words, "safe")[2]
+    local.chmod(0o666)
+    assert f"warning: others may change {local}" in run(capsys, *words, "shared")[2]
+    local.chmod(0o644)
+    local.parent.chmod(0o777)
+    assert f"warning: others may change {local}" in run(capsys, *words, "movable")[2]
+    local.parent.chmod(0o1777)
+    assert "warning" not in run(capsys, *words, "sticky")[2]
+
+
+def test_unfinished_pull_is_listed_and_removed(capsys) -> None:
+    folder = paths.models_dir() / ".partial/mine"
+    folder.mkdir(parents=True)
+    (folder / "mine.gguf.part").write_bytes(bytes(5000))
+    (folder.parent / "empty").mkdir()
+    listed = "mine: 5.0 kB of an unfinished pull; the same pull goes on, `edgeinfer rm mine` removes it"
+    assert listed in run(capsys, "list", "--pulled")[1]
+    with model_lock(reference("mine")):
+        assert "unfinished" not in run(capsys, "list")[1]
+    assert run(capsys, "rm", "mine")[0] == 0
+    assert "unfinished" not in run(capsys, "list")[1]
 
 
 def test_quiet_is_quiet(local: Path, capsys) -> None:

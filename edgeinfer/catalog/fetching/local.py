@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
-from edgeinfer.catalog import names
+from edgeinfer.catalog import gguf, names
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.progress.job import Job
-from edgeinfer.errors import SourceNotFoundError, UsageError
+from edgeinfer.errors import InvalidGgufError, SourceNotFoundError, UsageError
 from edgeinfer.system.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
 
 
@@ -29,6 +30,7 @@ def fetch(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
     for part in parts:
         if not part.is_file():
             raise SourceNotFoundError(f"there is no file {part}", hint="check the path")
+        _refuse_no_model(part)
     found = []
     for index, part in enumerate(parts):
         ours = part if in_place else copied(part, work, job, index, len(parts))
@@ -43,6 +45,25 @@ def fetch(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
             )
         )
     return found
+
+
+def _refuse_no_model(path: Path) -> None:
+    """Raise InvalidGgufError before a byte of a wrong file is copied."""
+    try:
+        gguf.check(path, vocabulary=False)
+    except InvalidGgufError as error:
+        hint = (
+            error.hint or "name a GGUF file, or a folder of config.json, tokenizer.json and safetensors"
+        )
+        raise InvalidGgufError(error.message, hint=hint) from error
+
+
+def writable_by_others(path: Path) -> bool:
+    """Whether another user than root may change or replace the file at `path`."""
+    file, folder = path.stat(), path.parent.stat()
+    trusted = (0, os.getuid())
+    shared = file.st_mode & 0o022 or (folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX)
+    return bool(shared) or file.st_uid not in trusted or folder.st_uid not in trusted
 
 
 def _checkpoint(folder: Path) -> Fetched:

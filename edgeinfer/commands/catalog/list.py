@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar
@@ -15,15 +16,16 @@ from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.models import Catalog, Model, load_catalog
 from edgeinfer.catalog.rates import fits
 from edgeinfer.catalog.rates.fits import Fit
-from edgeinfer.catalog.store import PulledModel, list_pulled
+from edgeinfer.catalog.store import PulledModel, list_pulled, unfinished
 from edgeinfer.commands.table import table
 from edgeinfer.error_text import hint
-from edgeinfer.errors import CatalogError
+from edgeinfer.errors import CatalogError, ConfigError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, model_part, part_of
 from edgeinfer.system.machine import read_memory
 from edgeinfer.system.memory_rate import MemoryRate, read_memory_rate
+from edgeinfer.system.places import DEFAULT_MODEL
 from edgeinfer.units import format_bytes, format_parameters
 
 #: What `--fits` says over each group.
@@ -77,6 +79,8 @@ class ListResult(Result, frozen=True, kw_only=True):
     models: tuple[ListedModel, ...]
     fits: bool = False
     busy: bool = False
+    nothing_pulled: bool = False
+    unfinished: dict[str, int] = msgspec.field(default_factory=dict)
     unusable: tuple[UnusableModel, ...] = ()
     adapters: tuple[PulledAdapter, ...] = ()
 
@@ -87,11 +91,17 @@ class ListResult(Result, frozen=True, kw_only=True):
             f"{format_bytes(one.size_bytes)}"
             for one in self.adapters
         ]
+        lines += [
+            f"{name}: {format_bytes(size)} of an unfinished pull; the same pull goes on, "
+            f"`edgeinfer rm {name}` removes it"
+            for name, size in self.unfinished.items()
+        ]
         return "\n".join([self._table(), *lines] if self.models or not lines else lines)
 
     def _table(self) -> str:
         if not self.models:
-            return "no model matches"
+            nothing = f"nothing is here yet: `edgeinfer pull {DEFAULT_MODEL}`"
+            return nothing if self.nothing_pulled else "no model matches"
         if self.fits:
             note = "\n\nthe machine was busy: it is faster when nothing else runs" if self.busy else ""
             return _fits_table(self.models) + note
@@ -144,8 +154,12 @@ def _here(model: ListedModel) -> str:
     return "yes" if model.pulled else "-"
 
 
-def list_models(options: argparse.Namespace, _host: Host) -> ListResult:
-    """Raises ConfigError when models.toml is wrong."""
+def list_models(options: argparse.Namespace, host: Host) -> ListResult:
+    """Raises ConfigError when models.toml is wrong; a wrong config.toml is warned of."""
+    try:
+        host.config  # noqa: B018  it is read here
+    except ConfigError as error:
+        sys.stderr.write(f"warning: {error.message}\n")
     catalog = load_catalog()
     counts = _snapshot_counts()
     pulled = list_pulled()
@@ -166,6 +180,8 @@ def list_models(options: argparse.Namespace, _host: Host) -> ListResult:
         models=_grouped(models, catalog, rate) if rate else models,
         fits=options.fits,
         busy=bool(rate and rate.busy),
+        nothing_pulled=options.pulled and not here,
+        unfinished=unfinished(),
         adapters=tuple(one for one in list_adapters() if all(word in one.name for word in wanted)),
         unusable=tuple(m for m in broken if all(word in m.name.lower() for word in wanted)),
     )
@@ -191,7 +207,7 @@ def _found(model: Found, counts: dict[str, int]) -> ListedModel | UnusableModel:
     return ListedModel(
         name=model.name,
         title=first.text("general.name") or model.name,
-        purpose="chat",
+        purpose=first.purpose,
         parameters=format_parameters(sum(part.n_params for part in parts)),
         quantization=first.quantization,
         licence=first.text("general.license"),
@@ -209,7 +225,7 @@ def _pulled(model: PulledModel, catalog: Catalog, counts: dict[str, int]) -> Lis
     return ListedModel(
         name=model.name,
         title=entry.title if entry else model.name,
-        purpose=entry.purpose if entry else "chat",
+        purpose=entry.purpose if entry else model.purpose,
         parameters=entry.parameters
         if entry and entry.parameters
         else format_parameters(model.n_params),

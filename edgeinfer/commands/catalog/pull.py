@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from typing import ClassVar
 from urllib.parse import quote
@@ -11,12 +12,13 @@ from urllib.parse import quote
 from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog import pull as catalog_pull
 from edgeinfer.catalog.adapters import PulledAdapter, is_adapter, pull_adapter
+from edgeinfer.catalog.fetching import local
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.progress.bar import progress_on
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Patience, PullProgress
 from edgeinfer.catalog.pull import PullOptions
-from edgeinfer.errors import InterruptedByUser, UsageError
+from edgeinfer.errors import ChecksumError, InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
@@ -96,9 +98,12 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
     wanted: str = options.model or host.config.default_model
     if options.base or is_adapter(wanted):
         return _pull_adapter(wanted, options)
-    if stores.is_name(wanted) or not (options.again or options.name or names.is_path(wanted)):
+    anew = options.again or options.name or options.sha256
+    if stores.is_name(wanted) or not (anew or names.is_path(wanted)):
         found = _found(wanted, began)
         if found is not None and not options.name:
+            if options.sha256 and names.digest(options.sha256) != found.sha256:
+                raise ChecksumError(f"{wanted} has SHA-256 {found.sha256}, not {options.sha256}")
             return found
         if found is not None:
             wanted = f"file:{quote(found.files[0])}"
@@ -107,6 +112,7 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
     wish = PullOptions(
         name=options.name,
         quantize=options.quantize,
+        sha256=options.sha256,
         in_place=options.in_place,
         again=options.again,
         patience=Patience(connections=options.connections),
@@ -127,6 +133,11 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
                 hint="type the same command again: it goes on where it stopped",
             ) from error
     entry = load_catalog().get(record.base)
+    if record.in_place and any(map(local.writable_by_others, record.paths)):
+        sys.stderr.write(
+            f"warning: others may change {record.paths[0]} while it is used; a copy is safe from that: "
+            f"`edgeinfer pull {wanted}` without --in-place\n"
+        )
     return PullResult(
         name=record.name,
         title=entry.title if entry else record.name,
@@ -134,7 +145,7 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
         size_bytes=record.size_bytes,
         sha256=record.sha256,
         quantization=record.quantization,
-        purpose=entry.purpose if entry else "chat",
+        purpose=entry.purpose if entry else record.purpose,
         licence=entry.licence if entry else "",
         source=record.source,
         was_here=not fetched,
@@ -160,7 +171,7 @@ def _found(wanted: str, began: float) -> PullResult | None:
         size_bytes=sum(os.path.getsize(path) for path in files.paths),
         sha256=files.sha256,
         quantization=header.quantization,
-        purpose="chat",
+        purpose=header.purpose,
         licence=header.text("general.license"),
         source=here.store if here else "",
         was_here=True,
