@@ -112,7 +112,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             return
         raise Problem(
             403,
-            f"Without an API key this endpoint answers programs of user {self.owner} and root alone; "
+            f"Without an API key this endpoint answers the programs of user {self.owner} alone; "
             "start it with `EDGEINFER_API_KEY=KEY` or `--any-user`.",
             kind="permission_error",
             code="user_not_allowed",

@@ -270,29 +270,24 @@ def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 when the default model is or was loaded, 503 while it loads or drains."""
-    report = health_of(exchange_of(request).endpoint)
-    if report.status == "ok":
-        return json_reply(report)
-    return json_reply(report, 503, {"retry-after": "1"})
-
-
-def health_of(endpoint: Endpoint) -> wire.Health:
-    """How the endpoint is: "ok" once its default model has been loaded, until it drains."""
+    """Answer 200 once the default model has been loaded, 503 while it loads, drains or has failed."""
+    endpoint = exchange_of(request).endpoint
     models = endpoint.models
     state = models.state(models.default)
     endpoint.ready_said = endpoint.ready_said or state == "loaded"
-    report = wire.Health(status="ok", model=models.default, loading=models.loading())
+    status: wire.Status = "ok"
+    error = endpoint.failure()
     if endpoint.draining:
-        report = msgspec.structs.replace(report, status="draining")
-    elif failure := endpoint.failure():
-        report = msgspec.structs.replace(report, status="error", error=failure)
+        status = "draining"
+    elif error:
+        status = "error"
     elif not endpoint.ready_said:
-        failed = state == "cold" and bool(models.last_error)
-        report = msgspec.structs.replace(
-            report, status="error" if failed else "loading", error=models.last_error or msgspec.UNSET
-        )
-    return report
+        error = models.last_error
+        status = "error" if state == "cold" and error else "loading"
+    report = wire.Health(
+        status=status, model=models.default, loading=models.loading(), error=error or msgspec.UNSET
+    )
+    return json_reply(report) if status == "ok" else json_reply(report, 503, {"retry-after": "1"})
 
 
 async def metrics(request: Request) -> Response:

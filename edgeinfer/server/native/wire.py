@@ -230,10 +230,13 @@ class SnapshotReply(Reply, frozen=True, kw_only=True):
     seconds: float
 
 
+Status = Literal["ok", "loading", "draining", "error"]
+
+
 class Health(Reply, frozen=True, kw_only=True):
     """`status`: ok, loading (503), draining (503), error (503)."""
 
-    status: Literal["ok", "loading", "draining", "error"]
+    status: Status
     model: str
     loading: list[LoadingModel] = msgspec.field(default_factory=list)
     error: str | msgspec.UnsetType = msgspec.UNSET
