@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from edgeinfer.last_prompt import LastPrompt
-from edgeinfer.launch_verbs import LAUNCH_VERBS
+from edgeinfer.launch_verbs import LAUNCH_VERBS, with_verb
 from edgeinfer.runtime.options import CopiesInfo
 from edgeinfer.snapshots.process_description import Description
 from edgeinfer.system import places, process_notes
@@ -45,14 +45,21 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     copies: tuple[CopiesInfo, ...] = ()
     snapshots: tuple[str, ...] = ()
 
+    @property
+    def command(self) -> str:
+        """What was typed after `edgeinfer`."""
+        return " ".join((self.verb, *self.arguments))
 
-def processes() -> list[Running]:
-    """This user's launches, oldest first."""
+
+def processes(*, everywhere: bool = False) -> list[Running]:
+    """List this user's launches, oldest first: those that share our folders, or those of every home."""
     parents, mine = _parents(), os.getpid()
     found = []
     for pid in parents:
         typed = _typed(pid)
         if typed is None or pid == mine or _typed(parents.get(pid, 0)) == typed:
+            continue
+        if not (everywhere or shares_folders(pid)):
             continue
         below = _below(pid, parents)
         sizes = [_memory(child) for child in (pid, *below)]
@@ -133,7 +140,7 @@ def _typed(pid: int) -> list[str] | None:
         return None
     for at, word in enumerate(words[:2]):
         if os.path.basename(word) == "edgeinfer":
-            rest = words[at + 1 :] or ["chat"]
+            rest = with_verb(words[at + 1 :])
             return rest if rest[0] in LAUNCH_VERBS else None
         if not os.path.basename(word).startswith("python"):
             break

@@ -113,13 +113,17 @@ def _size(path: Path) -> int:
 def _refuse_while_running() -> None:
     """Raise EdgeInferError when a launch keeps its data here, or a process runs from what would go."""
     family = {os.getpid(), os.getppid()}  # this process, and the launcher that waits for it
-    unpacked = {pid for folder in unpack.versions() for pid in unpack.users(folder)}
-    launches = {one.pid for one in processes() if shares_folders(one.pid)}
-    running = sorted((unpacked | launches) - family)
-    if running:
+    unpacked = {pid for folder in unpack.versions() for pid in unpack.users(folder)} - family
+    launches = [
+        one
+        for one in processes(everywhere=True)
+        if one.pid in unpacked or (shares_folders(one.pid) and one.pid not in family)
+    ]
+    named = [f"{one.pid} ({one.command[:40]})" for one in launches] or sorted(map(str, unpacked))
+    if named:
         raise EdgeInferError(
-            f"edgeinfer is running: process {', '.join(map(str, running))}",
-            hint="end it first: `edgeinfer stop`, or close the chat",
+            f"edgeinfer is running: {', '.join(named)}",
+            hint="close the chats and endpoints first, or type `edgeinfer stop --all`",
         )
 
 
@@ -132,7 +136,7 @@ def _listing(doomed: tuple[Part, ...], kept: tuple[Part, ...]) -> str:
 def _ask(listing: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError(
-            "nobody is there to ask", hint="`edgeinfer uninstall --yes` removes without asking"
+            "not a terminal, so nobody can be asked", hint="`edgeinfer uninstall --yes` removes without asking"
         )
     sys.stderr.write(f"{listing}\n\nRemove it? [y/N] ")
     sys.stderr.flush()

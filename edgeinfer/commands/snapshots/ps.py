@@ -13,7 +13,7 @@ from edgeinfer.units import format_bytes, format_duration
 
 
 class PsResult(Result, frozen=True, kw_only=True):
-    """This user's running launches."""
+    """This user's running launches that keep their data here, or all with `--everywhere`."""
 
     kind: ClassVar[str] = "ps"
 
@@ -41,10 +41,10 @@ def _row(process: Running) -> tuple[str, ...]:
         format_bytes(process.private_bytes),
         format_bytes(process.shared_bytes),
         ", ".join(process.snapshots) or "-",
-        " ".join((process.verb, *process.arguments))[:80],
+        process.command[:80],
     )
 
 
-def ps(_options: argparse.Namespace, _host: Host) -> PsResult:
+def ps(options: argparse.Namespace, _host: Host) -> PsResult:
     """Return what runs; nothing is changed."""
-    return PsResult(running=tuple(processes()))
+    return PsResult(running=tuple(processes(everywhere=options.everywhere)))

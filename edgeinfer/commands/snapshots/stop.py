@@ -34,7 +34,7 @@ class StopResult(Result, frozen=True, kw_only=True):
 
 def stop(options: argparse.Namespace, _host: Host) -> StopResult:
     """Raises UsageError when nothing was named, or what was named does not run."""
-    running = processes()
+    running = processes(everywhere=options.everywhere)
     if not options.which and not options.all:
         raise UsageError(
             "name what to stop",
@@ -51,7 +51,10 @@ def stop(options: argparse.Namespace, _host: Host) -> StopResult:
 def _named(name: str, running: list[Running]) -> list[Running]:
     found = [r for r in running if name == str(r.pid) or name in r.arguments]
     if not found:
-        raise UsageError(f"nothing running is called {name}", hint="`edgeinfer ps` shows what runs")
+        raise UsageError(
+            f"nothing running here is called {name}",
+            hint="`edgeinfer ps --everywhere` shows what runs, here and in other homes",
+        )
     return found
 
 
