@@ -25,6 +25,7 @@ from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotsUnavailable
 from edgeinfer.host import Host
 from edgeinfer.launch_verbs import with_verb
 from edgeinfer.result import Result, envelope, error_envelope
+from edgeinfer.safe_text import without_controls
 
 FAMILIES = (launch_args, catalog, snapshots, machine)
 #: Verbs and actions of the release before this one, and what takes their place.
@@ -133,6 +134,8 @@ def _run(options: argparse.Namespace, host: Host) -> Result:
 
 def _print_result(result: Result, *, as_json: bool) -> None:
     text = envelope(result).decode() if as_json else result.human()
+    if sys.stdout.isatty():
+        text = without_controls(text)  # it may quote a file or a name
     if text:
         print(text, flush=True)  # noqa: T201
 

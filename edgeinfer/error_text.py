@@ -7,6 +7,7 @@ A subclass without a row of its own takes its parent's. Whoever raises gives hin
 from __future__ import annotations
 
 from edgeinfer import errors as e
+from edgeinfer.safe_text import without_controls
 
 #: error class → (exit code, next command or step). Exit codes: 1 failure, 2 usage, 3 model not here, 4
 #: network, 5 verification, 6 no room, 7 snapshot, 8 engine, 130 interrupted.
@@ -80,6 +81,9 @@ def exit_code(error: e.EdgeInferError) -> int:
 
 
 def describe_error(error: e.EdgeInferError) -> str:
-    """Write what a person reads on stderr: `error: …`, a blank line, `hint: …`."""
+    """Write what a person reads on stderr: `error: …`, a blank line, `hint: …`.
+
+    A message may quote a file or a name; nothing in it reaches a terminal as an escape.
+    """
     step = hint(error)
-    return f"error: {error.message}" + (f"\n\nhint: {step}" if step else "")
+    return without_controls(f"error: {error.message}" + (f"\n\nhint: {step}" if step else ""))

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import signal
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,3 +156,14 @@ def gemma3() -> Path:
     attention.
     """
     return _real(GEMMA3)
+
+
+@pytest.fixture
+def answer_no(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make stdin a terminal at which "n" was typed."""
+    ours, theirs = os.openpty()
+    os.write(ours, b"n\n")
+    with open(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        yield
+    os.close(ours)

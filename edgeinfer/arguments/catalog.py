@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from edgeinfer.arguments.launch_args import add_load_option
-from edgeinfer.arguments.verb import Verbs, add_verb
+from edgeinfer.arguments.verb import Verbs, add_verb, add_yes
 from edgeinfer.settings.load_options import GPU_LAYERS, KV_TYPE
 
 
@@ -121,6 +121,7 @@ def _add_rm(verbs: Verbs[argparse.ArgumentParser]) -> None:
         verbs, "rm", "catalog.rm:rm", "remove models; files used in place are left alone", "rm qwen3-4b"
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="NAME or NAME:QUANT")
+    add_yes(parser)
     parser.add_argument(
         "--forget", action="store_true", help="forget the pinned SHA-256 too: the next pull trusts anew"
     )
@@ -138,6 +139,7 @@ def _add_forget(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "models", nargs="*", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf, or `all`"
     )
+    add_yes(parser)
     parser.add_argument(
         "--conversation",
         action="append",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from edgeinfer.arguments.verb import Verbs, add_verb
+from edgeinfer.arguments.verb import Verbs, add_verb, add_yes
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -79,7 +79,7 @@ def _add_uninstall(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "list everything edgeinfer has on this machine, ask, and remove it",
         "uninstall --keep-data",
     )
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    add_yes(parser)
     parser.add_argument(
         "--keep-data", action="store_true", help="keep models, conversations and configuration"
     )

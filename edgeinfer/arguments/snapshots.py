@@ -8,7 +8,7 @@ from typing import Any
 
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments.launch_args import add_attached_options, add_load_options
-from edgeinfer.arguments.verb import Verbs, add_action, add_verb
+from edgeinfer.arguments.verb import Verbs, add_action, add_verb, add_yes
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -91,7 +91,7 @@ def _add_snapshots(verbs: Verbs[argparse.ArgumentParser]) -> None:
     prune = add("prune", "remove those this machine refuses, and the oldest beyond the limit")
     prune.add_argument("--all", action="store_true", help="remove every snapshot")
     for parser in (rm, prune):
-        parser.add_argument("--yes", action="store_true", help="do not ask")
+        add_yes(parser)
     _add_transfer(add)
 
 

@@ -42,6 +42,11 @@ def add_action(
     )
 
 
+def add_yes(parser: argparse.ArgumentParser) -> None:
+    """Add the option of what deletes something, and asks on a terminal."""
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
 @cache
 def json_option() -> argparse.ArgumentParser:
     """Make the parent of every parser that has `--json`; its default stands at the root."""

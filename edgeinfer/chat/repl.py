@@ -23,12 +23,12 @@ from edgeinfer.chat.history.purging import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.read_ahead import ReadAhead
-from edgeinfer.chat.safe_text import without_controls
 from edgeinfer.chat.shelf import shelf, size_words
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
 from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Progress, TextDelta
+from edgeinfer.safe_text import without_controls
 
 
 class Repl:

@@ -17,7 +17,7 @@ from edgeinfer.commands.machine.completion import script, verbs
 from edgeinfer.commands.machine.doctor import doctor
 from edgeinfer.commands.machine.uninstall import uninstall
 from edgeinfer.commands.machine.version import version
-from edgeinfer.errors import EdgeInferError, InterruptedByUser, ShippingError
+from edgeinfer.errors import EdgeInferError, InterruptedByUser, ShippingError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.shipping import shipped
 from edgeinfer.system import paths
@@ -53,24 +53,26 @@ def test_licences_outside_the_shipped_file_are_refused_with_a_hint():
         version(options(licenses=True), Host())
 
 
-def test_uninstall_asks_with_everything_it_would_remove():
+def test_uninstall_asks_with_everything_it_would_remove(answer_no, capsys):
     fill()
-    asked = []
-
-    def refuse(listing: str) -> bool:
-        asked.append(listing)
-        return False
-
     with pytest.raises(InterruptedByUser):
-        uninstall(options(), Host(), refuse)
+        uninstall(options(), Host())
+    asked = capsys.readouterr().err
     for path in (paths.models_dir(), paths.snapshots_dir(), paths.config_dir()):
-        assert str(path) in asked[0]
+        assert str(path) in asked
         assert path.exists()
+
+
+def test_uninstall_is_refused_where_nobody_can_be_asked(monkeypatch):
+    fill()
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UsageError, match="not a terminal"):
+        uninstall(options(), Host())
 
 
 def test_uninstall_removes_everything():
     fill()
-    found = uninstall(options(), Host(), lambda _listing: True)
+    found = uninstall(options(yes=True), Host())
     assert {"models", "snapshots", "configuration"} <= {part.what for part in found.removed}
     assert not paths.models_dir().exists()
     assert not paths.snapshots_dir().exists()

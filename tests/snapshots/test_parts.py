@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import threading
 import pytest
 
 from edgeinfer import cli
-from edgeinfer.commands.snapshots.snapshots import SnapshotsResult
+from edgeinfer.commands.snapshots.snapshots import SnapshotResult, SnapshotsResult
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.loading.mappings import LARGE_BYTES
@@ -26,6 +27,7 @@ from edgeinfer.snapshots.building import build_order, digests
 from edgeinfer.snapshots.resumed import freshness, loaded_model, prefetch, residency
 from edgeinfer.snapshots.resumed.idle import IdleWatch
 from edgeinfer.snapshots.shelf import choose, fingerprint, format, prune, records
+from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.system import places
 from edgeinfer.system.disk import locked
 
@@ -126,6 +128,68 @@ def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
 def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
     publish(root, format.snapshot_name(made_of, {}), model=made_of)
     assert choose.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
+
+
+def test_a_given_name_is_enough_everywhere(root):
+    folder = publish(root, "m,work", 5, requested={"n_ctx": "512"})
+    assert records.find("work") == folder
+    assert choose.launch_choice(["run", "hello", "--snapshot", "work"]).find()[0] == str(folder)
+    publish(root, "other,work", model="other")
+    with pytest.raises(SnapshotMissingError, match="work names several") as caught:
+        records.find("work")
+    assert caught.value.hint == "name one: m,work, other,work"
+    assert choose.find_named("work", "m", {})[1].name == "m,work"
+    with pytest.raises(SnapshotMissingError, match="several snapshots are called work"):
+        choose.find_named("work", "third", {})
+
+
+@pytest.mark.parametrize("verb", [["warm", "m"], ["snapshots", "take"]])
+def test_a_name_that_would_be_changed_is_refused_before_any_work(verb, capsys):
+    assert cli.main([*verb, "--name", "bad name/x"]) == 2
+    assert "'bad name/x' cannot name a snapshot" in capsys.readouterr().err
+
+
+def test_show_is_a_table_in_the_words_of_the_options():
+    details = Details(
+        name="m,work",
+        model="m",
+        folder="/snapshots/m",
+        created_s=0.0,
+        tier="root",
+        criu="4.1.1",
+        sha256="",
+        requested={"n_ctx": "256"},
+        actual={"n_ctx": "256"},
+        reasons={"n_ctx": "as asked"},
+        system="Be brief.",
+        system_tokens=2,
+        memory_bytes=1 << 20,
+        images_bytes=0,
+        disk_bytes=0,
+        mappings=1,
+        digests={},
+        stages_ms={"load": 1500.0},
+    )
+    shown = SnapshotResult(snapshot=details, state="ready", disk_bytes=1 << 20).human()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"^start +edgeinfer chat --snapshot m,work$", shown, re.M)
+    assert re.search(r"^system prompt +Be brief\.$", shown, re.M)
+    assert re.search(r"^--ctx +256 +as asked$", shown, re.M)
+    assert "created_s" not in shown
+
+
+@pytest.mark.parametrize("typed", [["rm", "m"], ["prune", "--all"]])
+def test_removing_asks_on_a_terminal(root, typed, answer_no, capsys):
+    folder = publish(root, "m")
+    assert cli.main(["snapshots", *typed]) == 130
+    assert folder.is_dir()
+    assert cli.main(["snapshots", *typed, "--yes"]) == 0
+    assert not folder.exists()
+
+
+def test_trust_remove_without_a_key_is_an_error(capsys):
+    assert cli.main(["snapshots", "trust", "--remove"]) == 2
+    assert "name the key to stop trusting" in capsys.readouterr().err
 
 
 def test_what_is_being_built_is_said(root):

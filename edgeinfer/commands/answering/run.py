@@ -21,6 +21,7 @@ from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message
+from edgeinfer.safe_text import without_controls
 from edgeinfer.units import format_ms
 
 
@@ -128,13 +129,14 @@ def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[Generation]:
 def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO | None) -> RunResult:
     answer = Collected()
     watch, repeats = RepetitionWatch(), False
+    is_terminal = stream_to is not None and stream_to.isatty()
     for event in generation:
         answer.add(event)
         if isinstance(event, TextDelta | ReasoningDelta) and not repeats and watch.add(event.text):
             repeats = True
             generation.cancel()
         if stream_to is not None and isinstance(event, TextDelta):
-            stream_to.write(event.text)
+            stream_to.write(without_controls(event.text) if is_terminal else event.text)
             stream_to.flush()
     if stream_to is not None:
         stream_to.write("\n")

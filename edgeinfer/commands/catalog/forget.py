@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from edgeinfer.blocks.forget import forget_all, forget_conversation, forget_model
 from edgeinfer.blocks.names import model_key
+from edgeinfer.commands.asking import confirm
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
@@ -29,11 +30,13 @@ class ForgetResult(Result, frozen=True, kw_only=True):
 
 
 def forget(options: argparse.Namespace, host: Host) -> ForgetResult:
-    """Delete computed blocks of models, conversations, or all. Raises UsageError for none."""
+    """Delete cached prefixes. Raises UsageError for none, InterruptedByUser for a no."""
     if not options.models and not options.conversation:
         raise UsageError("name what to forget", hint="`edgeinfer forget all` deletes everything")
     root = paths.blocks_dir()
     freed = 0
+    named = ", ".join((*options.models, *options.conversation))
+    confirm(f"forget the cached prefixes of {named}?", yes=options.yes)
     for name in options.models:
         if name == ALL:
             freed += forget_all(root)
@@ -41,5 +44,11 @@ def forget(options: argparse.Namespace, host: Host) -> ForgetResult:
         files = host.files(name)
         freed += forget_model(root, model_key(files.sha256, files.paths))
     for conversation in options.conversation:
-        freed += forget_conversation(root, conversation)
+        freed_of_it = forget_conversation(root, conversation)
+        if not freed_of_it:
+            raise UsageError(
+                f"nothing is cached that conversation {conversation!r} alone has",
+                hint="it is chat-NUMBER of a chat here, or the prompt_cache_key of requests",
+            )
+        freed += freed_of_it
     return ForgetResult(forgotten=(*options.models, *options.conversation), freed_bytes=freed)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from edgeinfer.blocks.forget import forget_model
 from edgeinfer.blocks.names import model_key
 from edgeinfer.catalog.remove import Removed, remove
+from edgeinfer.commands.asking import confirm
 from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
@@ -42,7 +43,10 @@ def _line(one: Removed) -> str:
 
 
 def rm(options: argparse.Namespace, host: Host) -> RmResult:
-    """Raises UnknownModelError, ModelNotPulledError, ModelBusyError; others are gone then."""
+    """Raises UnknownModelError, ModelNotPulledError, ModelBusyError (others are gone then), and
+    InterruptedByUser for a no.
+    """
+    confirm(f"remove {', '.join(options.models)} and its snapshots?", yes=options.yes)
     removed, snapshots = [], []
     for text in options.models:
         one, gone = remove_model(text, host, forget=options.forget)

@@ -6,13 +6,13 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError, InterruptedByUser, UsageError
+from edgeinfer.commands.asking import confirm
+from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.runtime.backends.files import added_dir
@@ -20,9 +20,6 @@ from edgeinfer.shipping import shipped, unpack
 from edgeinfer.snapshots.running import processes, shares_folders
 from edgeinfer.system import paths
 from edgeinfer.units import format_bytes
-
-#: Shows the text and returns whether the person agreed.
-Ask = Callable[[str], bool]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +45,7 @@ class UninstallResult(Result, frozen=True, kw_only=True):
         return text + "".join(f"\nkept {part.what}: {part.path}" for part in self.kept)
 
 
-def uninstall(options: argparse.Namespace, _host: Host, ask: Ask | None = None) -> UninstallResult:
+def uninstall(options: argparse.Namespace, _host: Host) -> UninstallResult:
     """List what is here, ask, and remove it.
 
     Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while a launch
@@ -60,8 +57,12 @@ def uninstall(options: argparse.Namespace, _host: Host, ask: Ask | None = None) 
     if not doomed:
         return UninstallResult(removed=(), kept=kept)
     _refuse_while_running()
-    if not options.yes and not (ask or _ask)(_listing(doomed, kept)):
-        raise InterruptedByUser("nothing was removed")
+    if not options.yes and (sys.stdin is None or not sys.stdin.isatty()):
+        raise UsageError(
+            "not a terminal, so nobody can be asked",
+            hint="`edgeinfer uninstall --yes` removes without asking",
+        )
+    confirm(f"{_listing(doomed, kept)}\n\nRemove it?", yes=options.yes)
     for part in doomed:
         _remove(Path(part.path))
     return UninstallResult(removed=doomed, kept=kept)
@@ -131,16 +132,6 @@ def _listing(doomed: tuple[Part, ...], kept: tuple[Part, ...]) -> str:
     lines = [f"  {format_bytes(part.size_bytes):>9}  {part.what}: {part.path}" for part in doomed]
     lines += [f"       kept  {part.what}: {part.path}" for part in kept]
     return "\n".join(["This is everything edgeinfer has here, and it would be removed:", *lines])
-
-
-def _ask(listing: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError(
-            "not a terminal, so nobody can be asked", hint="`edgeinfer uninstall --yes` removes without asking"
-        )
-    sys.stderr.write(f"{listing}\n\nRemove it? [y/N] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _remove(path: Path) -> None:

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-import msgspec
-
+from edgeinfer.commands.asking import confirm
 from edgeinfer.commands.table import table
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
+from edgeinfer.settings.load_options import LOAD_OPTIONS
 from edgeinfer.snapshots.building import build_order, verify
 from edgeinfer.snapshots.shelf import failures, format, prune, records
 from edgeinfer.snapshots.shelf.failures import Failure
@@ -39,10 +39,7 @@ class SnapshotsResult(Result, frozen=True, kw_only=True):
     def _table(self) -> list[str]:
         if not self.snapshots:
             return [] if self.building else ["no snapshots; `edgeinfer warm MODEL` builds one"]
-        rows = [
-            ("NAME", "ON DISK", "APPARENT", "CONTEXT", "LAST USED", "STATE"),
-            *map(_row, self.snapshots),
-        ]
+        rows = [("NAME", "ON DISK", "CONTEXT", "LAST USED", "STATE"), *map(_row, self.snapshots)]
         total = f"{format_bytes(self.disk_bytes)} of at most {format_bytes(self.limit_bytes)}"
         return [table(rows), total]
 
@@ -52,7 +49,6 @@ def _row(snapshot: Listed) -> tuple[str, ...]:
     return (
         details.name,
         format_bytes(snapshot.disk_bytes),
-        format_bytes(details.memory_bytes + details.images_bytes),
         details.actual.get("n_ctx", ""),
         format_duration(max(0.0, time.time() - snapshot.last_used_s)) + " ago",
         snapshot.state,
@@ -77,17 +73,32 @@ class SnapshotResult(Result, frozen=True, kw_only=True):
     disk_bytes: int
 
     def human(self) -> str:
-        plain = msgspec.to_builtins(self.snapshot)
-        for not_for_reading in ("digests", "depends_on"):
-            plain.pop(not_for_reading)
-        lines = [
-            f"{name}: {_words(value)}" for name, value in plain.items() if value not in ({}, "", [])
+        d = self.snapshot
+        built = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created_s))
+        took_s = sum(d.stages_ms.values()) / 1000
+        size = f"{format_bytes(self.disk_bytes)} on disk, {format_bytes(d.memory_bytes)} of memory"
+        rows = [
+            ("name", d.name),
+            ("model", d.model),
+            ("state", self.state),
+            ("built", f"{built}, in {took_s:.1f} s"),
+            ("size", size),
+            ("start", f"edgeinfer chat --snapshot {d.name}"),
+            ("system prompt", " ".join(d.system.split())[:200] or "none"),
+            ("made by", f"CRIU {d.criu}, {d.tier} tier"),
+            ("folder", d.folder),
         ]
-        return "\n".join([f"state: {self.state}", f"on disk: {format_bytes(self.disk_bytes)}", *lines])
+        options = [
+            ("OPTION", "VALUE", "WHY"),
+            *((_flag(name), value, d.reasons.get(name, "")) for name, value in d.actual.items()),
+        ]
+        return f"{table(rows)}\n\n{table(options)}"
 
 
-def _words(value: object) -> str:
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+def _flag(field: str) -> str:
+    """Name a load option as it is typed; what cannot be typed by its field."""
+    named = (row.flag for row in LOAD_OPTIONS if row.field == field and row.flag)
+    return next(named, field.replace("_", " "))
 
 
 class VerifyResult(Result, frozen=True, kw_only=True):
@@ -134,7 +145,10 @@ def snapshots(options: argparse.Namespace, host: Host) -> Result:
     if action == "verify":
         return _verify(options.name)
     if action == "rm":
-        return _remove([records.find(name) for name in options.name])
+        found = [records.find(name) for name in options.name]
+        names = ", ".join(format.name_of(folder.name) for folder in found)
+        confirm(f"remove {names}?", yes=options.yes)
+        return _remove(found)
     if action == "prune":
         return _prune(options, host)
     return _list(host)
@@ -198,6 +212,7 @@ def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
     if not root.is_dir():
         raise SnapshotMissingError("there are no snapshots", hint="")
     if options.all:
+        confirm("remove every snapshot?", yes=options.yes)
         return _remove(prune.by_last_use(root))
     sizes = {folder: records.disk_bytes(folder) for folder in prune.by_last_use(root)}
     removed = [*prune.stale(root), *prune.to_limit(root, host.config.snapshots)]

@@ -46,13 +46,15 @@ class TakeResult(Result, frozen=True, kw_only=True):
 
 def take(options: argparse.Namespace, host: Host) -> TakeResult:
     """Raises UsageError when it is not clear of what, and what `building.take` raises."""
+    format.refuse_bad_name(options.name)
     pid = _chosen(options.which)
     found = _of(pid, options.model or _named_model(pid, options.which))
     began = time.monotonic()
     criu.available()
-    say = StageTalk(sys.stderr, quiet=options.quiet).say
+    talk = StageTalk(sys.stderr, quiet=options.quiet, note="in the background: idle cores only")
     try:
-        taken = build(found, options.name, host.config.snapshots, say)
+        with talk:
+            taken = build(found, options.name, host.config.snapshots, talk.say)
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
     return TakeResult(

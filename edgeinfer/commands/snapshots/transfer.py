@@ -257,6 +257,11 @@ def _artifact(text: str) -> sources.OciArtifact | None:
 
 def trusted(options: argparse.Namespace, _host: Host) -> TrustResult:
     """Raises UsageError for no fingerprint, or for one that was not trusted."""
+    if options.remove and not options.fingerprint:
+        raise UsageError(
+            "name the key to stop trusting",
+            hint="`edgeinfer snapshots trust` lists them; then `… trust --remove SHA256:…`",
+        )
     if options.fingerprint:
         (trust.distrust if options.remove else trust.trust)(options.fingerprint)
     own = signing.own_key(make=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -20,6 +21,8 @@ from edgeinfer.snapshots.building import build_order as snapshots_warm
 from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.units import format_bytes
+
+_REDRAWN_EVERY_S = 0.5
 
 
 class WarmResult(Result, frozen=True, kw_only=True):
@@ -59,6 +62,7 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
         from edgeinfer.commands.snapshots.warm_agent import warm_agent  # the server's types take 60 ms
 
         return warm_agent(options, host)
+    format.refuse_bad_name(options.name)
     began = time.monotonic()
     model = store.full_name(options.model or host.config.default_model)
     config = host.config.snapshots
@@ -76,7 +80,8 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
         given_name=options.name or _own_name(options.system, wanted),
     )
     try:
-        details = snapshots_warm.build(order, config, StageTalk(sys.stderr, quiet=options.quiet).say)
+        with StageTalk(sys.stderr, quiet=options.quiet) as talk:
+            details = snapshots_warm.build(order, config, talk.say)
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
     return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
@@ -98,28 +103,58 @@ def _system(text: str, files: ModelFiles) -> str:
 
 
 class StageTalk:
-    """Progress on stderr: one line a stage, rewritten in place on a terminal."""
+    """Progress on stderr: one line a stage, with the elapsed seconds on a terminal.
 
-    def __init__(self, out: TextIO, *, quiet: bool) -> None:
+    `note` says what a stage may wait for. Lines are redrawn while this is entered (`with`).
+    """
+
+    def __init__(self, out: TextIO, *, quiet: bool, note: str = "") -> None:
         self._out, self._quiet = out, quiet
+        self._note = f" ({note})" if note else ""
+        self._drawn = out.isatty() and not quiet
         self._stage = ""
+        self._fraction: float | None = None
         self._began = time.monotonic()
-        self._shown = 0.0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> StageTalk:
+        if self._drawn:
+            threading.Thread(target=self._keep_drawing, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._ended.set()
+            self._finish()
 
     def say(self, stage: str, fraction: float | None) -> None:
-        if self._quiet:
-            return
-        now = time.monotonic()
-        if stage != self._stage:
-            self._finish(now)
-            self._stage = stage
-            self._began = self._shown = now
-            self._out.write(f"{stage} …" + ("" if self._out.isatty() else "\n"))
-        elif fraction is not None and self._out.isatty() and now - self._shown > 0.1:
-            self._shown = now
-            self._out.write(f"\r{stage} … {fraction:.0%} ")
+        """Begin a stage, or tell how far it is."""
+        with self._lock:
+            self._fraction = fraction
+            if stage == self._stage or self._quiet:
+                return
+            self._finish()
+            self._stage, self._began = stage, time.monotonic()
+            if self._drawn:
+                self._draw()
+            else:
+                self._out.write(f"{stage} …{self._note}\n")
+                self._out.flush()
+
+    def _keep_drawing(self) -> None:
+        while not self._ended.wait(_REDRAWN_EVERY_S):
+            with self._lock:
+                if self._stage and not self._ended.is_set():
+                    self._draw()
+
+    def _draw(self) -> None:
+        done = "" if self._fraction is None else f" {self._fraction:.0%}"
+        elapsed = f" {time.monotonic() - self._began:.0f} s"
+        self._out.write(f"\r\x1b[K{self._stage} …{done}{elapsed}{self._note}")
         self._out.flush()
 
-    def _finish(self, now: float) -> None:
-        if self._stage and self._out.isatty():
-            self._out.write(f"\r\x1b[K{self._stage} {now - self._began:.1f} s\n")
+    def _finish(self) -> None:
+        if self._stage and self._drawn:
+            self._out.write(f"\r\x1b[K{self._stage} {time.monotonic() - self._began:.1f} s\n")
+            self._out.flush()

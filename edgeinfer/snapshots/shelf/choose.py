@@ -173,18 +173,18 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 
 
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
-    """The folder and manifest of the snapshot called so, in full or as it was given for this model.
+    """Find the snapshot called so: in full, or as it was given for this model, or else for another.
 
     Raises SnapshotMissingError for none or one with other options, else what refuses it.
     """
     root = places.snapshots()
     all_of = format.generations(root, fingerprint.program_tag())
-    name = snapshot if snapshot in all_of else format.snapshot_name(model, {}, snapshot)
-    if name not in all_of:
-        raise SnapshotMissingError(
-            f"there is no snapshot called {snapshot}",
-            hint=f"there are: {', '.join(sorted(all_of)) or 'none'}",
-        )
+    found = format.named(all_of, snapshot, model)
+    if len(found) != 1:
+        many = "several snapshots are" if found else "there is no snapshot"
+        hint = f"there are: {', '.join(found or sorted(all_of)) or 'none'}"
+        raise SnapshotMissingError(f"{many} called {snapshot}", hint=hint)
+    name = found[0]
     format.refuse_unsafe(root, directory=True)
     format.refuse_unsafe_ancestors(root)
     manifest = format.read_manifest(all_of[name][0])

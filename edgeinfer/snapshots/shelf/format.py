@@ -28,12 +28,13 @@ from edgeinfer.errors import (
     SnapshotMissingError,
     SnapshotStaleError,
     SnapshotUnsafeError,
+    UsageError,
 )
 from edgeinfer.system import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 MAGIC = "edgeinfer-snapshot"
 VERSION = 2
@@ -234,6 +235,20 @@ def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str
     """`MODEL`, `MODEL,ctx8192,…` after the options that are not default, or `MODEL,GIVEN`."""
     words = [given] if given else [_option_part(*item) for item in sorted(requested.items())]
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, words)])
+
+
+def named(names: Collection[str], wanted: str, model: str = "") -> list[str]:
+    """List what `wanted` may mean: a whole name, else one given for `model`, else for any model."""
+    whole = [name for name in (wanted, snapshot_name(model, {}, wanted)) if name in names][:1]
+    return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == wanted)
+
+
+def refuse_bad_name(given: str) -> None:
+    """Raise UsageError for a name that a person may not give a snapshot: it would be changed."""
+    if given and safe_name(given) != given:
+        raise UsageError(
+            f"{given!r} cannot name a snapshot", hint="letters, digits and . _ + - can: --name my-snap"
+        )
 
 
 def is_given(name: str, model: str, requested: dict[str, str]) -> bool:

@@ -153,17 +153,17 @@ def _newest_of_each() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """Find a snapshot by name, or a model's only one. Raises SnapshotMissingError."""
+    """Find a snapshot by name, whole or given, or a model's only one. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
-    if name in all_of:
-        return Path(all_of[name][0])
-    of_model = [key for key in all_of if format.model_part(key) == format.part_of(name)]
-    if len(of_model) == 1:
-        return Path(all_of[of_model[0]][0])
-    if of_model:
+    found = format.named(all_of, name) or [
+        key for key in all_of if format.model_part(key) == format.part_of(name)
+    ]
+    if len(found) == 1:
+        return Path(all_of[found[0]][0])
+    if found:
         raise SnapshotMissingError(
-            f"{name} has several snapshots", hint=f"name one: {', '.join(sorted(of_model))}"
+            f"{name} names several snapshots", hint=f"name one: {', '.join(sorted(found))}"
         )
     raise SnapshotMissingError(
         f"there is no snapshot called {name}",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
-from edgeinfer.chat.safe_text import without_controls
+from edgeinfer.safe_text import without_controls
 from edgeinfer.tui.textual_internals import divide_line
 
 

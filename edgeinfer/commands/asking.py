@@ -1,0 +1,18 @@
+"""Ask before something is deleted."""
+
+from __future__ import annotations
+
+import sys
+
+from edgeinfer.errors import InterruptedByUser
+from edgeinfer.safe_text import without_controls
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on a terminal; a script, which has none, is not asked. Raises InterruptedByUser on a no."""
+    if yes or sys.stdin is None or not sys.stdin.isatty():
+        return
+    sys.stderr.write(f"{without_controls(question)} [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise InterruptedByUser("nothing was removed")
