@@ -179,6 +179,7 @@ def settled_lines() -> str:
         "nowhere": "left out",
         "system turn": "into the system turn before",
         "first user turn": "before what the first user turn says",
+        "where it was": "kept where it first stood too",
     }
     rows = [f"| `{r.name}` | {r.about} | {goes.get(r.to, 'behind the last turn')} |" for r in RULES]
     return "\n".join(["| rule | what | where it goes |", "|---|---|---|", *rows]) + "\n"

@@ -7,7 +7,9 @@ and else moved behind what sessions share. Each rule has a name, and can be swit
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, NamedTuple
 
@@ -52,6 +54,9 @@ _FOLDERS = re.compile(
 )
 #: What clients write before a person's words, in the same turn.
 _REMINDER = ("<system-reminder>", "</system-reminder>")
+#: Reminders that are remembered, and the longest (characters).
+_REMEMBERED = 256
+_REMINDER_MOST = 16_384
 #: Codex's turn about the folder, and the parts of it that name one.
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
@@ -71,7 +76,7 @@ class Rule(NamedTuple):
     name: SettledLine
     about: str
     split: Callable[[str], Split]
-    to: Literal["nowhere", "system turn", "first user turn", "last turn"]
+    to: Literal["nowhere", "system turn", "first user turn", "last turn", "where it was"]
 
 
 RULES = (
@@ -106,8 +111,57 @@ RULES = (
         _none,
         "last turn",
     ),
+    Rule(
+        "reminder",
+        "opencode's `<system-reminder>` about its mode, which moves to the newest user turn",
+        _none,
+        "where it was",
+    ),
 )
 NAMES = tuple(rule.name for rule in RULES)
+
+
+class Reminders:
+    """Remembers which user turns ended with a reminder, to put it back where a client leaves it out.
+
+    opencode's plan mode adds one to the newest user turn and takes it from the one before, which would
+    be computed again with all behind it. Only if the newest user turn has one, others are put back.
+    """
+
+    def __init__(self) -> None:
+        self._by_conversation: OrderedDict[bytes, str] = OrderedDict()
+
+    def restore(self, turns: Sequence[Message], owner: str) -> tuple[Message, ...]:
+        """Return the turns with the reminders that they had; `owner`'s stay among its own requests."""
+        users = [turn for turn in turns if turn.role == "user"]
+        if not users or not _reminder(users[-1]):
+            return tuple(turns)
+        seen = hashlib.blake2b(owner.encode(), digest_size=16)
+        restored = []
+        for turn in turns:
+            reminder = _reminder(turn)
+            plain = _saying(turn, turn.content.removesuffix(reminder))
+            if turn.role not in ("system", "developer"):
+                seen.update(msgspec.json.encode(plain))
+            if reminder:
+                self._note(seen.digest(), reminder)
+            elif turn.role == "user":
+                reminder = self._by_conversation.get(seen.digest(), "")
+            restored.append(_saying(plain, plain.content + reminder))
+        return tuple(restored)
+
+    def _note(self, conversation: bytes, reminder: str) -> None:
+        self._by_conversation[conversation] = reminder
+        self._by_conversation.move_to_end(conversation)
+        if len(self._by_conversation) > _REMEMBERED:
+            self._by_conversation.popitem(last=False)
+
+
+def _reminder(turn: Message) -> str:
+    """The reminder at the end of a user turn, behind a person's words."""
+    at = turn.content.rfind(_REMINDER[0])
+    is_last = turn.role == "user" and turn.content.rstrip().endswith(_REMINDER[1])
+    return turn.content[at:] if is_last and at > 0 and len(turn.content) - at <= _REMINDER_MOST else ""
 
 
 def settle(

@@ -121,7 +121,7 @@ def copies_range(text: str) -> tuple[int, int]:
 
 
 #: The rules of `agents.changing_lines`.
-SettledLine = Literal["standing", "billing-header", "day", "environment", "clock", "note"]
+SettledLine = Literal["standing", "billing-header", "day", "environment", "clock", "note", "reminder"]
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):

@@ -82,6 +82,7 @@ class Endpoint:
         self.ready_said = False
         #: The rules of `changing_lines` that are applied.
         self.settled_lines: Collection[SettledLine] = changing_lines.NAMES
+        self.reminders = changing_lines.Reminders()
         #: Changes which models are here; None where nobody may.
         self.shelf: Shelf | None = None
         #: Set by whoever runs the endpoint: stop taking requests and end; called on the event loop.
@@ -240,9 +241,15 @@ class Exchange:
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 
-    def settle(self, turns: Sequence[Message]) -> tuple[Message, ...]:
+    def settle(self, turns: Sequence[Message], *, remembers: bool = False) -> tuple[Message, ...]:
         """The turns without, or with elsewhere, the lines that change in every request; says so."""
-        turns, self.settled = changing_lines.settle(turns, self.endpoint.settled_lines)
+        wanted = self.endpoint.settled_lines
+        settled, self.settled = changing_lines.settle(turns, wanted)
+        turns = settled
+        if remembers and "reminder" in wanted:
+            turns = self.endpoint.reminders.restore(settled, self.cache_salt)
+        if turns != settled:
+            self.settled = (*self.settled, "reminder")
         if self.settled:
             self.reply_headers["x-edgeinfer-settled"] = ", ".join(self.settled)
         return turns

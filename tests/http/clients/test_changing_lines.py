@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.agents.changing_lines import NAMES, settle
+from edgeinfer.agents.changing_lines import NAMES, Reminders, settle
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.requests import Message
 from edgeinfer.settings.config import ServeConfig
@@ -212,3 +212,52 @@ def test_a_rule_can_be_switched_off(serve):
 
 def _turn(role: str, content: str) -> Message:
     return Message(role=role, content=content)
+
+
+PLAN = "<system-reminder>\nPlan only.\n</system-reminder>\n"
+BUILD = "<system-reminder>\nBuild now.\n</system-reminder>\n"
+
+
+def _modes(*said: str) -> tuple[Message, ...]:
+    """Turns of a person, each but the last answered."""
+    turns = [turn for text in said for turn in (_turn("user", text), _turn("assistant", "done"))]
+    return (_turn("system", "Rules."), *turns[:-1])
+
+
+def test_reminder_that_moves_to_the_newest_turn_stays_where_it_stood():
+    reminders = Reminders()
+    first = _modes(f"one{PLAN}")
+    assert reminders.restore(first, "") == first
+    assert reminders.restore(_modes("one", f"two{PLAN}"), "") == _modes(f"one{PLAN}", f"two{PLAN}")
+    assert reminders.restore(_modes("one", "two", f"three{BUILD}"), "") == _modes(
+        f"one{PLAN}", f"two{PLAN}", f"three{BUILD}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("turns", "owner"),
+    [
+        (_modes("one", "two"), ""),  # no mode is on
+        (_modes("one", f"two{PLAN}"), "another key"),
+        (_modes("other", f"two{PLAN}"), ""),
+    ],
+)
+def test_reminder_is_put_back_nowhere_else(turns, owner):
+    reminders = Reminders()
+    reminders.restore(_modes(f"one{PLAN}"), "")
+    assert reminders.restore(turns, owner) == turns
+
+
+def test_reminders_that_were_put_back_are_named(serve):
+    engine = FakeEngine()
+    here = serve(engine)
+
+    def ask(*said, **fields):
+        turns = [{"role": turn.role, "content": turn.content} for turn in _modes(*said)]
+        return here.chat(messages=turns, **fields)
+
+    ask(f"one{PLAN}", cache_prompt=False)
+    assert "x-edgeinfer-settled" not in ask("one", f"two{PLAN}").headers  # nothing was to be remembered
+    ask(f"one{PLAN}")
+    assert ask("one", f"two{PLAN}").headers["x-edgeinfer-settled"] == "reminder"
+    assert engine.requests[-1].messages == _modes(f"one{PLAN}", f"two{PLAN}")

@@ -16,7 +16,7 @@ from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 RECORDED = Path(__file__).parents[2] / "clients/recorded"
-AGENTS = ("aider", "claude", "codex", "goose", "opencode", "pi", "qwen")
+AGENTS = ("aider", "claude", "codex", "goose", "opencode", "opencode-plan", "pi", "qwen")
 #: qwen-code lists the folder anew when it goes on with a session, and aider writes its history into one
 #: turn: they change what they said before, and no cache can help it.
 REWRITES_ITS_PAST = ("aider", "qwen")
