@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 from bench_resume import MODELS, Bench
 from common import CACHE, ROOT, add_out, spread, write_figure
 from peer_server import Server
@@ -32,7 +31,6 @@ from peer_server import Server
 sys.path.insert(0, str(ROOT / "tests/made"))
 from made_models import make_llama
 
-from edgeinfer.runtime.attaching.remembered import TRIALS, Rates
 from edgeinfer.runtime.backends import files
 from edgeinfer.runtime.backends.devices import Device, Loaded, device_line
 from edgeinfer.runtime.backends.survey import survey
@@ -48,7 +46,6 @@ class Side(NamedTuple):
     words: str
     layers: str
     devices: tuple[str, ...] = ()
-    is_for_prompts: bool = False
 
 
 class Found(NamedTuple):
@@ -111,7 +108,6 @@ class GpuBench(Bench):
             found += [
                 Side(f"all on {device.name}", "all", (device.name,)),
                 Side(f"{half} on {device.name}", half, (device.name,)),
-                Side(f"prompts on {device.name}", "auto", (device.name,), is_for_prompts=True),
             ]
         if len(devices) > 1:
             names = tuple(device.name for device in devices)
@@ -136,8 +132,6 @@ class GpuBench(Bench):
         folder = self.work / "home/config"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(f"[gpu]\ndevices = {json.dumps(side.devices)}\n")
-        if side.is_for_prompts:
-            self._have_prompts_read(name)
         layers = ("--gpu-layers", side.layers)
         first = [self._launch(name, *layers)["first_token"] for _ in range(self.options.runs)]
         began = time.monotonic()
@@ -146,20 +140,6 @@ class GpuBench(Bench):
             attach_s = time.monotonic() - began if attached else None
             turns = [self._turn(PORT, n) for n in range(self.options.runs)]
         return Found(attach_s, first, *zip(*turns, strict=True))
-
-    def _have_prompts_read(self, name: str) -> None:
-        """Have `auto` read prompts on the device whatever is faster: a trial is made, and what it found
-        is written anew.
-        """
-        n_before = len(TRIALS.read())
-        with self._endpoint(name, PORT, "--resume=always"):
-            deadline = time.monotonic() + ATTACH_S
-            while len(TRIALS.read()) == n_before and time.monotonic() < deadline:
-                with contextlib.suppress(OSError):
-                    _get(PORT, "/props")  # loads the model
-                time.sleep(0.1)
-        for key, trial in TRIALS.read().items():
-            TRIALS.put(key, msgspec.structs.replace(trial, both=Rates(prefill=1e9, decode=1e9)))
 
     def _turn(self, port: int, n: int) -> tuple[float, float]:
         """Tokens/s of a prompt that nothing is known of, and of its answer."""

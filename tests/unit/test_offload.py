@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from edgeinfer.runtime.attaching.remembered import Rates, Trial
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.planning.choices import choose_repack
 from edgeinfer.runtime.planning.offload import Offload, Room, fewer, make_offload
@@ -66,23 +65,24 @@ def spread(shape: Shape, *free_gib: float, wanted: int | str = "auto") -> Offloa
     [
         (DENSE, (24.0,), 33, 0),
         (DENSE, (8.0,), 33, 0),
-        (DENSE, (4.0,), range(12, 33), 0),
-        (DENSE, (2.0,), range(1, 12), 0),
+        (DENSE, (4.0,), 0, 0),
         (DENSE, (0.5,), 0, 0),
         (DENSE, (3.5, 3.5), 33, 0),
         (DENSE, (24.0, 0.1), 33, 0),
         (EXPERTS, (24.0,), 49, 0),
         (EXPERTS, (12.0,), 49, range(10, 40)),
         (EXPERTS, (4.0,), 49, range(35, 49)),
-        (EXPERTS, (1.0,), range(0, 25), range(0, 49)),
+        (EXPERTS, (1.0,), 0, 0),
         (TINY, (1.0,), 31, 0),
-        (TINY, (0.3,), range(0, 30), 0),
+        (TINY, (0.3,), 0, 0),
         (DENSE, (), 0, 0),
     ],
 )
-def test_as_much_as_fits_and_experts_stay_behind_first(shape, free_gib, n_layers, n_without) -> None:
+def test_auto_offloads_all_layers_or_none_and_leaves_experts_first(
+    shape, free_gib, n_layers, n_without
+) -> None:
     found = spread(shape, *free_gib)
-    assert found.n_layers in (n_layers if isinstance(n_layers, range) else (n_layers,))
+    assert found.n_layers == n_layers
     assert found.n_without_experts in (n_without if isinstance(n_without, range) else (n_without,))
     assert found.reason
     assert sum(part.n_layers for part in found.parts) == found.n_layers
@@ -94,7 +94,8 @@ def test_as_much_as_fits_and_experts_stay_behind_first(shape, free_gib, n_layers
 def test_more_room_never_holds_less() -> None:
     counts = [spread(DENSE, gib / 4).n_layers for gib in range(1, 33)]
     assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (0, 33)
+    assert set(counts) == {0, 33}
+    assert "--gpu-layers N" in spread(DENSE, 4.0).reason
 
 
 def test_devices_are_filled_to_the_same_share() -> None:
@@ -132,30 +133,3 @@ def test_a_person_reads_it() -> None:
     assert str(spread(DENSE, 24.0)) == "33 of 33 (33 on Vulkan0)"
     assert "experts of" in str(spread(EXPERTS, 12.0))
     assert str(spread(DENSE, 0.5)).startswith("none: ")
-
-
-@pytest.mark.parametrize(
-    ("devices", "both", "best", "words"),
-    [
-        ((2000.0, 90.0), (1500.0, 20.0), "devices", "is faster:"),
-        ((2000.0, 5.0), (1500.0, 20.0), "both", "is faster for prompts (1500 and 20.0 tokens/s with"),
-        ((90.0, 15.0), (80.0, 20.0), "cpu", "is no faster:"),
-        ((2000.0, 5.0), None, "cpu", "is no faster:"),
-    ],
-)
-def test_a_trial_chooses_what_takes_least_time_for_a_turn(
-    devices: tuple[float, float], both: tuple[float, float] | None, best: str, words: str
-) -> None:
-    def rates(found: tuple[float, float]) -> Rates:
-        return Rates(prefill=found[0], decode=found[1])
-
-    trial = Trial(
-        model="m",
-        place="all",
-        cpu=rates((100.0, 20.0)),
-        devices=rates(devices),
-        both=rates(both) if both else None,
-        at=0.0,
-    )
-    assert trial.best == best
-    assert str(trial).startswith(f"all {words}")

@@ -215,7 +215,7 @@ def _device_rows(devices: DevicesShown | None) -> Rows:
         names = ("weights", "KV cache", "compute")
         split = ", ".join(f"{n} {format_bytes(s)}" for n, s in zip(names, sizes, strict=True))
         rows.append((f"memory, {part.device}", f"{format_bytes(part.total_bytes)}: {split}"))
-    return rows + [("measured", trial) for trial in devices.trials]
+    return rows
 
 
 def show(options: argparse.Namespace, host: Host) -> ShowResult:
@@ -370,5 +370,5 @@ def _memory(
         repack_reason=plan.repack.reason,
         from_disk=plan.from_disk and not plan.refusal,
         warning=warning,
-        devices=planned_devices(name, header_shape(headers), plan, wanted.gpu_layers, host.config.gpu),
+        devices=planned_devices(header_shape(headers), plan, wanted.gpu_layers, host.config.gpu),
     )

@@ -1,10 +1,9 @@
-"""Where `show` says a model's layers would lie, by the plan and the trials that launches go by."""
+"""Where `show` says a model's layers would lie, by the plan that launches go by."""
 
 from __future__ import annotations
 
 import msgspec
 
-from edgeinfer.runtime.attaching.remembered import TRIALS
 from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.backends.devices import Loaded
 from edgeinfer.runtime.backends.survey import survey
@@ -15,10 +14,7 @@ from edgeinfer.settings.config import GpuConfig
 
 
 class DevicesShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers on devices, the output counted as one; bytes. `reason` says why no more, or none.
-
-    `trials` are what was measured of this model, in words.
-    """
+    """Layers on devices, the output counted as one; bytes. `reason` says why no more, or none."""
 
     n_layers: int
     n_all: int
@@ -26,11 +22,10 @@ class DevicesShown(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
     reason: str
     summary: str
-    trials: tuple[str, ...] = ()
 
 
 def planned_devices(
-    model: str, shape: Shape, plan: Plan, layers: int | str, config: GpuConfig
+    shape: Shape, plan: Plan, layers: int | str, config: GpuConfig
 ) -> DevicesShown | None:
     """Ask this machine's devices and plan; None where there are none, or nobody wants them."""
     wishes = Wishes.of(layers, config.devices, config.max_memory_gib)
@@ -48,5 +43,4 @@ def planned_devices(
         parts=offload.parts,
         reason=offload.reason,
         summary=str(offload),
-        trials=tuple(str(trial) for trial in TRIALS.read().values() if trial.model == model),
     )

@@ -31,8 +31,6 @@ CPU_FEATURES = """
     sse4_2 avx f16c fma avx2 bmi2 avx512f avx512_vnni avx512_bf16 avx_vnni amx_int8
 """.split()
 GIB = 1 << 30
-#: So many trials of devices are shown, the latest.
-_TRIALS = 5
 _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
@@ -151,15 +149,12 @@ def _copies() -> Check:
 
 
 def _gpu() -> list[Check]:
-    """GPU: what the backend libraries find, each in a process of its own, and what trials found."""
-    from edgeinfer.runtime.attaching.remembered import TRIALS
+    """GPU: what the backend libraries find, each in a process of its own."""
     from edgeinfer.runtime.backends.survey import survey
     from edgeinfer.system.machine import read_gpus
 
     cards, answers = read_gpus(), survey()
     checks = [_backend(answer, cards) for answer in answers]
-    latest = list(TRIALS.read().values())[-_TRIALS:]
-    checks += [Check("gpu", "ok", f"{trial.model}: {trial}") for trial in latest]
     if not answers and cards:
         text = f"{' and '.join(cards)} on the bus, but no library for it"
         return [Check("gpu", "warn", text, "`edgeinfer backend` says where a library for it goes")]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from edgeinfer.errors import ModelLoadError, OutOfMemoryError
+from edgeinfer.errors import DecodeError, ModelLoadError, OutOfMemoryError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.backends.devices import Device
 from edgeinfer.runtime.decoding.active import ActiveContext
+from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.loading.load import Loaded, open_model, with_another_context
 from edgeinfer.runtime.loading.lora import Held, LoraAdapters
 from edgeinfer.runtime.loading.placement import Placement
@@ -22,6 +23,7 @@ from edgeinfer.runtime.planning.offload import Offload, Room, fewer
 from edgeinfer.system.machine import read_machine
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
+_WARM_UP_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -36,6 +38,23 @@ class Target:
     offload: Offload
     placement: Placement
     failed: str = ""
+
+    def warm_up(self) -> None:
+        """Have the devices compile what a prompt and an answer need. Raises DecodeError."""
+        n_tokens = min(_WARM_UP_TOKENS, self.loaded.n_batch)
+        batch = Batch(
+            capacity=n_tokens,
+            max_outputs=1,
+            n_vocab=self.loaded.vocab.n_vocab,
+            n_seq_max=1,
+            n_cells=self.loaded.n_cells,
+        )
+        for at, tokens in ((0, list(range(1, 1 + n_tokens))), (n_tokens, [1])):
+            batch.clear()
+            batch.add(tokens, at, 0, outputs=1)
+            if code := batch.decode(self.active):
+                raise DecodeError(f"llama_decode returned {code} for {len(tokens)} tokens")
+        libllama.L.llama_memory_seq_rm(self.active.memory, 0, -1, -1)
 
 
 class NoTarget(Exception):

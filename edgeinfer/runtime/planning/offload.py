@@ -79,8 +79,8 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
 def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int | str) -> Offload:
     """Spread a model of `shape`, to be loaded by `plan`, over devices.
 
-    `wanted` is "none", "all", a number of layers, or "auto": as many as fit, where experts are left to
-    the CPU before whole layers are.
+    `wanted` is "none", "all", a number of layers, or "auto": all layers, if they fit without their
+    experts at least, or none.
     """
     n_all = shape.n_layer + 1
     if wanted == "none" or not rooms or wanted == 0:
@@ -94,13 +94,8 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
         if parts := _spread(sizes, rooms, n_all, n_all, n_without):
             reason = "all of it fits" if not n_without else "all but these experts fits"
             return _offload(parts, n_all, n_without, reason)
-    n_without = shape.n_layer if sizes.experts else 0
-    for n_layers in range(shape.n_layer, 0, -1):
-        if parts := _spread(sizes, rooms, n_layers, n_all, n_without):
-            return _offload(parts, n_all, n_without, f"{_free(rooms)} hold no more")
-    return Offload(
-        n_layers=0, n_all=n_all, n_without_experts=0, parts=(), reason=f"{_free(rooms)} hold no layer"
-    )
+    reason = f"{_free(rooms)} do not hold all layers; --gpu-layers N puts N there"
+    return Offload(n_layers=0, n_all=n_all, n_without_experts=0, parts=(), reason=reason)
 
 
 def fewer(shape: Shape, plan: Plan, rooms: tuple[Room, ...], failed: Offload) -> Offload:

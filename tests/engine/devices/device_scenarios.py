@@ -15,9 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
-from edgeinfer.runtime.attaching.remembered import TRIALS, Rates
 from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
@@ -26,11 +23,6 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 PROMPT = "The three primary colours are"
-#: More than 256 tokens each, the second behind the first, the third behind a short one. What follows is
-#: never nearly something else, so that a device's bits and the CPU's give one text.
-LONG = PROMPT * 12
-LONGER = LONG + " red, blue and green too," * 18
-OTHER = "Roses are sold in many shops" * 15
 _PATIENCE_S = 240.0
 said: list[str] = []
 
@@ -47,10 +39,10 @@ def fail(how: str) -> None:
 
 
 @contextmanager
-def engine(n_ctx: int = 512) -> Iterator[LlamaEngine]:
+def engine() -> Iterator[LlamaEngine]:
     path = sys.argv[1]
     opened = load_engine(
-        ModelFiles(name="m", paths=(path,)), LoadOptions(n_ctx=n_ctx, n_parallel=2, n_batch=64)
+        ModelFiles(name="m", paths=(path,)), LoadOptions(n_ctx=512, n_parallel=2, n_batch=64)
     )
     try:
         yield opened
@@ -118,22 +110,6 @@ def lost(layers: int) -> dict[str, object]:
         }
 
 
-def long_prompts(layers: int | str, how: str = "") -> dict[str, object]:
-    """Prompts that devices read, and the CPU answers, where a trial has found so; here it is told so."""
-    for key, trial in TRIALS.read().items():
-        TRIALS.put(key, msgspec.structs.replace(trial, both=Rates(prefill=1e9, decode=1e9)))
-    with engine(2048) as opened:
-        opened.use_devices(Wishes(layers=layers, devices=("Vulkan0",)))
-        assert opened.settle_devices(_PATIENCE_S)
-        before = place(opened)
-        texts = [text(ask(opened, prompt="Roses are"))]
-        fail(how)
-        long = [opened.tokenize(prompt) for prompt in (LONG, LONGER, OTHER)]
-        assert min(len(long[0]), len(long[1]) - len(long[0]), len(long[2])) > 260
-        texts += [text(ask(opened, prompt=prompt)) for prompt in (LONG, LONGER, OTHER)]
-        return {"texts": texts, "before": before, "place": place(opened)}
-
-
 def failing(how: str, layers: int | str) -> dict[str, object]:
     """A device that fails while it is attached."""
     fail(how)
@@ -147,11 +123,7 @@ SCENARIOS = {
     "one": lambda: with_layers(1),
     "auto": lambda: with_layers("auto"),
     "small": lambda: with_layers("auto", devices=("Vulkan0",), memory_bytes=1 << 20),
-    "tried": lambda: with_layers("auto", devices=("Vulkan0",)),
-    "tried before": lambda: with_layers("auto", devices=("Vulkan0",)),
-    "prompts": lambda: long_prompts("none"),
-    "prompts there": lambda: long_prompts("auto"),
-    "prompts lost": lambda: long_prompts("auto", "submit 3"),
+    "fits": lambda: with_layers("auto", devices=("Vulkan0",)),
     "named": lambda: with_layers(1, devices=("Vulkan9",)),
     "while": lambda: while_answering(1),
     "no device": lambda: failing("create 0", 1),

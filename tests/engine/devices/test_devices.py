@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.runtime.attaching.remembered import TRIALS
 from edgeinfer.runtime.backends import files
 from edgeinfer.system.machine import has_gpu
 
@@ -72,7 +71,7 @@ def answers(process: Any) -> dict[str, Any]:
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the CPU says."""
     place = tmp_path_factory.mktemp("alone")
-    found = answers(start(model, {"PYTHONPATH": str(ROOT)}, place, "cpu", "long", "prompts"))
+    found = answers(start(model, {"PYTHONPATH": str(ROOT)}, place, "cpu", "long"))
     assert found["cpu"]["place"] == found["long"]["place"] == "none"
     return found
 
@@ -81,14 +80,15 @@ def test_all_some_and_no_layers_give_the_cpus_text(
     model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
 ) -> None:
     found = answers(
-        start(model, environment, tmp_path, "auto", "small", "named", "one", "while", "all")
+        start(model, environment, tmp_path, "auto", "small", "fits", "named", "one", "while", "all")
     )
     wanted = alone["cpu"]["texts"]
-    for name in ("auto", "small", "named", "one", "all"):
+    for name in ("auto", "small", "fits", "named", "one", "all"):
         assert found[name]["texts"] == wanted, name
         assert found[name]["cached"] == alone["cpu"]["cached"] > 0, "what was computed has moved along"
     assert found["one"]["place"] == "1 of 3 (1 on Vulkan0)"
-    assert found["all"]["place"] == "3 of 3 (3 on Vulkan0)"
+    assert found["all"]["place"] == found["fits"]["place"] == "3 of 3 (3 on Vulkan0)"
+    assert "do not hold all layers" in found["small"]["reason"]
     # a software device is nothing to choose by oneself, nor one without room
     assert found["auto"]["place"] == found["small"]["place"] == found["named"]["place"] == "none"
     assert found["auto"]["said"] == found["small"]["said"] == found["one"]["said"] == []
@@ -98,38 +98,6 @@ def test_all_some_and_no_layers_give_the_cpus_text(
     assert found["named"]["said"] == ["no layers on a GPU: vulkan has no such device"]
     assert found["while"]["place"] == found["one"]["place"]
     assert found["while"]["texts"] == alone["long"]["texts"]
-
-
-def test_a_trial_decides_and_is_remembered(
-    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
-) -> None:
-    found = answers(start(model, environment, tmp_path, "tried", "tried before"))
-    for name in ("tried", "tried before"):
-        assert found[name]["texts"] == alone["cpu"]["texts"]
-        assert found[name]["said"] == []
-    reason = found["tried"]["reason"]
-    assert reason.startswith("3 of 3 (3 on Vulkan0) is ")
-    assert "tokens/s read and written, the CPU" in reason
-    assert found["tried before"]["reason"] == reason
-    (trial,) = TRIALS.read().values()
-    assert str(trial) == reason
-    assert (found["tried"]["place"] == "none") == (trial.best == "cpu")
-    command = [sys.executable, "-m", "edgeinfer", "doctor"]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-    assert f"m: {trial}" in done.stdout
-
-
-def test_prompts_are_read_on_a_device_and_answered_by_the_cpu(
-    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
-) -> None:
-    found = answers(start(model, environment, tmp_path, "tried", "prompts there", "prompts lost"))
-    there, lost = found["prompts there"], found["prompts lost"]
-    assert there["texts"] == lost["texts"] == alone["prompts"]["texts"]
-    assert there["before"] == there["place"] == lost["before"] == "for prompts: 3 of 3 (3 on Vulkan0)"
-    assert there["said"] == []
-    assert lost["place"] == "none"
-    (line,) = lost["said"]
-    assert "Vulkan0 failed, and the CPU reads prompts" in line
 
 
 def test_a_device_that_fails_costs_one_line_and_no_answer(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgeinfer.blocks.format import Block
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
@@ -66,7 +65,7 @@ class BlockCache:
 
     def match(
         self, tokens: list[int], adapters: AdapterKey, salt: str, cached: int, *, is_alone: bool
-    ) -> Restore[Block] | None:
+    ) -> Restore | None:
         """Begin to read what the store has of `tokens` beyond the `cached` that memory has.
 
         The blocks begin at or before `cached`. None when that is not worth it. A model that has not
@@ -152,7 +151,7 @@ class BlockCache:
 
     # read
 
-    def read(self, restore: Restore[Block], resident: Resident, tokens: list[int]) -> bool:
+    def read(self, restore: Restore, resident: Resident, tokens: list[int]) -> bool:
         """Put the next block, which is ready, behind what `resident` has. False when it cannot be used,
         or no cells are free: the rest is to be computed.
         """

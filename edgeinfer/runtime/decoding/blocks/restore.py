@@ -1,4 +1,4 @@
-"""A prefix on its way into a sequence, from the store or a device: threads bring it, in order."""
+"""A prefix on its way from the store into a sequence: threads bring its blocks, in order."""
 
 from __future__ import annotations
 
@@ -6,34 +6,22 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
-from edgeinfer.blocks.format import State
+from edgeinfer.blocks.format import Block
 
 #: A block is waited for at least so long (seconds) before computing it is thought to be faster.
 _PATIENCE_S = 0.05
 
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens that were computed in another context, and their part of its state."""
-
-    tokens: list[int]
-    state: State
-
-
 @dataclass(slots=True, eq=False)
-class Restore(Generic[T]):
-    """Blocks or pieces from `start` on, of which the tokens up to `end` are wanted.
+class Restore:
+    """Blocks from `start` on, of which the tokens up to `end` are wanted.
 
     `futures` are the blocks, in order; None stands for one that cannot be used. `cached` tokens had
     been in memory.
     """
 
-    futures: Sequence[Future[T | None]]
+    futures: Sequence[Future[Block | None]]
     start: int
     end: int
     done: int = 0
@@ -51,7 +39,7 @@ class Restore(Generic[T]):
         """Whether the next block has been read."""
         return self.futures[self.done].done()
 
-    def take(self) -> T | None:
+    def take(self) -> Block | None:
         """The next block, which is ready; None when it cannot be used."""
         block = self.futures[self.done].result()
         self.done += 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 
-from edgeinfer.blocks.format import Block
 from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
 from edgeinfer.runtime.decoding.blocks.restore import Restore
 from edgeinfer.runtime.decoding.cache import points
@@ -15,7 +14,6 @@ from edgeinfer.runtime.decoding.cache.divergence import closest, describe_diverg
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, common_prefix
 from edgeinfer.runtime.decoding.metrics import Counters
 from edgeinfer.runtime.decoding.scheduling.chunks import Chunks
-from edgeinfer.runtime.decoding.scheduling.readings import Readings
 from edgeinfer.runtime.decoding.sequences.sequence import Sequence
 from edgeinfer.runtime.vocab import Vocab
 
@@ -38,8 +36,8 @@ def restoring(running: list[Sequence]) -> list[Sequence]:
 class Prefixes:
     """Hands prefixes over.
 
-    `blocks` is the store's side, None without one; `readings` are prompts that a device computes;
-    `chunks` knows what computing costs; `can_cut`: states can be cut anywhere.
+    `blocks` is the store's side, None without one; `chunks` knows what computing costs; `can_cut`:
+    states can be cut anywhere.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class Prefixes:
         self._counters = counters
         self._vocab, self._can_cut = vocab, can_cut
         self.blocks: BlockCache | None = None
-        self.readings = Readings(kv)
 
     def in_memory(self, seq: Sequence) -> int:
         """How many of its tokens the cells hold already."""
@@ -140,7 +137,7 @@ class Prefixes:
             if seq.restore is not None and seq.restore.is_too_slow(block_s):
                 self._end_restore(seq)
 
-    def _restore_one(self, seq: Sequence, restore: Restore[Block]) -> None:
+    def _restore_one(self, seq: Sequence, restore: Restore) -> None:
         assert self.blocks is not None
         assert seq.resident is not None
         goes_on = self.blocks.read(restore, seq.resident, seq.tokens)
@@ -186,7 +183,6 @@ class Prefixes:
     def give_up(self, seq: Sequence, *, keep: bool) -> None:
         """Take the cells of a request that is to go on later; what is not kept is computed again."""
         self._end_restore(seq)
-        self.readings.end(seq)
         if seq.resident is not None:
             self._kv.release(seq.resident, keep=keep)
             seq.resident = None
@@ -194,7 +190,6 @@ class Prefixes:
     def leave_behind(self, seq: Sequence, *, keep: bool) -> None:
         """A request has ended: what it has computed is there for others, if `keep`."""
         self._end_restore(seq)
-        self.readings.end(seq)
         if seq.resident is None:
             return
         resident, seq.resident = seq.resident, None

@@ -90,11 +90,9 @@ class Scheduler:
         self.roster.end_cancelled_and_late()
         self._admission.admit()
         self.prefixes.restore(running)
-        self.prefixes.readings.work(running)
         parts = self._planner.plan()
         if not parts:
             self.prefixes.wait_for_disk(running)
-            self.prefixes.readings.wait(running)
             return
         try:
             decode_s = self.execution.run(parts)

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.blocks.format import Block
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.decoding.blocks.restore import Piece, Restore
+from edgeinfer.runtime.decoding.blocks.restore import Restore
 from edgeinfer.runtime.decoding.cache.divergence import Closest
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, Resident
 from edgeinfer.runtime.decoding.drafting.speculative import Drafting
@@ -56,8 +55,7 @@ class Sequence:
 
     `keep_tokens` says how many tokens at the front survive a context shift; `lent_s`, for how long its
     prompt has let others go on without it.
-    While blocks come from the store (`restore`) or pieces from a device (`reading`), nothing of it is
-    computed here; `was_read`: a device has been asked.
+    While blocks come from the store (`restore`), nothing of it is computed.
     """
 
     request: GenerateRequest
@@ -80,9 +78,7 @@ class Sequence:
     cached_disk_tokens: int = 0
     closest: Closest = field(default_factory=Closest)
     divergence: Divergence = field(default_factory=Divergence)
-    restore: Restore[Block] | None = None
-    reading: Restore[Piece] | None = None
-    was_read: bool = False
+    restore: Restore | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     n_generated: int = 0
     lent_s: float = 0.0
@@ -112,8 +108,8 @@ class Sequence:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether a part of the prompt is on its way from the store or a device."""
-        return self.restore is not None or self.reading is not None
+        """Whether a part of the prompt is on its way from the store."""
+        return self.restore is not None
 
     @property
     def is_prefill_only(self) -> bool:
