@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
+_log = logging.getLogger("edgeinfer.blocks")
 #: Bytes that may wait; one job is always let in.
 _QUEUE_BYTES = 256 << 20
 
@@ -81,6 +83,8 @@ class Writer:
                 self._busy = True
             try:
                 job()
+            except Exception as error:  # noqa: BLE001  the main of a thread: later jobs must be written
+                _log.warning("a block was not written: %s: %s", type(error).__name__, error)
             finally:
                 with self._changed:
                     self._busy = False

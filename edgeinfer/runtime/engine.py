@@ -111,8 +111,12 @@ class LlamaEngine:
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
-        return not self._closed
+        """Whether `close` was not called yet, and the decode loop lives."""
+        return not (self._closed or self._loop.failure)
+
+    def health(self) -> str:
+        """See `Engine.health`."""
+        return self._loop.failure
 
     @property
     def info(self) -> EngineInfo:

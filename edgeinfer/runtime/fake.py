@@ -109,6 +109,10 @@ class FakeEngine:
         """Whether `close` was not called yet."""
         return not self._closed
 
+    def health(self) -> str:
+        """See `Engine.health`."""
+        return ""
+
     @property
     def info(self) -> EngineInfo:
         return self._info

@@ -42,7 +42,10 @@ class Engine(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests: it was not closed, and its process has not ended."""
+        """Whether it takes requests: it was not closed, and its process or thread has not ended."""
+
+    def health(self) -> str:
+        """Say why it answers no more, "" while it is well. Returns at once."""
 
     @property
     def info(self) -> EngineInfo: ...

@@ -80,6 +80,10 @@ class RemoteEngine:
         """Whether the worker runs and was not asked to end."""
         return not self._closed
 
+    def health(self) -> str:
+        """See `Engine.health`: a worker whose decode loop has failed ends."""
+        return self._gone().message if self._closed else ""
+
     @property
     def info(self) -> EngineInfo:
         return self._info

@@ -123,3 +123,6 @@ class _Server:
                 self._wire.send(Problem(number, to_fields(error)))
         except OSError:  # the other side is gone; `run` ends too
             pass
+        finally:
+            if self._engine.health():  # the process ends, and the other side starts another
+                self._wire.hang_up()

@@ -299,6 +299,15 @@ def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
     assert whole_and_unfinished(root) == (n_whole, 0)
 
 
+def test_the_writer_goes_on_after_any_failure(blocks: ModelBlocks) -> None:
+    def fail() -> None:
+        raise ValueError("not foreseen")
+
+    assert blocks.writer.put(fail, 1)
+    assert blocks.writer.flush(30)
+    assert blocks.has(put(blocks, make_block(blocks, TOKENS)))
+
+
 def test_two_processes_that_write_the_same_do_no_harm(tmp_path: Path) -> None:
     processes = [writing(tmp_path / "blocks", 3) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]

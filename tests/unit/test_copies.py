@@ -331,3 +331,21 @@ def test_adapters_are_every_copys_and_that_of_one_that_comes():
         assert [fake.info.lora for fake in shop.engines[1:]] == [(red,), (red,)]
         assert engine.use_adapters([]) == engine.info.lora == ()
         assert [fake.info.lora for fake in shop.engines[1:]] == [(), ()]
+
+
+def test_worker_whose_decode_loop_has_failed_ends() -> None:
+    class Dead(FakeEngine):
+        def health(self) -> str:
+            return "the decode loop failed: MemoryError: no more"
+
+    here, there = socket.socketpair()
+    thread = threading.Thread(target=serve, args=(there, Start(), lambda progress: Dead()))
+    thread.start()
+    engine = RemoteEngine(here)
+    assert engine.health() == ""
+    with contextlib.suppress(EngineClosedError):
+        list(engine.submit(GenerateRequest(prompt="x", max_tokens=1)))
+    thread.join(30)
+    assert not thread.is_alive()
+    engine.close()
+    assert "has ended" in engine.health()

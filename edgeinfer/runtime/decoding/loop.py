@@ -4,18 +4,21 @@ closed.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError, QueueFullError
 from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
 from edgeinfer.runtime.decoding.sequences.sequence import Sequence
 
 T = TypeVar("T")
+_log = logging.getLogger("edgeinfer.engine")
 
 #: Requests to an idle engine that come within this time of each other (seconds), up to so many, begin
 #: in one batch.
@@ -34,12 +37,14 @@ class DecodeLoop:
         self._roster = scheduler.roster
         self._roster.on_end = self._ended
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._inside = 0
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
+        #: Why the thread has died, "" while it has not: nothing is computed any more.
+        self.failure = ""
 
     @property
     def inside(self) -> int:
@@ -65,16 +70,9 @@ class DecodeLoop:
         here.
         """
         done: Future[T] = Future()
-
-        def job() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:  # noqa: BLE001  raised again where it was asked for
-                done.set_exception(error)
-
         with self._changed:
             self._check_open()
-            self._jobs.put(job)
+            self._jobs.put((work, done))
             self._start()
             self._changed.notify_all()
         return done.result()
@@ -113,6 +111,11 @@ class DecodeLoop:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine is closed")
+        if self.failure:
+            raise self._dead()
+
+    def _dead(self) -> EngineClosedError:
+        return EngineClosedError(self.failure, hint="ask again: the model is loaded anew")
 
     def _start(self) -> None:
         if self._thread is None:
@@ -124,6 +127,28 @@ class DecodeLoop:
             self._inside -= 1
 
     def _main(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001  the main of a thread: every caller must hear of it
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        """Fail everything that is inside, and all that comes from now on."""
+        with self._changed:
+            self.failure = f"the decode loop failed: {type(error).__name__}: {error}"
+            self._thread = None
+            self._inside = 0
+            sequences = [*self._roster.running, *self._roster.waiting]
+            while not self._inbox.empty():
+                sequences.append(self._inbox.get())
+        _log.error("%s", self.failure)
+        for seq in sequences:
+            with contextlib.suppress(Exception):
+                seq.fail(self._dead())
+        while not self._jobs.empty():
+            self._jobs.get()[1].set_exception(self._dead())
+
+    def _work(self) -> None:
         while self._has_more():
             self._run_jobs()
             if self._roster.is_empty:
@@ -170,7 +195,11 @@ class DecodeLoop:
 
     def _run_jobs(self) -> None:
         for _ in range(self._jobs.qsize()):  # who asks again for one comes after the inbox
-            self._jobs.get()()
+            work, done = self._jobs.get()
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001  raised again where it was asked for
+                done.set_exception(error)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

@@ -57,6 +57,10 @@ class CopiesEngine:
         """Whether there are copies, or will be."""
         return not self._is_closed
 
+    def health(self) -> str:
+        """See `Engine.health`: a replica that fails is replaced by another."""
+        return ""
+
     @property
     def info(self) -> EngineInfo:
         """One copy's, with the sequences of all."""
