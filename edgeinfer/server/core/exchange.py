@@ -161,9 +161,8 @@ class Endpoint:
 
     def failure(self) -> str:
         """Say what keeps the endpoint from answering; "" when nothing does."""
-        engines = dict(self.models.engines())
-        health = getattr(engines.get(self.models.default), "health", str)
-        return self.preparation.failure() or health()
+        engine = dict(self.models.engines()).get(self.models.default)
+        return self.preparation.failure() or (engine.health() if engine else "")
 
     async def in_thread(self, work: Any, *args: Any) -> Any:
         """Run a blocking call of an engine beside the event loop."""

@@ -316,16 +316,6 @@ def test_health_says_what_is_loading(serve, shelf, until):
     until(lambda: here.client.get("/health").status_code == 200, "the endpoint to be healthy")
 
 
-def test_health_says_that_an_engine_has_failed(serve, monkeypatch):
-    engine = FakeEngine()
-    here = serve(engine)
-    assert here.client.get("/health").status_code == 200
-    monkeypatch.setattr(engine, "health", lambda: "the decode loop failed: MemoryError: no more")
-    health = here.client.get("/health")
-    assert (health.status_code, health.json()["status"]) == (503, "error")
-    assert health.json()["error"] == "the decode loop failed: MemoryError: no more"
-
-
 def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, shelf, until):
     shelf.refusals["a"] = ModelLoadError("damaged")
     here = serve(load=shelf.load, names=("a", "b"), wait_ready=False)
