@@ -16,7 +16,7 @@ from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.quantizing import imatrix
 from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, run_quantizer
-from edgeinfer.catalog.quantizing.score import compare
+from edgeinfer.catalog.quantizing.score import scored
 
 
 def figures(source: Path, kind: str, matrix: str, folder: Path) -> tuple[str, str, str]:
@@ -25,7 +25,7 @@ def figures(source: Path, kind: str, matrix: str, folder: Path) -> tuple[str, st
     assert number is not None
     target = folder / "made.gguf"
     run_quantizer(source, target, number, Job(), QuantizeOptions(imatrix=matrix))
-    found = compare(str(target), str(source), Job())
+    found = scored(str(target), Job(), QuantizeOptions(), compared=str(source))
     target.unlink()
     return f"{found['perplexity']:.2f}", f"{found['divergence']:.3f}", f"{found['same_top']:.0%}"
 

@@ -80,7 +80,6 @@ def pull(
 
 
 def _refuse_other_type(here: PulledModel, wanted: str) -> None:
-    """Raise UsageError when a type is wanted that the model that is here does not have."""
     if wanted and here.quantization != wanted.upper():
         raise UsageError(
             f"{here.name} is here already, in {here.quantization}",

@@ -245,7 +245,6 @@ E = TypeVar("E", CatalogError, UsageError)
 
 
 def _with_found(error: E, text: str) -> E:
-    """An error about a name, with what another program has under that name."""
     found = stores.alike(text)
     return (
         type(error)(error.message, hint=f"did you mean {' or '.join(found[:3])}?") if found else error

@@ -56,8 +56,6 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
 
 
 class _Conversion:
-    """One checkpoint on its way into one file."""
-
     def __init__(self, checkpoint: Checkpoint, family: families.Family, type_name: str) -> None:
         import gguf  # 80 ms, only for who converts
 
@@ -146,7 +144,6 @@ class _Conversion:
             writer.write_padding(out, out.tell() - begin)
 
     def _blocks(self, one: Planned, kind: gguf.GGMLQuantizationType) -> Iterator[Array]:
-        """The tensor's bytes in the file's type, some rows at a time."""
         for source in one.sources:
             stored = self.checkpoint.tensor(source).dtype
             values = self.checkpoint.view(source)

@@ -159,7 +159,6 @@ def _copied(raw: Array) -> Iterator[Array]:
 
 
 def _merged(raw: Array, tensor: TensorInfo, adapters: Sequence[Adapter], kind: str) -> Iterator[Array]:
-    """Some rows at a time: dequantized, added to, and made the type again."""
     import gguf as package
 
     pairs = [adapter.pair(tensor.name) for adapter in adapters]

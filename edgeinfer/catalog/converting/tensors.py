@@ -121,7 +121,6 @@ def _is(name: str, end: str) -> bool:
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    """Embeddings, then blocks, then what is after them."""
     layer = re.match(r"blk\.(\d+)\.", name)
     if layer:
         return 1, int(layer[1]), name

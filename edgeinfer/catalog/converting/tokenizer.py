@@ -146,7 +146,6 @@ def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 
 def _prefixes(tokenizer: Values) -> bool:
-    """Whether a space is put before a text."""
     steps = _text(tokenizer.get("normalizer")) + _text(tokenizer.get("pre_tokenizer"))
     if '"Prepend"' in steps:
         return True

@@ -118,7 +118,6 @@ def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Rem
 
 @contextmanager
 def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
-    """huggingface_hub's exceptions as ours."""
     import httpx2  # already imported by huggingface_hub
     from huggingface_hub import errors as hf
 

@@ -334,7 +334,6 @@ class _Crew:
 
 
 def _gaps(there: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """What is missing of a file of `size` bytes, in order."""
     edges = [0, *(edge for stretch in there for edge in stretch), size]
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 

@@ -98,7 +98,6 @@ def _sha256(head: dict[str, Any]) -> str:
 
 @contextmanager
 def _botocore_errors(source: StoredObject) -> Iterator[None]:
-    """botocore's exceptions as ours."""
     from botocore.exceptions import BotoCoreError, ClientError  # imported by `_client` anyway
 
     try:

@@ -70,7 +70,6 @@ def _member(wheel: Path, part: WheelFile) -> zipfile.ZipInfo:
 
 
 def _wheel(part: WheelFile, folder: Path, job: Job, index: int, n_parts: int) -> Path:
-    """The wheel of `part`, from an earlier attempt or fetched now."""
     place = folder / f"{part.package}=={part.version}"
     here = sorted(place.glob("*.whl"))
     if not here:
@@ -120,7 +119,6 @@ def _watched(command: list[str], work: Path, job: Job) -> str | None:
 
 
 def _growth(work: Path) -> int:
-    """Bytes of all wheels under `work`, wherever pip keeps them at the moment."""
     total = 0
     for folder, _, files in os.walk(work):
         for name in files:

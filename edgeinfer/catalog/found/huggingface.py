@@ -80,7 +80,6 @@ def _revisions(root: Path, repo: Path) -> list[Path]:
 
 
 def _main(root: Path, repo: Path, revisions: list[Path]) -> str:
-    """The revision that goes without saying."""
     known = [revision.name for revision in revisions]
     if (repo / "refs/main").is_file():
         wanted = small_file(repo / "refs/main", root).decode("ascii", "replace").strip()

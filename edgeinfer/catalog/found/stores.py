@@ -77,7 +77,6 @@ def _in_store(store: _Store) -> Iterator[Found]:
 
 
 def _printable(model: Found) -> Found:
-    """A name that a terminal can show, and that can be typed."""
     if model.name.isprintable():
         return model
     shown = "".join(c if c.isprintable() else "?" for c in model.name)

@@ -42,8 +42,6 @@ def _bar(out: TextIO) -> Iterator[OnProgress]:
 
 
 class _Bars:
-    """One bar at a time: the stage that runs."""
-
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
         self._task = bars.add_task("", total=None, verb="", amount="")

@@ -88,7 +88,6 @@ def quantize(
 
 
 def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) -> QuantizeOptions:
-    """The options with a matrix that was made, where one is to be made."""
     if options.imatrix != MAKE_IMATRIX:
         return options
     made = work / "imatrix.gguf"

@@ -17,21 +17,6 @@ def perplexity_text() -> Path:
     return paths.shipped_file("perplexity.txt")
 
 
-def perplexity(model: str, job: Job, score_tokens: int = 0) -> tuple[float, int]:
-    """Score the shipped text: (perplexity, tokens). Raises QuantizeError, InterruptedByUser."""
-    score = scored(model, job, QuantizeOptions(score_tokens=score_tokens))
-    return score["perplexity"], int(score["n_tokens"])
-
-
-def compare(model: str, source: str, job: Job) -> dict[str, float]:
-    """Compare a file with the one it was made of, on the shipped text.
-
-    "perplexity" and "compared_perplexity" (the source's), "divergence" and "same_top" as in
-    `Quantized`, "n_tokens". Raises QuantizeError, InterruptedByUser.
-    """
-    return scored(model, job, QuantizeOptions(), compared=source)
-
-
 def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
     """What the helper says of a model, beside another of the same vocabulary where one is given."""
     text = checked_text(options.text) if options.text else perplexity_text()

@@ -146,7 +146,6 @@ def _size(model: ListedModel) -> str:
 
 
 def _here(model: ListedModel) -> str:
-    """Where its files are."""
     if model.store:
         return f"from {model.store}"
     if model.in_place:
@@ -193,7 +192,6 @@ def _matches(model: ListedModel, wanted: list[str]) -> bool:
 
 
 def _found(model: Found, counts: dict[str, int]) -> ListedModel | UnusableModel:
-    """A model of another program, by its headers."""
     try:
         parts = stores.headers(model, vocabulary=False)  # so many files, and none is loaded
     except CatalogError as error:
@@ -257,7 +255,6 @@ def _available(entry: Model) -> ListedModel:
 def _grouped(
     models: Sequence[ListedModel], catalog: Catalog, rate: MemoryRate
 ) -> tuple[ListedModel, ...]:
-    """Models of a known size with estimates for this machine, group by group."""
     available = read_memory().available_bytes
     found = []
     for model in models:
@@ -277,5 +274,4 @@ def _rank(model: ListedModel) -> tuple[int, float]:
 
 
 def _snapshot_counts() -> dict[str, int]:
-    """Snapshots by the part of their names that says the model."""
     return Counter(model_part(name) for name in generations())

@@ -351,7 +351,6 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
 def _memory(
     name: str, headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host
 ) -> MemoryShown:
-    """The memory of the context that the engine would make now, by the plan it loads with."""
     machine = read_machine()
     wanted = requesting.load_options(options, host.config.load)
     plan: Plan = header_plan(headers, wanted, machine)

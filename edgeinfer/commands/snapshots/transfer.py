@@ -103,7 +103,6 @@ class RebuildResult(Result, frozen=True, kw_only=True):
 
 
 def _launch(name: str, model: str, requested: dict[str, str]) -> str:
-    """What to type to resume a snapshot."""
     if format.is_given(name, model, requested):
         return f"edgeinfer chat --snapshot {name}"
     adapters = [
@@ -225,7 +224,6 @@ def _ordered(order: build_order.Order, signer: str) -> RebuildResult:
 
 
 def _again(options: argparse.Namespace) -> str:
-    """The import that was typed."""
     words = ["edgeinfer", "snapshots", "import", options.source]
     return shlex.join([*words, "--name", options.name] if options.name else words)
 

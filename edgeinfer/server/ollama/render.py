@@ -125,7 +125,6 @@ class OllamaRenderer:
 
 
 def _calls(collected: dict[int, CollectedCall]) -> list[wire.ToolCallReply]:
-    """Whole calls; one whose arguments were cut short is none."""
     found = []
     for index, call in sorted(collected.items()):
         try:

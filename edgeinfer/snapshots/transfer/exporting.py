@@ -154,7 +154,6 @@ def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description
 
 
 def _libraries(folder: Path, inputs: Inputs) -> list[str]:
-    """The files that the process maps, besides its own and the models'."""
     own = {one.mapped for one in inputs.models}
     return [
         path

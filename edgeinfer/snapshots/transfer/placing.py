@@ -104,7 +104,6 @@ class Placing:
             raise SnapshotCorruptError(f"no layer of the snapshot holds {member}", hint="") from None
 
     def _unpack(self, files: dict[str, Path]) -> None:
-        """Write files out of their layers, by their names in them."""
         for member, path in files.items():
             layer, blob = self._layer(member)
             chunks = self._source.chunks(blob.digest, blob.size)
@@ -137,7 +136,6 @@ class Placing:
         return here.paths
 
     def _unpacked(self, name: str, files: tuple[ModelFile, ...]) -> store.PulledModel:
-        """Take the model out of its layers."""
         self._progress("model", None)
         need_room(paths.models_dir(), 2 * sum(one.size for one in files), name)
         with _scratch() as work:
@@ -161,7 +159,6 @@ class Placing:
         return next((path for path in paths.adapters_dir().glob("*.gguf") if _is(path, wanted)), None)
 
     def _adapter(self, wanted: AdapterFile) -> Path:
-        """The adapter's file under its name here."""
         place = adapters.place(wanted.name)
         paths.private_dir(paths.adapters_dir())
         with model_lock(Reference(wanted.name)):
@@ -201,7 +198,6 @@ def _pulled(name: str, first: Path, *, in_place: bool) -> store.PulledModel:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A folder on the models' disk, gone afterwards."""
     partial = paths.models_dir() / store.PARTIAL
     partial.mkdir(mode=0o700, parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="snapshot-", dir=partial))

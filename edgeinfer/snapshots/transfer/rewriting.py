@@ -138,7 +138,6 @@ def _areas(folder: Path) -> Iterator[Message]:
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, str]]:
-    """Every regular file by its number in the images."""
     for raw in images.read(folder / "files.img").messages:
         entry = images.decode(raw)
         for n, _, value in images.part(entry, images.FILE_REG):

@@ -22,7 +22,7 @@ from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.catalog.quantizing import children
 from edgeinfer.catalog.quantizing.quantize import quantize
 from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions
-from edgeinfer.catalog.quantizing.score import perplexity
+from edgeinfer.catalog.quantizing.score import scored
 from edgeinfer.cli import main
 from edgeinfer.errors import (
     DiskFullError,
@@ -265,14 +265,13 @@ def test_quantizing_on_a_full_disk_says_so(limit: int, tmp_path: Path, start_cli
 
 
 def test_perplexity_is_the_same_twice(smollm2: Path) -> None:
-    first, n = perplexity(str(smollm2), Job(), 100)
-    second, m = perplexity(str(smollm2), Job(), 100)
-    assert n == m
-    assert first == pytest.approx(second, rel=1e-3)
+    first, second = (scored(str(smollm2), Job(), QuantizeOptions(score_tokens=100)) for _ in range(2))
+    assert first["n_tokens"] == second["n_tokens"]
+    assert first["perplexity"] == pytest.approx(second["perplexity"], rel=1e-3)
 
 
 def test_perplexity_of_a_file_llama_cpp_refuses(tmp_path: Path, make_gguf) -> None:
     path = tmp_path / "tiny.gguf"
     path.write_bytes(make_gguf())
     with pytest.raises(QuantizeError, match="cannot be measured"):
-        perplexity(str(path), Job())
+        scored(str(path), Job(), QuantizeOptions())
