@@ -30,13 +30,8 @@ from edgeinfer.runtime.language.control_tokens import ControlTokens
 from edgeinfer.runtime.language.prepared import Lark, Prepared, TemplateFacts
 from edgeinfer.runtime.language.reasoning import ReasoningParser, Span, is_open
 from edgeinfer.runtime.language.reasoning import detect as detect_reasoning
-from edgeinfer.runtime.language.templates import (
-    CHATML,
-    TRANSCRIPT,
-    TRANSCRIPT_STOP,
-    ChatTemplate,
-    choose,
-)
+from edgeinfer.runtime.language.template_trial import choose, load_untrusted
+from edgeinfer.runtime.language.templates import CHATML, TRANSCRIPT, TRANSCRIPT_STOP, ChatTemplate
 from edgeinfer.runtime.language.tool_formats import grammar
 from edgeinfer.runtime.language.tool_formats.arguments import arguments_schema, example
 from edgeinfer.runtime.language.tool_formats.families import ToolFormat
@@ -73,7 +68,7 @@ def load_conversations(facts: TemplateFacts) -> Conversations:
             facts.template, facts.bos_text, facts.eos_text, has_chatml=_has_chatml(facts.vocab)
         )
         named = facts.named_templates.get("tool_use", "")
-        with_tools = ChatTemplate.load(named, facts.bos_text, facts.eos_text) if named else template
+        with_tools = load_untrusted(named, facts.bos_text, facts.eos_text) if named else template
     except ModelLoadError as error:
         hint = "give the model another template: `chat_template` in models.toml"
         raise ModelLoadError(error.message, hint=hint) from error

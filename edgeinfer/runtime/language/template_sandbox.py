@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextvars
 import json
 import re
+import string
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,13 @@ _TICK_COST = 16
 _NODE_COST = 256
 _CHECK_EVERY = 16
 _WIDE = re.compile(r"\d{6}")
+_DIGITS = re.compile(r"\d{1,9}")
+#: The longest text of one number or constant, written out by a format.
+_NUMBER_LENGTH = 2000
+#: Where `splitlines` splits, besides \n.
+_LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+#: Methods that compare each character with each of the argument's, 16 in the time of a unit.
+_QUADRATIC = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
 #: The filters that chat templates use; jinja2's others make much out of little, or need a web page.
 _FILTERS = (
     "abs attr capitalize count d default dictsort e escape first float groupby indent int items join "
@@ -112,12 +120,16 @@ def weigh(value: Any) -> Any:
 
     A list that holds itself twice, forty times over, is small in memory and a terabyte on paper.
     """
-    fuel = _fuel.get()
     if isinstance(value, str):
-        fuel.spend(len(value))
-        return value
-    if not isinstance(value, _CONTAINERS):
-        return value
+        _fuel.get().spend(len(value))
+    elif isinstance(value, _CONTAINERS):
+        _measure(value)
+    return value
+
+
+def _measure(value: Any) -> int:
+    """Return the characters of all texts in a container. Raises ExhaustedError."""
+    fuel = _fuel.get()
     total = 0
     counted = 0
     stack = [value]
@@ -134,7 +146,7 @@ def weigh(value: Any) -> Any:
         if total + (counted + len(stack)) * _NODE_COST > fuel.left:
             raise ExhaustedError("the chat template makes too large a value")
     fuel.spend(counted)
-    return value
+    return total
 
 
 def _tick() -> None:
@@ -157,16 +169,50 @@ def _concat(parts: Iterable[str]) -> str:
 
 def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Refuse a string method's huge result; return its arguments, an iterator as a list."""
+    fuel = _fuel.get()
     if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in args):
         raise ExhaustedError(f"the chat template calls str.{name} with too large a number")
+    if name in _QUADRATIC and args and isinstance(args[0], str):
+        fuel.afford(len(text) * len(args[0]) // 16)
+    if name in ("split", "rsplit"):
+        most = fuel.left // _NODE_COST + 1  # one more than `weigh` lets pass
+        wanted = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
+        return (args[0] if args else None, wanted if 0 <= wanted < most else most)
+    if name == "splitlines":
+        fuel.afford((text.count("\n") + sum(map(text.count, _LINE_BREAKS))) * _NODE_COST)
     if name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
-        _fuel.get().afford((text.count(args[0]) + 1) * len(args[1]) + len(text))
+        fuel.afford((text.count(args[0]) + 1) * len(args[1]) + len(text))
     if name == "join" and args:
         items = list(islice(args[0], 1_000_000))
         weigh(items)
-        _fuel.get().afford(len(items) * len(text))
+        fuel.afford(len(items) * len(text))
         return (items, *args[1:])
     return args
+
+
+def _check_format(text: str, values: tuple[Any, ...]) -> None:
+    """Refuse what `str.format` would make too large; raises ValueError when it is no format."""
+    characters = _measure(values)
+    most = len(text)
+    for _, field, spec, conversion in string.Formatter().parse(text):
+        if field is not None and spec is not None:
+            if "{" in spec:
+                raise ExhaustedError("the chat template pads to a width that is not written out")
+            most += characters * (10 if conversion else 1) + _NUMBER_LENGTH + _widths(spec)
+    _fuel.get().afford(most)
+
+
+def _check_percent(text: str, values: Any) -> None:
+    """Refuse what `%` would make too large."""
+    if "*" in text:
+        raise ExhaustedError("the chat template pads to a width that is not written out")
+    escaped = 10 if "r" in text or "a" in text else 1
+    most = text.count("%") * (_measure((values,)) * escaped + _NUMBER_LENGTH)
+    _fuel.get().afford(len(text) + most + _widths(text))
+
+
+def _widths(text: str) -> int:
+    return sum(int(found[0]) for found in _DIGITS.finditer(text))
 
 
 def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,7 +221,9 @@ def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
 
     def charged(*args: Any, **kwargs: Any) -> Any:
         passed, own = (args[:1], args[1:]) if takes_environment else ((), args)
-        if own and name in ("replace", "join", "indent"):
+        if own and isinstance(own[0], Iterator):
+            own = (weigh(list(islice(own[0], 1_000_000))), *own[1:])
+        if own and name in ("replace", "join", "indent", "trim"):
             own = _check_filter(name, own, kwargs)
         if any(
             isinstance(arg, int) and arg > _MAX_WIDTH for arg in (*own[1:], *kwargs.values())
@@ -200,6 +248,10 @@ def _check_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         _fuel.get().afford(
             str(args[0]).count("\n") * (width if isinstance(width, int) else len(str(width)))
         )
+        return args
+    if name == "trim":
+        taken = kwargs.get("chars", args[1] if len(args) > 1 else "")
+        _check_text_call(str(args[0]), name, (str(taken or ""),))
         return args
     separator = str(kwargs.get("d", args[1] if len(args) > 1 else ""))
     if isinstance(args[0], Iterable):
@@ -318,6 +370,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
+            if __obj.__name__ in ("split", "rsplit"):
+                named = dict(zip(("sep", "maxsplit"), args, strict=False)) | kwargs
+                args, kwargs = (named.get("sep"), named.get("maxsplit", -1)), {}
             args = _check_text_call(owner, __obj.__name__, args)
         elif __obj is not weigh and (kwargs or any(isinstance(arg, _CONTAINERS) for arg in args)):
             weigh((*args, *kwargs.values()))
@@ -336,12 +391,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         text = str(value.__self__)
 
         def checked(*args: Any, **kwargs: Any) -> str:
-            if _WIDE.search(text) or re.search(r":[^}]*\{", text):
-                raise ExhaustedError("the chat template pads to too wide a field")
-            weigh((*args, *kwargs.values()))
-            _fuel.get().afford(
-                text.count("{") * max([len(a) for a in args if isinstance(a, str)], default=0)
-            )
+            _check_format(text, (*args, *kwargs.values()))
             return formatter(*args, **kwargs)
 
         return checked
@@ -353,9 +403,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             if left.bit_length() * abs(right) > _MAX_BITS:
                 raise ExhaustedError("the chat template makes too large a number")
         elif operator == "%" and isinstance(left, str):
-            if _WIDE.search(left) or "*" in left:
-                raise ExhaustedError("the chat template pads to too wide a field")
-            weigh((right,))
+            _check_percent(left, right)
         elif operator == "+" and isinstance(left, int) and left.bit_length() > _MAX_BITS:
             raise ExhaustedError("the chat template makes too large a number")
         return weigh(super().call_binop(context, operator, left, right))
@@ -364,7 +412,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def _check_product(left: Any, right: Any) -> None:
         for many, times in ((left, right), (right, left)):
             if isinstance(many, (str, list, tuple)) and isinstance(times, int):
-                _fuel.get().afford(len(many) * times)
+                cost = 1 if isinstance(many, str) else _NODE_COST
+                _fuel.get().afford(len(many) * times * cost)
         if (
             isinstance(left, int)
             and isinstance(right, int)

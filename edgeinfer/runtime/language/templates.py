@@ -84,8 +84,10 @@ class ChatTemplate:
     _compiled: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def load(cls, source: str, bos: str = "", eos: str = "") -> ChatTemplate:
-        """Compile and probe. Raises ModelLoadError when the source is not a template."""
+    def load(
+        cls, source: str, bos: str = "", eos: str = "", traits: TemplateTraits | None = None
+    ) -> ChatTemplate:
+        """Compile, and probe unless `traits` are known. Raises ModelLoadError if it is no template."""
         if len(source) > MAX_SOURCE:
             raise ModelLoadError(
                 f"the chat template has {len(source)} characters; {MAX_SOURCE} is the most"
@@ -99,12 +101,15 @@ class ChatTemplate:
             ) from error
         except (*_TEMPLATE_FAILURES, SyntaxError) as error:
             raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
-        bare = cls(source, bos, eos, TemplateTraits(), compiled)
+        bare = cls(source, bos, eos, traits or TemplateTraits(), compiled)
+        if traits is not None:
+            return bare
         try:
             with fuelled(Fuel(cpu_s=_PROBE_CPU_S)):
                 return replace(bare, traits=probe(bare))
-        except ExhaustedError as error:
-            raise ModelLoadError(f"the model's chat template is not to be trusted: {error}") from error
+        except (ExhaustedError, MemoryError) as error:
+            reason = str(error) or "it takes too much memory"
+            raise ModelLoadError(f"the model's chat template is not to be trusted: {reason}") from error
 
     def render(
         self,
@@ -185,23 +190,6 @@ def _words(error: BaseException) -> str:
     return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
 
 
-def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
-    """Choose the template to use and say why. Raises ModelLoadError as `load` does.
-
-    `source` is the model's own, "" when it has none; `has_chatml` says whether its vocabulary holds
-    `<|im_start|>` and `<|im_end|>` as tokens.
-    """
-    if source.strip():
-        return ChatTemplate.load(source, bos, eos), "the model's own"
-    if has_chatml:
-        return ChatTemplate.load(
-            CHATML, bos, eos
-        ), "ChatML: the model has no template, and its vocabulary has ChatML's tokens"
-    return ChatTemplate.load(
-        TRANSCRIPT, bos, eos
-    ), "a plain transcript: the model has no template (a base model?)"
-
-
 def probe(template: ChatTemplate) -> TemplateTraits:
     """Find out what `template` understands by rendering small conversations with it."""
     source = template.source
@@ -221,7 +209,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
     ) -> bool:
         try:
             text = template.render_raw(messages, {"tools": tools, "add_generation_prompt": True})
-        except ExhaustedError:
+        except (ExhaustedError, MemoryError):
             raise
         except _TEMPLATE_FAILURES:
             return False
@@ -253,7 +241,7 @@ def _probe_late_system(template: ChatTemplate, marks: dict[str, str]) -> bool:
     messages = [{"role": role, "content": marks[mark]} for role, mark in said]
     try:
         text = template.render_raw(messages, {"add_generation_prompt": True})
-    except ExhaustedError:
+    except (ExhaustedError, MemoryError):
         raise
     except _TEMPLATE_FAILURES:
         return False

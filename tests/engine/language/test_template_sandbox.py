@@ -7,6 +7,8 @@ import resource
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.runtime.language import template_trial
+from edgeinfer.runtime.language.template_trial import load_untrusted
 from edgeinfer.runtime.language.templates import ChatTemplate
 from edgeinfer.runtime.requests import Message
 
@@ -54,6 +56,24 @@ HOSTILE = {
     "padded by nested format": "{{ '{:>{}}'.format(1, 1000000000) }}",
     "padded by %": "{{ '%1000000000d' % 1 }}",
     "padded by %*": "{{ '%*d' % (1000000000, 1) }}",
+    "padded by many formats": "{{ ('{0:99999}'*4000).format(1) }}",
+    "precise by many formats": "{{ ('{0:.99999f}'*4000).format(1.5) }}",
+    "padded by a nested width": "{{ '{:{w}}'.format(1, w=99999) * 4000 }}{{ ('{:{w}}'*4000).format(1, w=99999) }}",
+    "copied by many formats": _M + "{{ ('{0}'*4000).format(s) }}",
+    "escaped by many formats": "{% set s='\u2060'*1000000 %}{{ ('{0!a}'*30).format(s) }}",
+    "colons in a format": "{{ (':'*1000000).format() ~ ('{' ~ ':'*1000000).format() }}",
+    "padded by many %": "{{ ('%99999d'*4000) % ((1,)*4000) }}",
+    "copied by many %": _M + "{{ ('%(s)s'*4000) % {'s': s} }}",
+    "split": "{{ ('abc'*7000000).split('c') }}",
+    "split by name": "{{ ('abc'*7000000).split(sep='c') }}",
+    "split at spaces": "{{ ('a '*7000000).rsplit() }}",
+    "split lines": "{{ ('a\u2028'*7000000).splitlines() }}",
+    "multiplied small list": "{{ ([1] * 60000000)|length }}",
+    "searched backwards": "{% set s='a'*30000000 %}{{ s.rfind('b' ~ 'a'*1000000) }}",
+    "stripped": "{% set s='a'*30000000 %}{{ s.strip('b'*1000000 ~ 'a')|length }}",
+    "trimmed": "{% set s='a'*30000000 %}{{ s|trim('b'*1000000 ~ 'a')|length }}",
+    "sorted copies": _M + "{{ range(99999)|map(attribute='x', default=s)|sort|length }}",
+    "unique copies": _M + "{{ range(99999)|map(attribute='x', default=s)|unique|list|length }}",
     "indented": "{{ ('a\n'*1000000)|indent(100000) }}",
     "indented json": "{{ messages|tojson(indent=1000000000) }}",
     "separated json": _M + "{{ range(100000)|list|tojson(separators=(s, s)) }}",
@@ -106,6 +126,41 @@ def test_a_template_that_is_hostile_only_later_still_ends():
     with pytest.raises(InvalidRequestError) as caught:
         template.render((Message(role="user", content="now"),))
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ '{0:>4}|{name!r}'.format(1, name='a') }}", "   1|'a'"),
+        ("{{ '%s is %05.1f' % ('a', 2) }}", "a is 002.0"),
+        ("{{ 'a,b,c'.split(',', 1) }}{{ 'a b'.split() }}{{ 'a,b'.split(sep=',') }}", "['a', 'b,c']['a', 'b']['a', 'b']"),
+        ("{{ 'a,b,c'.rsplit(',', maxsplit=1)[0] }}{{ 'a\nb'.splitlines() }}", "a,b['a', 'b']"),
+        ("{{ ' a '|trim ~ 'xax'|trim('x') ~ 'xax'.strip('x') ~ ([1] * 3)|length }}", "aaa3"),
+        ("{{ messages|map(attribute='content')|sort|first }}", "hi"),
+    ],
+)  # fmt: skip
+def test_what_templates_do_with_texts_still_works(source, text):
+    assert ChatTemplate.load(source).render((Message(role="user", content="hi"),)) == text
+
+
+def test_an_unknown_template_is_rendered_in_a_child_with_limits():
+    greedy = "{% set s='🙂'*30000000 %}{{ s|length }}"  # within the fuel, but not within the child
+    with pytest.raises(ModelLoadError) as caught:
+        load_untrusted(greedy, "", "", memory_bytes=110 << 20)
+    assert "not to be trusted: it takes too much memory" in caught.value.message
+    with pytest.raises(ModelLoadError) as caught:
+        load_untrusted("{% for %}", "", "")
+    assert "does not parse" in caught.value.message
+
+
+def test_a_known_template_needs_no_child(monkeypatch, tmp_path):
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
+    source = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
+    first = load_untrusted(source, "<s>", "</s>")
+    monkeypatch.setattr(template_trial, "child_command", lambda *args: ["/nonexistent"])
+    known = load_untrusted(source, "<s>", "</s>")
+    assert known.traits == first.traits == ChatTemplate.load(source, "<s>", "</s>").traits
+    assert load_untrusted(source, "<x>", "</s>").traits == first.traits  # no child: in this process
 
 
 def test_a_long_conversation_fits():

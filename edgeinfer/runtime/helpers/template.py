@@ -1,0 +1,43 @@
+"""Load a chat template under limits of memory and processor time: `python -m` this, a `Trial` on stdin.
+
+Writes its `TemplateTraits` as JSON, or a string that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import msgspec
+
+from edgeinfer.errors import ModelLoadError
+from edgeinfer.runtime.language.message_shapes import TemplateTraits
+from edgeinfer.runtime.language.template_trial import Trial
+from edgeinfer.runtime.language.templates import ChatTemplate
+from edgeinfer.system.process import die_with_parent
+
+
+def main() -> int:
+    """Try the template; 0 when there was an answer."""
+    die_with_parent()
+    trial = msgspec.json.decode(sys.stdin.buffer.read(), type=Trial)
+    resource.setrlimit(resource.RLIMIT_AS, (trial.memory_bytes, trial.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (trial.cpu_s, trial.cpu_s))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.stdout.buffer.write(msgspec.json.encode(_answer(trial)))
+    return 0
+
+
+def _answer(trial: Trial) -> TemplateTraits | str:
+    try:
+        return ChatTemplate.load(trial.source, trial.bos, trial.eos).traits
+    except ModelLoadError as error:
+        return error.message
+    except MemoryError:
+        return (
+            "the model's chat template is not to be trusted: its first rendering takes too much memory"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
