@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 from edgeinfer.errors import InvalidRequestError
 
-#: Processor seconds; the slowest of 150 published schemas takes 2.
+#: Processor seconds; the slowest of 150 published schemas takes less than 2.
 PREPARE_S = 10.0
 
 _deadline: ContextVar[float] = ContextVar("edgeinfer_prepare_deadline", default=float("inf"))

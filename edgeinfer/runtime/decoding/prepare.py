@@ -151,7 +151,7 @@ class Preparer:
             constraint = prepared.constraint
         if constraint is None:
             return None
-        return self._constraints.compile(constraint, self._vocab).start()
+        return self._constraints.compile(constraint, self._vocab, request.cache_salt).start()
 
     def _output(self, request: GenerateRequest, prepared: Prepared | None) -> Output:
         stops = (*request.stop, *self._files.stop, *(prepared.stop if prepared else ()))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.deadline import check_deadline
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class ControlTokens:
         pieces = []
         last = 0
         for found in self._prefix.finditer(text):
+            check_deadline()
             start = found.start()
             is_spelling = any(text[start : start + n].lower() in self._folded for n in self._lengths)
             if is_spelling and not text.startswith(kept, start):
@@ -136,6 +138,7 @@ class ControlTokens:
         """Yield (start, end, control token behind it or -1) of each text between control tokens."""
         last = 0
         for found in self._prefix.finditer(prompt):
+            check_deadline()
             start = found.start()
             spellings = (prompt[start : start + n] for n in self._lengths)
             spelling = next((text for text in spellings if text in self._tokens), "")

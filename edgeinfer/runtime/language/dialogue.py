@@ -207,7 +207,7 @@ class Conversations:
             return self._call_or_answer(request, request.constraint, talk, tools)
         if mode == "auto" and not talk.template.traits.tools:
             return None, False
-        key = msgspec.json.encode((tools, request.tool_choice))
+        key = msgspec.json.encode((request.cache_salt, tools, request.tool_choice))
         with self._lock:
             found = self._grammars.get(key)
         if found is None:

@@ -32,6 +32,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from edgeinfer.runtime.deadline import check_deadline
+
 #: Units of work of one render: a character made; a loop round is 16, a container's element 256.
 FUEL = 64 * 1024 * 1024
 #: CPU seconds one render may take; a long conversation takes a few milliseconds.
@@ -92,6 +94,7 @@ class Fuel:
         self.until_check -= 1 if units < 4096 else _CHECK_EVERY
         if self.until_check <= 0:
             self.until_check = _CHECK_EVERY
+            check_deadline()
             if time.thread_time() > self.deadline:
                 raise ExhaustedError("the chat template takes too long")
 

@@ -146,6 +146,13 @@ def test_a_chain_of_3000_references_is_no_error_of_ours(constraints, vocab, link
         constraints.compile(JsonSchema(chain(3000, link, {"type": "integer"})), vocab)
 
 
+def test_a_compiled_constraint_is_shared_under_one_salt_only(vocab):
+    cache, constraint = Constraints(), JsonSchema({"type": "integer"})
+    first = cache.compile(constraint, vocab, "a")
+    assert cache.compile(constraint, vocab, "a") is first
+    assert cache.compile(constraint, vocab, "b") is not first
+
+
 def test_preparing_ends_at_its_deadline(constraints, vocab):
     with preparing(0), pytest.raises(InvalidRequestError) as caught:
         constraints.compile(JsonSchema({"type": "null", "title": "deadline"}), vocab)

@@ -399,3 +399,15 @@ def test_the_model_may_answer_in_words(engine):
     events, finished = run(engine, tools=(WEATHER,), tool_choice=ToolChoice(mode="none"), max_tokens=8)
     assert finished.reason in ("stop", "length")
     assert not any(isinstance(event, ToolCallDelta) for event in events)
+
+
+def test_a_grammar_of_calls_is_shared_under_one_salt_only():
+    made = talk("qwen25")
+
+    def constraint_for(salt: str) -> Any:
+        return made.prepare(asked(tools=(WEATHER,), cache_salt=salt)).constraint
+
+    first = constraint_for("a")
+    assert first is not None
+    assert constraint_for("a") is first
+    assert constraint_for("b") is not first

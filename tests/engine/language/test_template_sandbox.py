@@ -7,6 +7,7 @@ import resource
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.runtime.deadline import preparing
 from edgeinfer.runtime.language import template_trial
 from edgeinfer.runtime.language.template_trial import load_untrusted
 from edgeinfer.runtime.language.templates import ChatTemplate
@@ -161,6 +162,15 @@ def test_a_known_template_needs_no_child(monkeypatch, tmp_path):
     known = load_untrusted(source, "<s>", "</s>")
     assert known.traits == first.traits == ChatTemplate.load(source, "<s>", "</s>").traits
     assert load_untrusted(source, "<x>", "</s>").traits == first.traits  # no child: in this process
+
+
+def test_rendering_ends_at_the_request_s_deadline():
+    template = ChatTemplate.load(
+        "{% for m in messages %}{% for a in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    with preparing(0), pytest.raises(InvalidRequestError) as caught:
+        template.render((Message(role="user", content="hi"),))
+    assert "processor time" in caught.value.message
 
 
 def test_a_long_conversation_fits():
