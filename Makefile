@@ -41,7 +41,7 @@ bench: setup     ## load, prefill and decode rates beside a bare llama_decode lo
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-bench-engine: setup ## many streams, shared prefixes, stalls, schemas, beside llama-server
+bench-engine: setup ## 1 to 32 streams, shared prefixes, stalls, schemas, both models, beside llama-server; 6 minutes
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
@@ -64,7 +64,7 @@ bench-agents: setup ## a new session of a coding agent, its preamble at rest: fi
 bench-pull: setup ## a download over 1 to 16 connections, from a server that limits each and from one that does not
 	$(BIN)/python benchmarks/bench_pull.py $(ARGS)
 
-bench-drafts: setup ## what guessing ahead gains on code, chat and summaries, by model and way
+bench-drafts: setup ## what draft tokens gain on code, chat and summaries, by model and drafter
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_drafts.py $(ARGS)
 
@@ -91,7 +91,7 @@ bench-gpu: setup ## first token, reading and writing: the CPU against each GPU a
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
-bench-serve: setup ## the endpoint beside llama-server, 1 to 32 clients
+bench-serve: setup ## the endpoint beside llama-server, 1 to 32 clients, both models; 8 minutes
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
 

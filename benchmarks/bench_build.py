@@ -11,6 +11,8 @@ import statistics
 import subprocess
 import sys
 
+from common import head
+
 PROBE = r"""
 import ctypes, json, os, sys, time
 import llama_cpp, llama_cpp.llama_cpp as L
@@ -48,6 +50,7 @@ def main() -> None:
     for _ in range(rounds):
         for name, python in sides.items():
             runs[name].append(measure(python, model))
+    print(head() + "\n")
     print(
         "| build | prefill tokens/s (min to max) | decode tokens/s (min to max) |\n| --- | --- | --- |"
     )

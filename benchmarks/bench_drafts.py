@@ -1,7 +1,7 @@
-"""`make bench-drafts`: what guessing ahead gains on code, chat and summaries, and that it rests where it loses.
+"""`make bench-drafts`: what draft tokens gain on code, chat and summaries, and that `auto` drafts only where that gains.
 
 Each task is answered greedily, one stream, by every way of guessing in turn, `--rounds` times; figures are medians
-of tokens a second, with the share of guesses that were accepted. Beside the tests' two models stands the
+of tokens a second, with the share of drafts that were accepted. Beside the tests' two models stands the
 small one in F32, five times the bytes, with its own Q4_0 for a draft: a large model and a small one that agrees
 with it mostly.
 """
@@ -81,7 +81,7 @@ def measure(files: ModelFiles, ways: tuple[str, ...], rounds: int, n: int) -> li
 def _cell(found: list[tuple[float, int, int]]) -> str:
     rates = [rate for rate, _, _ in found]
     guessed = sum(one for _, one, _ in found)
-    share = f", {sum(one for _, _, one in found) / guessed:.0%} of guesses" if guessed else ""
+    share = f", {sum(one for _, _, one in found) / guessed:.0%} of drafts" if guessed else ""
     spread = (max(rates) - min(rates)) / 2 / statistics.median(rates)
     return f"{statistics.median(rates):.0f} ± {spread:.0%}{share}"
 

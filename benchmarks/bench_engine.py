@@ -1,9 +1,9 @@
 """`make bench-engine`: what continuous batching, prefix reuse and constraints give and cost, on both
 real models in one run.
 
-Beside us: a bare llama_decode loop in the same process, and llama-server with as many slots. Sides alternate; figures are medians of the rounds, latencies
-percentiles over all streams of all rounds. Writes bench-out/bench-engine.md and
-bench-out/bench-engine.json.
+Beside us: a bare llama_decode loop in the same process, ourselves without draft tokens, and llama-server with as many
+slots. Sides alternate, and turns of who begins; figures are medians of the rounds with their least and greatest, latencies
+percentiles over all streams of all rounds. Six minutes. Writes OUT/bench-engine.md and OUT/bench-engine.json.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from edgeinfer.runtime.events import Finished, Progress, TextDelta
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Sampling
 
-WIDTHS = (1, 2, 4, 8, 16)
-TOKENS = 48
+WIDTHS = (1, 2, 4, 8, 16, 32)
+TOKENS = 32
 N_CTX = 8192
 WORDS = [
     "rivers",
@@ -71,8 +71,8 @@ def request(tokens: list[int], n: int, **fields) -> GenerateRequest:
 class Ours:
     """Our engine behind the same call as the peer's."""
 
-    def __init__(self, engine: LlamaEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: LlamaEngine, speculative: str = "auto") -> None:
+        self.engine, self._speculative = engine, speculative
 
     def stream(self, prompt: list[int], n: int, *, cache: bool) -> list[float]:
         """Arrival times of the tokens as the consumer sees them. Text of several tokens at once counts
@@ -81,7 +81,8 @@ class Ours:
         # logprobs would tell tokens apart but cost; the greedy prompts here give text with nearly every
         # token
         arrivals: list[float] = []
-        for event in self.engine.submit(request(prompt, n, cache_prompt=cache, speculative="off")):
+        wanted = request(prompt, n, cache_prompt=cache, speculative=self._speculative)
+        for event in self.engine.submit(wanted):
             if isinstance(event, TextDelta):
                 arrivals.append(time.perf_counter())
             elif isinstance(event, Finished):
@@ -134,7 +135,9 @@ def merged(samples: list[dict]) -> dict:
 
 def prompts_of(engine: LlamaEngine, width: int, salt: int) -> list[list[int]]:
     return [
-        engine.tokenize(f"{salt}. Write a long note about {WORDS[i]} and {WORDS[i - 3]}, with care:")
+        engine.tokenize(
+            f"{salt}. Write note {i} about {WORDS[i % 16]} and {WORDS[i % 16 - 3]}, with care:"
+        )
         for i in range(width)
     ]
 
@@ -167,12 +170,16 @@ def widths(engine: LlamaEngine, path: Path, program: str | None, rounds: int) ->
         if program:
             threads = engine.info.choices["n_threads"].value
             server = peer_server.Server(program, path, slots=width, n_ctx=N_CTX, threads=threads)
-        sides = {"ours": Ours(engine)} | ({"llama_server": server} if server else {})
+        sides = {"ours": Ours(engine), "off": Ours(engine, "off")}
+        sides |= {"llama_server": server} if server else {}
         samples: dict[str, list[dict]] = {name: [] for name in sides}
-        for r in range(rounds + 1):
-            for name, side in sides.items():
-                samples[name].append(together(side, prompts_of(engine, width, r), TOKENS, cache=False))
-        found[width] = {name: merged(s[1:]) for name, s in samples.items()}
+        for side in sides.values():
+            together(side, prompts_of(engine, width, rounds), 4, cache=False)
+        for r in range(rounds):
+            for name in list(sides) if r % 2 else reversed(sides):
+                prompts = prompts_of(engine, width, r)
+                samples[name].append(together(sides[name], prompts, TOKENS, cache=False))
+        found[width] = {name: merged(s) for name, s in samples.items()}
         if server:
             server.close()
         print(width, {name: round(v["tok_s"], 1) for name, v in found[width].items()}, flush=True)
@@ -285,13 +292,13 @@ def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
 def measure(name: str, rounds: int, sections: set[str]) -> dict:
     path = model_path(name)
     program = peer_program("llama-server")
-    options = LoadOptions(n_ctx=min(N_CTX, 4096), n_parallel=16)
+    options = LoadOptions(n_ctx=min(N_CTX, 4096), n_parallel=max(WIDTHS))
     engine = load_engine(ModelFiles(name=name, paths=(str(path),)), options)
     engine.warm_up()
     before = engine.metrics()
     work = {
         "single": lambda: single(engine, path, rounds),
-        "widths": lambda: widths(engine, path, program, max(2, rounds - 2)),
+        "widths": lambda: widths(engine, path, program, rounds),
         "shared_prefix": lambda: shared_prefix(engine, path, program, max(2, rounds - 2)),
         "stall": lambda: stall(engine),
         "conversation": lambda: conversation(engine),
@@ -354,14 +361,13 @@ def table(results: dict[str, dict]) -> str:
 def _against(sides: dict) -> str:
     def words(s: dict) -> str:
         latency = f"TTFT {s['ttft_p50_ms']:.0f}/{s['ttft_p95_ms']:.0f}, gap {s['gap_p50_ms']:.0f}/{s['gap_p95_ms']:.0f} ms"
-        return f"{s['tok_s']:.1f} tok/s ({latency})"
+        return f"{s['tok_s']:.1f} tok/s ({s['tok_s_min']:.1f}–{s['tok_s_max']:.1f}; {latency})"
 
-    peer = sides.get("llama_server")
-    return f"{words(sides['ours'])} | " + (
-        f"llama-server {words(peer)} | {sides['ours']['tok_s'] / peer['tok_s']:.2f}"
-        if peer
-        else "no llama-server | "
-    )
+    ours, off, peer = (sides.get(name) for name in ("ours", "off", "llama_server"))
+    beside = f"llama-server {words(peer)}" if peer else "no llama-server"
+    ratio = f"{ours['tok_s'] / peer['tok_s']:.2f}" if peer else ""
+    drafts = f"; {ours['tok_s'] / off['tok_s']:.2f} of itself without drafts" if off else ""
+    return f"{words(ours)} | {beside} | {ratio}{drafts}"
 
 
 def main() -> None:
@@ -369,7 +375,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--sections", nargs="+", default=all_sections, choices=all_sections)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     add_out(parser)
     options = parser.parse_args()
     results = {name: measure(name, options.rounds, set(options.sections)) for name in options.models}

@@ -1,18 +1,18 @@
-"""The endpoint under load, beside llama-server in the same run, and beside the engine without HTTP.
+"""The endpoint under load, beside llama-server in the same run, and beside itself without draft tokens.
 
-    python benchmarks/bench_serve.py [--widths 1,4,8,16,32] [--rounds 3] [--tokens 48] [--sections
-    load,start,switch]
+    python benchmarks/bench_serve.py [--models smollm2,gemma3] [--widths 1,2,4,8,16,32] [--rounds 3]
+    [--tokens 48] [--sections load,start,switch,worker,crash] [--bare]
 
 `load`: closed-loop clients over a real socket, streaming chat completions of a fixed length; sides
-alternate, medians and spread over the rounds. The third side is our engine driven in its own process by
-the same schedule: what HTTP adds is the difference. All sides stay loaded, and asleep while another is
-measured; all have our setting of libgomp's spin count (docs/decisions/002-spin-count.md), unless
-GOMP_SPINCOUNT says otherwise. `start`: exec of `edgeinfer serve MODEL` to the first streamed token,
+alternate, medians and spread over the rounds. With `--bare` another side is our engine driven in its own
+process by the same schedule: what HTTP adds is the difference. All sides stay loaded, and asleep while
+another is measured; all have our setting of libgomp's spin count (docs/decisions/002-spin-count.md),
+unless GOMP_SPINCOUNT says otherwise. `start`: exec of `edgeinfer serve MODEL` to the first streamed token,
 warm and cold. `switch`: a catalogue of ten models asked in turn, each resumed. `worker`: what streaming
 through a worker adds to a token. `crash`: `kill -9` of the application under twenty streaming clients.
 
-Without llama-server that side is left out and the table says so. Writes Markdown tables to stdout and JSON to
-bench-out/.
+Without llama-server that side is left out and the table says so. `load` alone, the default, takes six to
+eight minutes. Writes OUT/serve.md, OUT/serve-others.md for the other sections, and JSON beside them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_serve_models import crash_section, percentile, start_section, switch_section, worker_section
-from common import ROOT, free_port, model_path, peer_program, write_figure
+from common import NAMES, ROOT, add_out, free_port, model_path, peer_program, write_figure
 
-MODEL = model_path("smollm2")
-PARALLEL = 8
+PARALLEL = 32
 CONTEXT = 8192
 TOPICS = [
     "rivers",
@@ -98,7 +97,7 @@ class _Client(asyncio.Protocol):
         self.ended.set_result(None)
 
 
-async def ask(port: int, number: int, tokens: int, model: str) -> Sample:
+async def ask(port: int, number: int, tokens: int, model: str, **fields: Any) -> Sample:
     """One streamed chat completion over a connection of its own."""
     body = json.dumps(
         {
@@ -109,6 +108,7 @@ async def ask(port: int, number: int, tokens: int, model: str) -> Sample:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **fields,
         }
     ).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
@@ -198,11 +198,11 @@ def wait_healthy(port: int, started: subprocess.Popen[bytes], seconds: float = 6
 CLI = [sys.executable, "-c", "import sys; from edgeinfer.cli import main; sys.exit(main())"]
 
 
-def our_command(port: int, threads: int) -> list[str]:
+def our_command(model: Path, port: int, threads: int) -> list[str]:
     return [
         *CLI,
         "serve",
-        str(MODEL),
+        str(model),
         "--port",
         str(port),
         "--log",
@@ -218,11 +218,11 @@ def our_command(port: int, threads: int) -> list[str]:
     ]
 
 
-def their_command(server: str, port: int, threads: int) -> list[str]:
+def their_command(server: str, model: Path, port: int, threads: int) -> list[str]:
     return [
         server,
         "-m",
-        str(MODEL),
+        str(model),
         "--host",
         "127.0.0.1",
         "--port",
@@ -238,29 +238,25 @@ def their_command(server: str, port: int, threads: int) -> list[str]:
 
 
 class Server:
-    """A running server of either side. It stays for the whole run: idle, it costs nothing to the other
-    side.
-    """
+    """A running server, asked with `fields`. It stays for the whole run: idle, it costs the others nothing."""
 
-    def __init__(self, command: list[str], port: int, model: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, port: int, model: str, **fields: Any) -> None:
         self.port, self.model = port, model
-        started = stack.enter_context(process(command))
-        wait_healthy(port, started)
+        self.fields = fields
 
     def measure(self, width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
-        asyncio.run(closed_loop(lambda n: ask(self.port, n, 4, self.model), min(width, 4), 4, 90_000))
-        return figures(
-            *asyncio.run(
-                closed_loop(lambda n: ask(self.port, n, tokens, self.model), width, requests, first)
-            )
-        )
+        def asked(n_tokens: int) -> Callable[[int], Any]:
+            return lambda n: ask(self.port, n, n_tokens, self.model, **self.fields)
+
+        asyncio.run(closed_loop(asked(4), min(width, 4), 4, 90_000))
+        return figures(*asyncio.run(closed_loop(asked(tokens), width, requests, first)))
 
 
 class BareEngine:
     """The engine without HTTP, driven by the same schedule in a process of its own."""
 
-    def __init__(self, threads: int, stack: contextlib.ExitStack) -> None:
-        command = [sys.executable, __file__, "--engine", str(threads)]
+    def __init__(self, name: str, threads: int, stack: contextlib.ExitStack) -> None:
+        command = [sys.executable, __file__, "--engine", str(threads), "--models", name]
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
@@ -273,7 +269,7 @@ class BareEngine:
         return dict(json.loads(self._child.stdout.readline()))
 
 
-def engine_main(threads: int) -> None:
+def engine_main(model: Path, threads: int) -> None:
     """The child of `BareEngine`: a line in is a schedule, a line out its figures."""
     from edgeinfer.runtime.engine import load_engine
     from edgeinfer.runtime.events import Finished, Progress
@@ -281,7 +277,7 @@ def engine_main(threads: int) -> None:
     from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
     options = LoadOptions(n_ctx=CONTEXT, n_parallel=PARALLEL, n_threads=threads)
-    engine = load_engine(ModelFiles(name="m", paths=(str(MODEL),)), options, None)
+    engine = load_engine(ModelFiles(name="m", paths=(str(model),)), options, None)
 
     async def one(number: int, n_tokens: int) -> Sample:
         request = GenerateRequest(
@@ -317,31 +313,38 @@ def engine_main(threads: int) -> None:
 # --------------------------------------------------------------------------------
 
 
-def load_section(options: argparse.Namespace) -> list[dict[str, Any]]:
-    theirs = peer_program("llama-server")
+def load_section(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure one model at every width; a row for each side."""
+    theirs, model = peer_program("llama-server"), model_path(name)
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
+
+        def start(command: list[str], port: int) -> None:
+            wait_healthy(port, stack.enter_context(process(command)))
+
         port, other = free_port(), free_port()
+        start(our_command(model, port, options.threads), port)
         sides: dict[str, Server | BareEngine] = {
-            "edgeinfer": Server(our_command(port, options.threads), port, MODEL.stem, stack),
-            "engine": BareEngine(options.threads, stack),
+            "edgeinfer": Server(port, model.stem),
+            "without drafts": Server(port, model.stem, speculative="off"),
         }
+        if options.bare:
+            sides["engine"] = BareEngine(name, options.threads, stack)
         if theirs:
-            sides["llama-server"] = Server(
-                their_command(theirs, other, options.threads), other, "m", stack
-            )
+            start(their_command(theirs, model, other, options.threads), other)
+            sides["llama-server"] = Server(other, "m")
         for width in options.widths:
             rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for turn in range(options.rounds):
                 for side in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
-                    got = sides[side].measure(
-                        width, max(2 * width, 6), options.tokens, 1000 * (turn + 1) + 100 * width
-                    )
+                    # prompts that no other side has asked: two sides may be one server
+                    first = 100_000 * (turn + 1) + 10_000 * list(sides).index(side) + 100 * width
+                    got = sides[side].measure(width, max(width, 4), options.tokens, first)
                     rounds[side].append(got)
                     said = f"{got['tokens_per_s']:.1f} tokens/s, TTFT p50 {got['ttft_p50_ms']:.0f} ms"
-                    print(f"  width {width} {side}: {said}", file=sys.stderr, flush=True)
+                    print(f"  {name}, width {width}, {side}: {said}", file=sys.stderr, flush=True)
             rows += [
-                {"width": width, "side": side, "rounds": got} | medians(got)
+                {"model": name, "width": width, "side": side, "rounds": got} | medians(got)
                 for side, got in rounds.items()
             ]
     return rows
@@ -356,22 +359,24 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| clients | side | tokens/s | spread | TTFT p50 ms | TTFT p95 ms | between tokens p50 / p95 "
-        "ms |",
-        "|---|---|---|---|---|---|---|",
+        "| model | clients | side | tokens/s | spread | edgeinfer to it | TTFT p50 ms | TTFT p95 ms | "
+        "between tokens p50 / p95 ms |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         low, high = row["spread"]["tokens_per_s"]
+        if row["side"] == "edgeinfer":
+            ours = row["tokens_per_s"]
         lines.append(
-            f"| {row['width']} | {row['side']} | {row['tokens_per_s']:.1f} | {low:.1f}–{high:.1f} | "
-            f"{row['ttft_p50_ms']:.0f} "
+            f"| {row['model']} | {row['width']} | {row['side']} | {row['tokens_per_s']:.1f} | "
+            f"{low:.1f}–{high:.1f} | {ours / row['tokens_per_s']:.2f} | {row['ttft_p50_ms']:.0f} "
             f"| {row['ttft_p95_ms']:.0f} | {row['itl_p50_ms']:.1f} / {row['itl_p95_ms']:.1f} |"
         )
     return "\n".join(lines)
 
 
 def others(report: dict[str, Any]) -> str:
-    """The sections beside the load, a row each; "" when none was measured."""
+    """The sections beside the load, a row each."""
     lines = []
     for how, row in report.get("start", {}).items():
         lines.append(
@@ -397,53 +402,48 @@ def others(report: dict[str, Any]) -> str:
             f"| `kill -9` under 20 streaming clients, {row['kills']} times | {row['refused']} connections refused; "
             f"next first token after {after} |"
         )
-    return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
+    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",")]
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--widths", type=lambda s: [int(w) for w in s.split(",")], default=[1, 4, 8, 16, 32]
-    )
+    parser.add_argument("--models", type=lambda s: s.split(","), default=list(NAMES))
+    parser.add_argument("--widths", type=numbers, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--sections", default="load,start,switch,worker,crash")
+    parser.add_argument("--sections", type=lambda s: s.split(","), default=["load"])
+    parser.add_argument("--bare", action="store_true")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    add_out(parser)
     options = parser.parse_args()
     if options.engine:
-        engine_main(options.engine)
+        engine_main(model_path(options.models[0]), options.engine)
         return
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    report: dict[str, Any] = {
-        "model": MODEL.name,
-        "parallel": PARALLEL,
-        "context": CONTEXT,
-        "tokens": options.tokens,
-    }
-    texts = []
+    first = model_path(options.models[0])
     if "load" in options.sections:
-        report["load"] = load_section(options)
+        rows = [row for name in options.models for row in load_section(name, options)]
         missing = (
             ""
             if peer_program("llama-server")
             else "\n\nllama-server is not here (tools/setup.sh bench fetches it): that side is missing."
         )
-        texts.append(table(report["load"]) + missing)
-    if "start" in options.sections:
-        report["start"] = start_section(MODEL)
-    if "switch" in options.sections:
-        report["switch"] = switch_section(MODEL)
-    if "worker" in options.sections:
-        report["worker"] = worker_section(MODEL)
-    if "crash" in options.sections:
-        report["crash"] = crash_section(MODEL)
-    texts.append(others(report))
-    text = "\n\n".join(filter(None, texts)) + "\n"
-    out = ROOT / "bench-out"
-    name = f"serve-{options.sections.replace(',', '-')}"
-    print(write_figure(out, name, text))
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1))
+        print(write_figure(options.out, "serve", table(rows) + missing + "\n"))
+        (options.out / "serve.json").write_text(json.dumps(rows, indent=1))
+    sections = {
+        "start": start_section,
+        "switch": switch_section,
+        "worker": worker_section,
+        "crash": crash_section,
+    }
+    report = {name: measure(first) for name, measure in sections.items() if name in options.sections}
+    if report:
+        print(write_figure(options.out, "serve-others", others(report) + "\n"))
+        (options.out / "serve-others.json").write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

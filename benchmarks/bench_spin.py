@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 from bench_build import measure
+from common import head
 
 SETTINGS = ("default", "100000", "10000", "1000", "100", "0")
 BUSY = [sys.executable, "-c", "while True: pass"]
@@ -43,6 +44,7 @@ def main() -> None:
             for hog in hogs:
                 hog.kill()
                 hog.wait()
+    print(head() + "\n")
     print("| GOMP_SPINCOUNT | idle: decode tokens/s (min to max) | busy |\n| --- | --- | --- |")
     for setting in SETTINGS:
         cells = [runs[setting, busy] for busy in (False, True)]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import head
 
 SCHEMA = {
     "type": "object",
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args()
     results = {path.stem: _measure(path, args.rounds, args.tokens) for path in args.models}
+    print(head() + "\n")
     print(
         "| model | side | prepare ms | compile ms | step µs: median | p95 | worst |\n"
         "| --- | --- | --- | --- | --- | --- | --- |"

@@ -22,9 +22,12 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve import CONTEXT, MODEL, PARALLEL, wait_healthy
+from bench_serve import CONTEXT, wait_healthy
 from bench_serve_models import endpoint, home_with
-from common import biggest_below, free_port
+from common import biggest_below, free_port, head, model_path
+
+MODEL = model_path("smollm2")
+PARALLEL = 8
 
 COLUMNS = (
     "app_fds",
@@ -121,7 +124,7 @@ def main() -> None:
     options = parser.parse_args()
     port = free_port()
     rows = []
-    print(f"{MODEL.name}, {options.clients} clients\n")
+    print(f"{head()}\n\n{MODEL.name}, {options.clients} clients\n")
     print(f"| requests | seconds | RSS MiB | {' | '.join(COLUMNS)} |\n{'|---' * (3 + len(COLUMNS))}|")
     load = ("--ctx", str(CONTEXT), "--parallel", str(PARALLEL))
     with (
