@@ -24,7 +24,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
         4,
         "accept the model's licence on its page, then set HF_TOKEN and pull again",
     ),
-    e.SourceNotFoundError: (4, "check the source in models.toml: `edgeinfer show MODEL`"),
+    e.SourceNotFoundError: (4, "check the name or address (`edgeinfer show MODEL` lists sources)"),
     e.OfflineError: (
         4,
         "unset EDGEINFER_OFFLINE (or HF_HUB_OFFLINE), or import a local file: `edgeinfer pull "

@@ -7,12 +7,15 @@ launch request), request (one generation).
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from edgeinfer.errors import UsageError
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.requests import Sampling, with_options
-from edgeinfer.settings.config import LoadConfig
+from edgeinfer.runtime.requests import Constraint, Grammar, JsonSchema, Sampling, with_options
+from edgeinfer.settings.config import Config, LoadConfig
 from edgeinfer.settings.load_options import LOAD_OPTIONS
 from edgeinfer.settings.sampling_options import TYPED
 
@@ -39,3 +42,43 @@ def typed_sampling(options: argparse.Namespace) -> dict[str, float | int | None]
 def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:
     """The model's sampling defaults with what was typed on top."""
     return with_options(default, typed_sampling(options))
+
+
+def system_prompt(typed: str, config: Config) -> str:
+    """Resolve `--system`, alike in `chat`, `run` and `warm`: `@FILE`, a saved prompt's name, or a text.
+
+    Raises UsageError for a file that cannot be read.
+    """
+    if typed.startswith("@"):
+        return _file_text(typed[1:], "--system")
+    return config.chat.system_prompts.get(typed, typed)
+
+
+def answer_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Make a request's fields of `--stop`, `--think`, `--schema`, `--grammar`. Raises UsageError."""
+    think = {} if options.think is None else {"enable_thinking": options.think == "on"}
+    return {
+        "stop": tuple(options.stop),
+        "template_options": think,
+        "reasoning_budget": 0 if options.think == "off" else None,
+        "constraint": _constraint(options.schema, options.grammar),
+    }
+
+
+def _constraint(schema: str | None, grammar: str | None) -> Constraint | None:
+    if grammar is not None:
+        return Grammar(grammar if "::=" in grammar else _file_text(grammar, "--grammar"))
+    if schema is None:
+        return None
+    text = schema if schema.lstrip().startswith("{") else _file_text(schema, "--schema")
+    try:
+        return JsonSchema(msgspec.json.decode(text, type=dict[str, Any]))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"--schema: {error}", hint="give a JSON schema, or a file with one") from error
+
+
+def _file_text(path: str, option: str) -> str:
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{option} cannot be read: {error}", hint="check the path") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ from edgeinfer.settings import sampling_options
 from edgeinfer.settings.config import copies_range
 from edgeinfer.settings.load_options import LOAD_OPTIONS, N_CTX, LoadOption
 from edgeinfer.settings.sampling_options import SamplingOption
+
+#: What `--system` takes wherever it stands.
+SYSTEM = "system prompt: a text, @FILE, or a saved one's name"
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -63,7 +67,8 @@ def _parser_of(option: LoadOption | SamplingOption) -> Callable[[str], Any]:
         try:
             return option.parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {option.allowed()}") from None
+            number = "a number " if isinstance(option, SamplingOption) else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not {number}{option.allowed()}") from None
 
     return parse
 
@@ -92,7 +97,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     )
     which.add_argument(
         "--snapshot",
-        metavar="NAME",
+        metavar="SNAPSHOT",
         help="resume this snapshot, with the model and load options it was made with",
     )
 
@@ -120,7 +125,7 @@ def _add_chat(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a model's name or a GGUF file (default: the configured one)",
+        help="model name or GGUF file (default: the configured one)",
     )
     parser.add_argument(
         "--continue", dest="continue_last", action="store_true", help="continue the last conversation"
@@ -128,9 +133,7 @@ def _add_chat(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="line by line, for screen readers and dumb terminals"
     )
-    parser.add_argument(
-        "--system", metavar="TEXT|NAME", help="system prompt, or the name of a saved one"
-    )
+    parser.add_argument("--system", metavar="TEXT|@FILE", help=SYSTEM)
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens per answer")
     add_sampling_options(parser)
     add_load_options(parser)
@@ -143,26 +146,32 @@ def _add_run(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "run",
         "answering.run:run",
         "answer one prompt on stdout",
-        'run "Name three colours."',
         'run qwen3-4b --max-tokens 50 "Summarise this." < notes.txt',
     )
     parser.add_argument(
         "model_or_prompt",
         nargs="?",
         metavar="MODEL",
-        help="a model's name or a GGUF file (default: the configured one)",
+        help="model name or GGUF file (default: the configured one)",
     )
     parser.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is read too when it is piped"
     )
     told = parser.add_mutually_exclusive_group()
-    told.add_argument("--system", metavar="TEXT", help="system prompt")
+    told.add_argument("--system", metavar="TEXT|@FILE", help=SYSTEM)
     told.add_argument(
-        "--raw",
-        action="store_true",
-        help="send the prompt unchanged, without the model's chat template",
+        "--raw", action="store_true", help="send the prompt unchanged, without a chat template"
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens")
+    parser.add_argument("--max-tokens", type=count, metavar="N", help="at most N tokens")
+    parser.add_argument(
+        "--file", action="append", default=[], metavar="FILE", help="a text file, put before the prompt"
+    )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--schema", metavar="FILE|JSON", help="answer in JSON of this schema")
+    shape.add_argument("--grammar", metavar="FILE|GBNF", help="answer by this grammar in GBNF")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text")
+    parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
+    parser.add_argument("--image", help=argparse.SUPPRESS)  # refused: no model here reads images
     parser.add_argument("--timings", action="store_true", help="timings on stderr")
     add_sampling_options(parser)
     add_load_options(parser)
@@ -343,31 +352,24 @@ def _copies(text: str) -> str:
     return text
 
 
-def port_number(text: str) -> int:
-    """0 to 65535. Raises ValueError."""
-    number = int(text)
-    if not 0 <= number <= 65_535:
-        raise ValueError
-    return number
+def _ranged(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
+    """Make the type of an option that is a number in this range, both ends included."""
+
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if low <= kind(text) <= high:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between {low:,} and {high:,}")
+
+    return parse
 
 
-def count(text: str) -> int:
-    """1 to a million. Raises ValueError."""
-    number = int(text)
-    if not 1 <= number <= 1_000_000:
-        raise ValueError
-    return number
-
-
-def positive_s(text: str) -> float:
-    """More than 0 and at most a year, in seconds. Raises ValueError."""
-    seconds = float(text)
-    if not 0 < seconds <= 31_536_000:
-        raise ValueError
-    return seconds
+port_number = _ranged(int, 0, 65_535)
+count = _ranged(int, 1, 1_000_000)
+#: Up to a year.
+positive_s = _ranged(float, 0.001, 31_536_000)
 
 
 def keep_alive_s(text: str) -> float:
-    """0, -1, or up to a year, in seconds. Raises ValueError."""
-    seconds = float(text)
-    return seconds if seconds in (-1.0, 0.0) else positive_s(text)
+    """Parse 0, -1, or up to a year, in seconds. Raises argparse.ArgumentTypeError."""
+    return float(text) if text in ("-1", "0") else float(positive_s(text))

@@ -67,7 +67,10 @@ def _add_completion(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "completion bash > ~/.local/share/bash-completion/completions/edgeinfer",
     )
     parser.add_argument(
-        "shell", choices=("bash", "zsh", "fish", "models"), metavar="bash|zsh|fish", help="the shell"
+        "shell",
+        choices=("bash", "zsh", "fish", "models", "snapshots", "adapters"),  # names, for the scripts
+        metavar="bash|zsh|fish",
+        help="the shell",
     )
 
 

@@ -54,10 +54,15 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         """Print the help without the groups of options that `--help-all` adds."""
-        every = self._action_groups
+        every, self.usage = self._action_groups, self._short_usage()
         self._action_groups = [group for group in every if group.title not in times.FOLDED]
         self._print_message(self.format_help(), file or sys.stdout)
-        self._action_groups = every
+        self._action_groups, self.usage = every, None
+
+    def _short_usage(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(None, self._get_positional_actions(), [], prefix="")
+        return formatter.format_help().strip().replace(self.prog, f"{self.prog} [options]", 1)
 
     def format_help(self) -> str:
         """Write the help of the groups there are."""

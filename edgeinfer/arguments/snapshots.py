@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edgeinfer.agents.table import AGENTS
-from edgeinfer.arguments.launch_args import add_attached_options, add_load_options
+from edgeinfer.arguments.launch_args import SYSTEM, add_attached_options, add_load_options
 from edgeinfer.arguments.verb import Verbs, add_action, add_verb, add_yes
 
 
@@ -41,11 +41,9 @@ def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a model's name or a GGUF file (default: the configured one)",
+        help="model name or GGUF file (default: the configured one)",
     )
-    parser.add_argument(
-        "--system", metavar="TEXT|@FILE", default="", help="system prompt to prefill, or a file with it"
-    )
+    parser.add_argument("--system", metavar="TEXT|@FILE", default="", help=SYSTEM)
     parser.add_argument(
         "--agent",
         choices=tuple(AGENTS),

@@ -229,7 +229,7 @@ LORA = AdaptersOption(
     "LoRA adapters, applied to every request that names none; may be repeated; none loads without the "
     "catalogue's",
     flag="--lora",
-    metavar="NAME|FILE[:SCALE]",
+    metavar="ADAPTER|FILE[:SCALE]",
     exact=True,
 )
 

@@ -8,13 +8,14 @@ import sys
 
 import pytest
 
-from edgeinfer import cli
+from edgeinfer import cli, requesting
 from edgeinfer.chat.opening import started
-from edgeinfer.errors import QueueFullError
+from edgeinfer.errors import QueueFullError, UnknownModelError
 from edgeinfer.host import Host, Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
-from edgeinfer.runtime.requests import Sampling
+from edgeinfer.runtime.requests import Grammar, JsonSchema, Sampling
+from edgeinfer.settings.config import ChatConfig, Config
 
 END = Finished(
     reason="stop",
@@ -249,3 +250,81 @@ def test_greedy_output_is_without_the_penalty_of_the_defaults(engine, typed, dry
     engine.info = EngineInfo(model="m", sampling=Sampling(dry_multiplier=0.4))
     assert cli.main(["run", "tiny", "x", *typed], ScriptedHost(engine)) == 0
     assert engine.asked[0].sampling.dry_multiplier == dry
+
+
+# --- what the endpoint can, too
+
+
+def test_what_shapes_an_answer_reaches_the_request(engine, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    typed = ["run", "tiny", "x", "--stop", "END", "--stop", ".", "--think", "off"]
+    assert cli.main([*typed, "--schema", str(tmp_path / "schema.json")], ScriptedHost(engine)) == 0
+    request = engine.asked[-1]
+    assert request.stop == ("END", ".")
+    assert request.constraint == JsonSchema({"type": "object"})
+    assert (request.template_options, request.reasoning_budget) == ({"enable_thinking": False}, 0)
+    assert cli.main(["run", "x", "--schema", '{"type": "array"}'], ScriptedHost(engine)) == 0
+    assert engine.asked[-1].constraint == JsonSchema({"type": "array"})
+    assert cli.main(["run", "x", "--grammar", 'root ::= "a"'], ScriptedHost(engine)) == 0
+    assert engine.asked[-1].constraint == Grammar('root ::= "a"')
+
+
+def test_a_file_stands_before_the_prompt(engine, tmp_path):
+    (tmp_path / "notes.txt").write_text("be there at nine")
+    assert (
+        cli.main(["run", "tiny", "When?", "--file", str(tmp_path / "notes.txt")], ScriptedHost(engine))
+        == 0
+    )
+    content = engine.asked[0].messages[-1].content
+    assert content.startswith("File `notes.txt`:")
+    assert content.index("be there at nine") < content.index("When?")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--image", "cat.png"], "edgeinfer cannot read images yet"),
+        (["--schema", "{not json"], "--schema: "),
+        (["--schema", "/nosuch"], "--schema cannot be read"),
+        (["--grammar", "/nosuch"], "--grammar cannot be read"),
+        (["--system", "@/nosuch"], "--system cannot be read"),
+        (["--file", "/nosuch"], "/nosuch: No such file or directory"),
+        (["--schema", "{}", "--grammar", "x ::= y"], "not allowed with argument"),
+        (["--max-tokens", "-5"], "'-5' is not a number between 1 and 1,000,000"),
+        (["--temperature", "abc"], "'abc' is not a number between 0 and 10"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_is_loaded(engine, capsys, typed, said):
+    host = ScriptedHost(engine)
+    assert cli.main(["run", "tiny", "x", *typed], host) == 2
+    assert said in capsys.readouterr().err
+    assert host.opened == []
+
+
+@pytest.mark.parametrize("verb", ["run", "chat", "warm"])
+def test_system_means_the_same_in_every_verb(verb, tmp_path):
+    (tmp_path / "pirate.txt").write_text("You are a pirate.")
+    config = Config(chat=ChatConfig(system_prompts={"pirate": "Arr."}))
+    for typed, meant in (
+        (f"@{tmp_path}/pirate.txt", "You are a pirate."),
+        ("pirate", "Arr."),
+        ("Be brief.", "Be brief."),
+    ):
+        options = cli.build_parser().parse_args([verb, "--system", typed])
+        assert requesting.system_prompt(options.system, config) == meant
+
+
+def test_a_saved_system_prompt_is_sent(engine, monkeypatch):
+    host = ScriptedHost(engine)
+    host._config = Config(chat=ChatConfig(system_prompts={"pirate": "Arr."}))
+    assert cli.main(["run", "tiny", "x", "--system", "pirate"], host) == 0
+    assert engine.asked[0].messages[0].content == "Arr."
+
+
+def test_a_word_that_is_no_model_before_another_is_told_to_be_quoted(capsys):
+    class Unknown(ScriptedHost):
+        def engine(self, model, options, progress=None):
+            raise UnknownModelError(f"no model is called {model!r}")
+
+    assert cli.main(["run", "name", "three"], Unknown(None)) == 3
+    assert "put a prompt in quotes" in capsys.readouterr().err

@@ -107,6 +107,11 @@ def batch(options: argparse.Namespace, host: Host) -> BatchResult:
     Raises UsageError naming the line that is wrong before computing; ModelBusyError when another run
     has OUT.
     """
+    paths = (options.input, options.output)
+    if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
+        raise UsageError(
+            f"{options.output} is the input itself", hint="name another file for the answers"
+        )
     lines = read_input(Path(options.input))
     with _opened(Path(options.output)) as output:
         finished = read_output(output)
@@ -133,7 +138,7 @@ def read_input(path: Path) -> list[BatchLine]:
                             f"{first}"
                         )
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
+        raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
     return lines
 
 

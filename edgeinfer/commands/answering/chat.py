@@ -115,7 +115,6 @@ def _launch(options: argparse.Namespace, host: Host) -> Launch:
     if options.max_tokens:
         sampling["max_tokens"] = options.max_tokens
     config = host.config
-    prompts = config.chat.system_prompts
     return Launch(
         host=host,
         model=options.model or config.default_model,
@@ -123,7 +122,7 @@ def _launch(options: argparse.Namespace, host: Host) -> Launch:
         config=config.chat,
         continue_last=options.continue_last,
         conversation=Conversation(
-            system_prompt=prompts.get(options.system, options.system or ""), sampling=sampling
+            system_prompt=requesting.system_prompt(options.system or "", config), sampling=sampling
         ),
     )
 

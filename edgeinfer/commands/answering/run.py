@@ -7,13 +7,15 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar, TextIO
 
 import msgspec
 
 from edgeinfer import requesting
+from edgeinfer.chat.attachments import read, with_attachments
 from edgeinfer.chat.history.purging import purge_deleted
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.result import Result
 from edgeinfer.runtime.collected import Collected
@@ -60,19 +62,31 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     """
     model, prompt = model_and_prompt(options.model_or_prompt, options.prompt, host)
     prompt = _with_stdin(prompt)
-    if not prompt.strip():
+    if not prompt.strip() and not options.file:
         raise UsageError(
             "no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in'
         )
-    engine = host.engine(model, requesting.load_options(options, host.config.load))
+    if options.image:
+        raise UsageError("edgeinfer cannot read images yet", hint="text goes in with `--file FILE`")
+    prompt = with_attachments(prompt, [read(Path(path)) for path in options.file])
+    asked = requesting.answer_fields(options)
+    system = options.system and requesting.system_prompt(options.system, host.config)
+    try:
+        engine = host.engine(model, requesting.load_options(options, host.config.load))
+    except UnknownModelError as error:
+        quoted = 'put a prompt in quotes: `edgeinfer run "Name three colours."`'
+        raise UnknownModelError(
+            error.message, hint=error.hint or (quoted if options.prompt else None)
+        ) from error
     for warning in engine.info.warnings:
         sys.stderr.write(f"warning: {warning}\n")
-    system = engine.info.system_prompt if options.system is None else options.system
+    system = engine.info.system_prompt if system is None else system
     request = GenerateRequest(
         prompt=prompt if options.raw else None,
         messages=() if options.raw else _turns(system, prompt),
         sampling=requesting.sampling(options, engine.info.sampling),
         max_tokens=options.max_tokens,
+        **asked,
     )
     with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
         result = _consume(generation, model, host.start, None if options.json else sys.stdout)

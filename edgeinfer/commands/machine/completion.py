@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 
 from edgeinfer.host import Host
 from edgeinfer.result import Result
+from edgeinfer.system import places
 
-#: Positionals with this metavar are names of models; anything that ends in FILE or DIR is a path.
-_MODELS = "MODEL"
-#: The command with which a script asks for the models' names.
-_LIST_MODELS = "edgeinfer completion models 2>/dev/null"
+#: What an option or word takes, by how its metavar begins; anything that ends in FILE or DIR is a path.
+_KINDS = {"MODEL": "models", "SNAPSHOT": "snapshots", "ADAPTER": "adapters"}
+
+
+def _names_of(kind: str) -> str:
+    """Write the command with which a script asks for names of this kind."""
+    return f"edgeinfer completion {kind} 2>/dev/null"
 
 
 class CompletionResult(Result, frozen=True, kw_only=True):
@@ -32,7 +37,7 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 class Option(msgspec.Struct, frozen=True):
     """One option of a verb.
 
-    `values` are its choices; `takes` says what follows: "", "word", "file" or "model".
+    `values` are its choices; `takes` says what follows: "", "word", "file", or a kind of names.
     """
 
     flags: tuple[str, ...]
@@ -42,9 +47,9 @@ class Option(msgspec.Struct, frozen=True):
 
 
 class Verb(msgspec.Struct, frozen=True):
-    """One verb.
+    """One verb, or an action of one (`snapshots rm`).
 
-    `operand` is what its positionals are: "", "word", "file" or "model"; `words` are their choices.
+    `operand` is what its positionals are: "word", "file", or a kind of names; `words` their choices.
     """
 
     name: str
@@ -55,9 +60,10 @@ class Verb(msgspec.Struct, frozen=True):
 
 
 def completion(options: argparse.Namespace, _host: Host) -> CompletionResult:
-    """Write the script for `options.shell`, or the models' names for the scripts (`models`)."""
+    """Write the script for `options.shell`, or names of a kind for the scripts."""
     shell: str = options.shell
-    text = "\n".join(_model_names()) if shell == "models" else script(shell, options.parser)
+    is_kind = shell in _KINDS.values()
+    text = "\n".join(_known(shell)) if is_kind else script(shell, options.parser)
     return CompletionResult(shell=shell, text=text)
 
 
@@ -66,22 +72,28 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](list(verbs(parser))).rstrip("\n")
 
 
-def _model_names() -> list[str]:
+def _known(kind: str) -> list[str]:
     from edgeinfer.catalog.found import stores
     from edgeinfer.catalog.models import load_catalog
     from edgeinfer.catalog.store import list_pulled
+    from edgeinfer.snapshots.shelf.format import generations
 
+    if kind == "snapshots":
+        return sorted(generations())
+    if kind == "adapters":
+        return sorted(path.stem for path in Path(places.adapters()).glob("*.gguf"))
     found = (model.name for model in stores.usable())
     return sorted({*load_catalog().models, *(model.name for model in list_pulled()), *found})
 
 
-def verbs(parser: argparse.ArgumentParser) -> Iterator[Verb]:
-    """Every verb of the parser, those of a verb (`snapshots list`) included as words of it."""
+def verbs(parser: argparse.ArgumentParser, of: str = "") -> Iterator[Verb]:
+    """List every verb of the parser, each followed by its actions."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for name, sub in action.choices.items():
-                yield _verb(name, helps.get(name, ""), sub)
+                yield _verb(f"{of} {name}".lstrip(), helps.get(name, ""), sub)
+                yield from verbs(sub, name)
 
 
 def _verb(name: str, about: str, parser: argparse.ArgumentParser) -> Verb:
@@ -89,19 +101,14 @@ def _verb(name: str, about: str, parser: argparse.ArgumentParser) -> Verb:
     words: list[str] = []
     operand = ""
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            words += list(action.choices)
-            for sub in action.choices.values():
-                inner = _verb("", "", sub)
-                options += inner.options
-                operand = operand or inner.operand
-        elif action.option_strings:
+        if action.help == argparse.SUPPRESS:
+            continue
+        if action.option_strings:
             options.append(_option(action))
-        elif action.help != argparse.SUPPRESS:
-            words += [str(choice) for choice in action.choices or ()]
+        else:
+            words += [str(one) for one in action.choices or () if one not in _KINDS.values()]
             operand = operand or _takes(action)
-    unique = {option.flags: option for option in options}
-    return Verb(name, about, tuple(unique.values()), operand or "word", tuple(words))
+    return Verb(name, about, tuple(options), operand or "word", tuple(words))
 
 
 def _option(action: argparse.Action) -> Option:
@@ -112,9 +119,15 @@ def _option(action: argparse.Action) -> Option:
 
 def _takes(action: argparse.Action) -> str:
     metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    if metavar.startswith(_MODELS):
-        return "model"
+    for start, kind in _KINDS.items():
+        if metavar.startswith(start):
+            return kind
     return "file" if metavar.endswith(("FILE", "DIR", "PATH")) else "word"
+
+
+def _patterns(found: list[Verb]) -> str:
+    """Write the pattern of a `case` that every action of a verb matches."""
+    return " | ".join(f'"{verb.name}"' for verb in found if " " in verb.name)
 
 
 # --- bash
@@ -122,7 +135,8 @@ def _takes(action: argparse.Action) -> str:
 
 def _bash(found: list[Verb]) -> str:
     cases = "".join(_bash_case(verb) for verb in found)
-    names = " ".join(verb.name for verb in found)
+    names = " ".join(verb.name for verb in found if " " not in verb.name)
+    kinds = " | ".join(_KINDS.values())
     return f"""# edgeinfer completion for bash: eval "$(edgeinfer completion bash)", or a file in
 # ~/.local/share/bash-completion/completions named edgeinfer
 _edgeinfer() {{
@@ -132,12 +146,17 @@ _edgeinfer() {{
         COMPREPLY=($(compgen -W "{names} --help --version" -- "$current"))
         return
     fi
+    if [ "$COMP_CWORD" -gt 2 ]; then
+        case "$verb ${{COMP_WORDS[2]}}" in
+        {_patterns(found)}) verb="$verb ${{COMP_WORDS[2]}}" ;;
+        esac
+    fi
     case $verb in
 {cases}    *) return ;;
     esac
     case $current in -*) takes= ;; *) words= ;; esac
     case $takes in
-    model) words="$words $({_LIST_MODELS})" ;;
+    {kinds}) words="$words $({_names_of("$takes")})" ;;
     file) COMPREPLY=($(compgen -f -- "$current")); return ;;
     esac
     [ -n "$words" ] || words=$flags
@@ -152,14 +171,14 @@ complete -o filenames -F _edgeinfer edgeinfer
 
 def _bash_case(verb: Verb) -> str:
     flags = " ".join(flag for option in verb.options for flag in option.flags)
-    lines = [f"    {verb.name})", f'        local flags="{flags}"', "        case $previous in"]
+    lines = [f'    "{verb.name}")', f'        local flags="{flags}"', "        case $previous in"]
     for option in verb.options:
         if option.values:
             answer = f'COMPREPLY=($(compgen -W "{" ".join(option.values)}" -- "$current")); return'
         elif option.takes == "file":
             answer = 'COMPREPLY=($(compgen -f -- "$current")); return'
-        elif option.takes == "model":
-            answer = f'COMPREPLY=($(compgen -W "$({_LIST_MODELS})" -- "$current")); return'
+        elif option.takes in _KINDS.values():
+            answer = f'COMPREPLY=($(compgen -W "$({_names_of(option.takes)})" -- "$current")); return'
         elif option.takes:
             answer = "return"
         else:
@@ -180,16 +199,17 @@ def _bash_case(verb: Verb) -> str:
 
 
 def _zsh(found: list[Verb]) -> str:
-    names = "\n".join(f"        {_quoted(f'{verb.name}:{verb.help}')}" for verb in found)
+    top = [verb for verb in found if " " not in verb.name]
+    names = "\n".join(f"        {_quoted(f'{verb.name}:{verb.help}')}" for verb in top)
     cases = "".join(_zsh_case(verb) for verb in found)
     return f"""#compdef edgeinfer
 # edgeinfer completion for zsh: a file named _edgeinfer in a folder of $fpath,
 # or eval "$(edgeinfer completion zsh)"
-_edgeinfer_models() {{
-    local -a models
-    models=(${{(f)"$({_LIST_MODELS})"}})
-    compadd -a models
-    _files -g '*.gguf'
+_edgeinfer_names() {{
+    local -a names
+    names=(${{(f)"$({_names_of("$1")})"}})
+    compadd -a names
+    [ "$1" = snapshots ] || _files -g '*.gguf'
 }}
 _edgeinfer() {{
     local -a verbs
@@ -203,6 +223,11 @@ _edgeinfer() {{
     local verb=$words[2]
     shift words
     (( CURRENT-- ))
+    if (( CURRENT > 2 )); then
+        case "$verb $words[2]" in
+        {_patterns(found)}) verb="$verb $words[2]"; shift words; (( CURRENT-- )) ;;
+        esac
+    fi
     case $verb in
 {cases}    esac
 }}
@@ -214,11 +239,9 @@ def _zsh_case(verb: Verb) -> str:
     specs = [_quoted(spec) for option in verb.options for spec in _zsh_option(option)]
     if verb.words:
         specs.append(_quoted(f"1: :({' '.join(verb.words)})"))
-    specs.append(
-        _quoted(f"*: :{ {'model': '_edgeinfer_models', 'file': '_files'}.get(verb.operand, '') }")
-    )
+    specs.append(_quoted(f"*: :{_zsh_action(verb.operand)}"))
     return (
-        f"    {verb.name})\n        _arguments \\\n"
+        f'    "{verb.name}")\n        _arguments \\\n'
         + " \\\n".join(f"            {spec}" for spec in specs)
         + " ;;\n"
     )
@@ -227,12 +250,13 @@ def _zsh_case(verb: Verb) -> str:
 def _zsh_option(option: Option) -> Iterator[str]:
     about = option.help.replace("[", "(").replace("]", ")").replace(":", "\\:")
     for flag in option.flags:
-        action = (
-            f"({' '.join(option.values)})"
-            if option.values
-            else {"model": "_edgeinfer_models", "file": "_files"}.get(option.takes, "")
-        )
+        action = f"({' '.join(option.values)})" if option.values else _zsh_action(option.takes)
         yield f"{flag}[{about}]" + (f":value:{action}" if option.takes else "")
+
+
+def _zsh_action(takes: str) -> str:
+    names = f" _edgeinfer_names {takes}" if takes in _KINDS.values() else ""
+    return "_files" if takes == "file" else names
 
 
 def _quoted(text: str) -> str:
@@ -249,15 +273,20 @@ def _fish(found: list[Verb]) -> str:
         "complete -c edgeinfer -f",
     ]
     for verb in found:
-        lines.append(
-            f"complete -c edgeinfer -n __fish_use_subcommand -a {verb.name} -d "
-            f"{_fish_quoted(verb.help)}"
-        )
-        inside = f"-n '__fish_seen_subcommand_from {verb.name}'"
+        name, _, action = verb.name.partition(" ")
+        inside = f"-n '__fish_seen_subcommand_from {name}"
+        if action:
+            inside += f"; and __fish_seen_subcommand_from {action}'"
+        else:
+            lines.append(
+                f"complete -c edgeinfer -n __fish_use_subcommand -a {name} -d {_fish_quoted(verb.help)}"
+            )
+            inside += "'"
         if verb.words:
             lines.append(f"complete -c edgeinfer {inside} -a {_fish_quoted(' '.join(verb.words))}")
-        if verb.operand == "model":
-            lines.append(f"complete -c edgeinfer {inside} -a '({_LIST_MODELS})'")
+        if verb.operand in _KINDS.values():
+            lines.append(f"complete -c edgeinfer {inside} -a '({_names_of(verb.operand)})'")
+        if verb.operand == "models":
             lines.append(f"complete -c edgeinfer {inside} -a '(__fish_complete_suffix .gguf)'")
         elif verb.operand == "file":
             lines.append(f"complete -c edgeinfer {inside} -F")
@@ -272,8 +301,8 @@ def _fish_option(option: Option) -> str:
         parts.append(f"-x -a {_fish_quoted(' '.join(option.values))}")
     elif option.takes == "file":
         parts.append("-r -F")
-    elif option.takes == "model":
-        parts.append(f"-x -a '({_LIST_MODELS})'")
+    elif option.takes in _KINDS.values():
+        parts.append(f"-x -a '({_names_of(option.takes)})'")
     elif option.takes:
         parts.append("-x")
     return " ".join(parts)

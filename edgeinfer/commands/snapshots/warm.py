@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import ClassVar, TextIO
 
 from edgeinfer import requesting
@@ -15,7 +14,7 @@ from edgeinfer.catalog import store
 from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.settings.load_options import snapshot_options
 from edgeinfer.snapshots.building import build_order as snapshots_warm
 from edgeinfer.snapshots.shelf import format
@@ -76,7 +75,7 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
         model=model,
         files=files,
         options=wanted,
-        system=_system(options.system, files),
+        system=requesting.system_prompt(options.system, host.config) or files.system_prompt,
         given_name=options.name or _own_name(options.system, wanted),
     )
     try:
@@ -91,15 +90,6 @@ def _own_name(system: str, options: LoadOptions) -> str:
     """A name for a snapshot with a system prompt of its own: it does not replace the plain one."""
     what = f"{system}{snapshot_options(options)}"
     return f"system-{format.short_hash(what)}" if system else ""
-
-
-def _system(text: str, files: ModelFiles) -> str:
-    if not text.startswith("@"):
-        return text or files.system_prompt
-    try:
-        return Path(text[1:]).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the system prompt cannot be read: {error}") from error
 
 
 class StageTalk:

@@ -143,7 +143,10 @@ def _stamp(adapter: Adapter) -> str:
     try:
         return stamps([os.path.realpath(adapter.path)])
     except OSError:
-        raise ModelLoadError(f'LoRA adapter "{adapter.name}": {adapter.path} is not there') from None
+        raise ModelLoadError(
+            f'LoRA adapter "{adapter.name}": {adapter.path} is not there',
+            hint="pull it first: `edgeinfer pull ADAPTER --base MODEL`; or name its file",
+        ) from None
 
 
 def _fill(model: Any, held: Held, named: dict[str, tuple[Adapter, str]]) -> None:

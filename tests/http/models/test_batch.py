@@ -335,3 +335,13 @@ def test_after_a_kill_nothing_is_lost_and_nothing_is_doubled(files, smollm2, unt
     assert result["skipped"] + result["done"] == 12
     assert result["skipped"] >= killed_at - 1
     assert set(_answers(paths[1])) == {f"say {n}" for n in range(12)}
+
+
+def test_the_input_is_refused_as_output(tmp_path):
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"custom_id": "1"}\n')
+    (tmp_path / "link.jsonl").hardlink_to(requests)
+    for output in (requests, tmp_path / "link.jsonl"):
+        with pytest.raises(UsageError, match="is the input itself"):
+            batch(argparse.Namespace(input=str(requests), output=str(output)), Host())
+    assert requests.read_text() == '{"custom_id": "1"}\n'
