@@ -184,15 +184,13 @@ class CopyInfo(msgspec.Struct, frozen=True, kw_only=True):
 class CopiesInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The copies of a model.
 
-    `rates` are tokens a second of all, by how many there were, while enough was asked. `reason` says
-    why there are so many; `crashed_total` counts those whose process ended by itself.
+    `reason` says why there are so many; `crashed_total` counts those whose process ended by itself.
     """
 
     model: str
     least: int
     most: int
     running: tuple[CopyInfo, ...]
-    rates: dict[int, float]
     reason: str
     crashed_total: int = 0
 

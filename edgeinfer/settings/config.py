@@ -144,10 +144,6 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     copies_idle_s: Annotated[
         float, about("One copy less when fewer were enough for so many seconds.", gt=0)
     ] = 60.0
-    copies_measured_s: Annotated[
-        float,
-        about("Seconds of waiting requests by which it is measured what a copy more gives.", gt=0),
-    ] = 10.0
     ollama: Annotated[
         bool, about("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
     ] = False

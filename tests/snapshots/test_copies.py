@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -157,8 +158,7 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
 
 def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
     warm.settings(
-        "[snapshots]\nauto-warm = false\n"
-        "[serve]\ncopies-wait-s = 0.05\ncopies-idle-s = 0.3\ncopies-measured-s = 0.6\n"
+        "[snapshots]\nauto-warm = false\n[serve]\ncopies-wait-s = 0.05\ncopies-idle-s = 0.3\n"
     )
     try:
         with _serving(warm, "--threads", "2", "--copies", "1..2") as here:
@@ -172,20 +172,27 @@ def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
             clients = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
             for client in clients:
                 client.start()
-            wait_until((warm.data / "cache/copies-trials.json").exists, "a trial of two")
+            wait_until(lambda: here.has(2), "a second copy")
             stop.set()
             for client in clients:
                 client.join()
             assert set(codes) == {""}
             wait_until(lambda: here.has(1), "one to be left")
-            assert "edgeinfer_copies_tokens_per_second" in here.client.get("/metrics").text
             wait_until(lambda: "small: 1 copy of 1 to 2: " in warm.run("ps").out, "ps to tell of it")
     finally:
         warm.settings("[snapshots]\nauto-warm = false\n")
     lines = [json.loads(line) for line in here.said.splitlines() if line.startswith("{")]
     changes = [(line["running"], line["reason"]) for line in lines if line["event"] == "copies"]
-    assert (2, "requests would wait longer than 0.05 s") in changes
-    assert "small: 2 make" in warm.run("doctor").out
+    assert (2, "requests waited longer than 0.05 s") in changes
+
+
+def test_resumed_endpoint_tells_its_clients_users_apart(warm):
+    with _serving(warm, "--copies", "2") as here:
+        assert "models" in here.client.get("/props").json()  # of this user, or of root
+        if os.getuid() == 0:
+            url = f"{here.client.base_url}/props"
+            other = subprocess.run(["curl", "-s", url], user=65534, capture_output=True, text=True)
+            assert "user_not_allowed" in other.stdout
 
 
 def test_copies_of_a_model_without_a_snapshot_are_loaded(warm):

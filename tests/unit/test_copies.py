@@ -22,11 +22,10 @@ from edgeinfer.workers.client import RemoteEngine
 from edgeinfer.workers.copies.growth import Bounds, Growth, Seen
 from edgeinfer.workers.copies.minding import Minder
 from edgeinfer.workers.copies.one_copy import Copy
-from edgeinfer.workers.copies.remembered import everything
 from edgeinfer.workers.copies.ticket import Ticket
 from edgeinfer.workers.server import serve
 
-BOUNDS = Bounds(least=1, most=3, wait_s=5, idle_s=60, measured_s=10)
+BOUNDS = Bounds(least=1, most=3, wait_s=5, idle_s=60)
 END = Finished(reason="stop", usage=Usage(), timings=Timings())
 
 
@@ -48,92 +47,28 @@ def test_what_is_no_range_is_refused_where_it_is_said(text, tmp_path):
         load_config(config)
 
 
-class Load:
-    """Looks at copies that are asked for so much, second by second."""
-
-    def __init__(self, growth: Growth) -> None:
-        self.growth = growth
-        self.now = 0.0
-        self.work = 0.0
-        self.steps: list[str] = []
-
-    def seconds(self, n: int, copies: int, waiting: int, rate: float, inside: int = 8) -> list[str]:
-        """What is decided in `n` seconds; `rate` is what all copies make in one."""
-        self.steps = []
-        for _ in range(n):
-            self.now += 1
-            self.work += rate
-            seen = Seen(
-                now=self.now,
-                copies=copies,
-                waiting=waiting,
-                oldest_s=waiting * 10,
-                inside=inside,
-                slots=8,
-                work=self.work,
-                ended=int(self.work // 10),
-            )
-            self.steps.append(self.growth.look(seen))
-        return self.steps
+def _seen(now: float, copies: int, waiting: int = 0, inside: int = 8) -> Seen:
+    return Seen(now=now, copies=copies, waiting=waiting, oldest_s=waiting * 10, inside=inside, slots=8)
 
 
-def test_one_more_when_requests_would_wait_and_it_is_known_what_those_here_make():
-    growth = Growth(BOUNDS, cores=2)
-    load = Load(growth)
-    steps = load.seconds(14, copies=1, waiting=3, rate=100)
-    assert steps == ["stay"] * 12 + ["grow"] * 2
-    assert growth.rates == {1: pytest.approx(100)}
-    assert "5 s" in growth.reason
-    growth.changed()
-    assert load.seconds(30, copies=2, waiting=3, rate=150, inside=19) == ["stay"] * 30
-    assert "a core" in growth.reason
-    verdict = growth.judge("m", 2, at=1.0)
-    assert verdict is not None
-    assert verdict.is_won
-    assert growth.judge("m", 2, at=2.0) is None
-    later = Load(Growth(BOUNDS, cores=2, verdicts={2: verdict}))
-    assert later.seconds(1, copies=1, waiting=3, rate=100) == ["grow"]  # it is known to help
-
-
-def test_a_copy_that_makes_no_more_goes_and_does_not_come_again():
+def test_growth_adds_a_copy_when_requests_wait_up_to_the_limits():
     growth = Growth(BOUNDS, cores=4)
-    load = Load(growth)
-    load.seconds(15, copies=1, waiting=3, rate=100)
-    growth.changed()
-    load.seconds(15, copies=2, waiting=0, rate=104, inside=11)
-    assert growth.judge("m", 2, at=1.0) is None  # it is measured again without the second one
-    assert load.seconds(1, copies=2, waiting=0, rate=104, inside=11) == ["shrink"]
-    growth.changed()
-    assert set(load.seconds(60, copies=1, waiting=9, rate=100)) == {"stay"}
-    verdict = growth.judge("m", 1, at=1.0)
-    assert verdict is not None
-    assert verdict.words == "2 make 104 tokens/s, 1 made 100: another does not help on this machine"
-    assert set(load.seconds(60, copies=1, waiting=9, rate=100)) == {"stay"}
-    assert growth.reason == verdict.words
-    later = Growth(BOUNDS, cores=4, verdicts={2: verdict})
-    assert set(Load(later).seconds(60, copies=1, waiting=9, rate=100)) == {"stay"}
-
-
-def test_a_machine_that_was_slower_meanwhile_refutes_nothing():
+    assert growth.look(_seen(0, copies=1, waiting=3)) == "grow"
+    assert growth.reason == "requests waited longer than 5 s"
+    assert growth.look(_seen(1, copies=3, waiting=3)) == "stay"
+    assert growth.reason == "the most that may run"
     growth = Growth(BOUNDS, cores=2)
-    load = Load(growth)
-    load.seconds(15, copies=1, waiting=3, rate=150)
-    growth.changed()
-    load.seconds(15, copies=2, waiting=0, rate=150, inside=11)
-    assert growth.judge("m", 2, at=1.0) is None
-    assert load.seconds(1, copies=2, waiting=0, rate=150, inside=11) == ["shrink"]
-    growth.changed()
-    load.seconds(15, copies=1, waiting=3, rate=100)
-    assert growth.judge("m", 1, at=1.0) is None
-    assert load.seconds(1, copies=1, waiting=3, rate=100) == ["grow"]
+    assert growth.look(_seen(0, copies=2, waiting=3)) == "stay"
+    assert growth.reason == "each has one core"
 
 
-def test_one_less_when_fewer_were_enough_for_a_while():
-    load = Load(Growth(BOUNDS, cores=4))
-    assert load.seconds(50, copies=2, waiting=0, rate=1, inside=3) == ["stay"] * 50
-    assert load.seconds(30, copies=2, waiting=0, rate=1, inside=9) == ["stay"] * 30
-    assert load.seconds(61, copies=2, waiting=0, rate=1, inside=8)[-1] == "shrink"
-    assert set(load.seconds(90, copies=1, waiting=0, rate=1, inside=0)) == {"stay"}
+def test_growth_removes_a_copy_when_fewer_were_enough_for_idle_s():
+    growth = Growth(BOUNDS, cores=4)
+    assert {growth.look(_seen(n, copies=2, inside=3)) for n in range(50)} == {"stay"}
+    assert {growth.look(_seen(n, copies=2, inside=9)) for n in range(50, 80)} == {"stay"}
+    steps = [growth.look(_seen(n, copies=2)) for n in range(80, 141)]
+    assert steps == ["stay"] * 60 + ["shrink"]
+    assert {growth.look(_seen(n, copies=1, inside=0)) for n in range(200, 290)} == {"stay"}
 
 
 # --- a request on its way
@@ -317,7 +252,6 @@ def test_it_says_how_many_there_are_and_why():
     shop = Shop()
     with shop.open(least=1, most=2) as engine:
         assert engine.copies().words == "1 copy of 1 to 2: the least that may run"
-    assert everything() == {}
 
 
 def test_adapters_are_every_copys_and_that_of_one_that_comes():

@@ -100,9 +100,7 @@ async def _serve(
             endpoint.log.warning("model-slow", model=model, reason=text)
 
     def copies_changed(info: CopiesInfo) -> None:
-        endpoint.log.info(
-            "copies", model=name, running=len(info.running), reason=info.reason, rates=info.rates
-        )
+        endpoint.log.info("copies", model=name, running=len(info.running), reason=info.reason)
         host.note_copies(info)
 
     loader = Loader(options.model, name, host, load_options)
@@ -234,13 +232,7 @@ def _sizes(first: EngineInfo | None) -> dict[str, Any]:
 def copies_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
     """How many copies of the default model may run, and when there is another number of them."""
     least, most = copies_range(_pick(options.copies, config.copies))
-    return Bounds(
-        least=least,
-        most=most,
-        wait_s=config.copies_wait_s,
-        idle_s=config.copies_idle_s,
-        measured_s=config.copies_measured_s,
-    )
+    return Bounds(least=least, most=most, wait_s=config.copies_wait_s, idle_s=config.copies_idle_s)
 
 
 def pulled_models() -> Callable[[], Sequence[Pulled]]:

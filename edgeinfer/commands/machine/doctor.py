@@ -139,15 +139,6 @@ def _llama() -> Check:
     )
 
 
-def _copies() -> Check:
-    """Copies: what trials of several have found in the last week."""
-    from edgeinfer.workers.copies import remembered
-
-    found = [verdict for model in remembered.everything().values() for verdict in model]
-    said = "; ".join(f"{verdict.model}: {verdict.words}" for verdict in found)
-    return Check("copies", "ok", said or "not measured yet")
-
-
 def _gpu() -> list[Check]:
     """GPU: what the backend libraries find, each in a process of its own."""
     from edgeinfer.runtime.backends.survey import survey
@@ -263,7 +254,6 @@ CHECKS: tuple[Callable[[], Check | list[Check]], ...] = (
     _cpu,
     _memory,
     _llama,
-    _copies,
     _gpu,
     _snapshots,
     _directories,

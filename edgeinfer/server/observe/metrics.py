@@ -329,11 +329,6 @@ def _of_copies(engines: Sequence[tuple[str, Engine]]) -> Iterator[Metric]:
     crashed = CounterMetricFamily(
         "edgeinfer_copies_crashed", "Copies whose process ended by itself.", labels=_MODEL
     )
-    rate = GaugeMetricFamily(
-        "edgeinfer_copies_tokens_per_second",
-        "Tokens a second of so many copies together, while enough was asked of them.",
-        labels=(*_MODEL, "copies"),
-    )
     families = [
         (kind(f"edgeinfer_{name}", said, labels=(*_MODEL, "copy")), value)
         for kind, name, said, value in _FROM_COPY
@@ -344,12 +339,10 @@ def _of_copies(engines: Sequence[tuple[str, Engine]]) -> Iterator[Metric]:
         labels, info = (name, version_of(engine.info.sha256)), engine.copies()
         running.add_metric(labels, len(info.running))
         crashed.add_metric(labels, info.crashed_total)
-        for n, found in info.rates.items():
-            rate.add_metric((*labels, str(n)), found)
         for copy in info.running:
             for family, value in families:
                 family.add_metric((*labels, str(copy.number)), value(copy))
-    yield from (running, crashed, rate, *(family for family, _ in families))
+    yield from (running, crashed, *(family for family, _ in families))
 
 
 def version_of(sha256: str) -> str:

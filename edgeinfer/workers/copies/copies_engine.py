@@ -41,8 +41,6 @@ class CopiesEngine:
         self._gone = EngineMetrics()
         self._movers = ThreadPoolExecutor(4, "copies")
         self._is_closed = False
-        self._work = 0
-        self.ended_total = 0
         self.crashed_total = 0
         #: Says why those that run are so many; this and the next two are set by whoever minds them.
         self.describe: Callable[[tuple[CopyInfo, ...]], CopiesInfo]
@@ -99,14 +97,10 @@ class CopiesEngine:
         return self._ask(lambda engine: engine.tokenize_chat(messages, tools, options))
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        found = self._ask(lambda engine: engine.embed(texts))
-        self._count(len(texts))
-        return found
+        return self._ask(lambda engine: engine.embed(texts))
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        found = self._ask(lambda engine: engine.rerank(query, documents))
-        self._count(len(documents))
-        return found
+        return self._ask(lambda engine: engine.rerank(query, documents))
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
         return self._ask(lambda engine: engine.begun_with(agent, salt))
@@ -187,13 +181,6 @@ class CopiesEngine:
         with self._changed:
             tickets = list(self._ticket_copies)
         return [ticket for ticket in tickets if ticket.is_waiting]
-
-    @property
-    def work(self) -> int:
-        """Tokens that were generated, and texts that were embedded, since the start."""
-        with self._changed:
-            tickets = list(self._ticket_copies)
-            return self._work + sum(ticket.n_tokens for ticket in tickets)
 
     def add(self, copy: Copy) -> None:
         """Give requests to one more from now on, those that wait elsewhere first.
@@ -314,7 +301,6 @@ class CopiesEngine:
 
     def _ended(self, ticket: Ticket) -> None:
         copy = self._leave(ticket)
-        self._count(ticket.n_tokens)
         if copy is None:
             return
         if not copy.engine.is_open:
@@ -363,11 +349,6 @@ class CopiesEngine:
                     copy.calls -= 1
                 if copy.is_leaving:
                     self._end_if_done(copy)
-
-    def _count(self, work: int) -> None:
-        with self._changed:
-            self._work += work
-            self.ended_total += 1
 
 
 def _closed() -> EngineClosedError:

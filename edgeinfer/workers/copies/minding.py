@@ -10,7 +10,6 @@ from edgeinfer.errors import EdgeInferError, OutOfMemoryError
 from edgeinfer.runtime.options import CopiesInfo, CopyInfo, EngineInfo
 from edgeinfer.system.machine import read_memory
 from edgeinfer.units import format_bytes
-from edgeinfer.workers.copies import remembered
 from edgeinfer.workers.copies.copies_engine import CopiesEngine
 from edgeinfer.workers.copies.growth import Bounds, Growth, Seen
 from edgeinfer.workers.copies.one_copy import Copy
@@ -47,13 +46,7 @@ class Minder:
         self._on_change = on_change
         first = start(None, cores)
         self._info = first.engine.info
-        self._key = remembered.key(self._info, cores)
-        self._growth = Growth(
-            bounds,
-            cores,
-            "tokens" if self._info.can_generate else "texts",
-            remembered.verdicts(self._key),
-        )
+        self._growth = Growth(bounds, cores)
         self._soon = threading.Event()
         self._is_closed = False
         self._failures = 0
@@ -73,7 +66,6 @@ class Minder:
             least=self._bounds.least,
             most=self._bounds.most,
             running=running,
-            rates=self._growth.rates,
             reason=self._growth.reason,
             crashed_total=self.engine.crashed_total,
         )
@@ -106,12 +98,7 @@ class Minder:
             self._more()
             return
         step = self._growth.look(self._seen(n))
-        verdict = self._growth.judge(self._info.model, n, time.time())
-        if verdict is not None:
-            remembered.remember(self._key, verdict)
-            self._growth.reason = verdict.words
-            self._tell()
-        elif step == "grow":
+        if step == "grow":
             self._more()
         elif step == "shrink":
             self.engine.retire(usable[-1])
@@ -127,8 +114,6 @@ class Minder:
             oldest_s=max((now - ticket.since for ticket in waiting), default=0.0),
             inside=sum(copy.inside for copy in engine.usable),
             slots=self._info.n_parallel,
-            work=engine.work,
-            ended=engine.ended_total,
         )
 
     # --- another number of copies

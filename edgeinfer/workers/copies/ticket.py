@@ -33,8 +33,6 @@ class Ticket:
         self.beginnings = _names(request)
         self.stream = EventStream(self.cancel)
         self.since = time.monotonic()
-        #: Tokens that were generated; while it runs, the pieces in which they came.
-        self.n_tokens = 0
         self._on_end, self._on_lost = on_end, on_lost
         self._changing = threading.RLock()
         self._source: EventStream | None = None
@@ -86,21 +84,12 @@ class Ticket:
             if is_lost:
                 self._source = None
             else:
-                self._count(item)
+                self._is_begun = self._is_begun or not (isinstance(item, Progress) and item.queued)
                 self.stream.put(item)
         if is_lost:
             self._on_lost(self)
         elif isinstance(item, Finished | EngineError):
             self._on_end(self)
-
-    def _count(self, item: Item) -> None:
-        if isinstance(item, Finished):
-            self.n_tokens = item.usage.completion_tokens
-        elif isinstance(item, Progress):
-            self._is_begun = self._is_begun or not item.queued
-        else:
-            self._is_begun = True
-            self.n_tokens += 1
 
 
 def _names(request: GenerateRequest) -> tuple[int, ...]:
