@@ -26,6 +26,20 @@ _MESSAGE_BYTES = 72
 _UID_AND_INODE = struct.Struct("=II")
 
 
+#: The netlink socket of a process outside our user namespace; None: one of our own for each question.
+_kernel: socket.socket | None = None
+
+
+def ask_through(kernel: socket.socket) -> None:
+    """Ask by this netlink socket from now on.
+
+    The kernel translates users into the namespace in which the socket was opened: in that of a resumed
+    process every other user, root too, would be 65534.
+    """
+    global _kernel
+    _kernel = kernel
+
+
 class Peer(NamedTuple):
     """The other end of a connection. `is_half_closed`: it sends no more, and still reads."""
 
@@ -63,9 +77,13 @@ def _ask_kernel(family: int, here: tuple[str, int], there: tuple[str, int]) -> P
     asked += struct.pack("=III", 0, _ANY, _ANY)
     head = _HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _REQUEST, 0, 0)
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
-    with socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG) as kernel:
+    kernel = _kernel or socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG)
+    try:
         kernel.send(head + asked)
         answer = kernel.recv(4096)
+    finally:
+        if kernel is not _kernel:
+            kernel.close()
     if _HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:
         number = -struct.unpack_from("=i", answer, _HEADER.size)[0]
         if number == 2:  # ENOENT

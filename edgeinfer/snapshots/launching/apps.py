@@ -167,8 +167,13 @@ class Apps:
             "reason": reason,
         }
         message = {"op": "launch", **app.request, **surroundings.of_this_process(), **stamps, **how}
+        fds = list(app.fds)
+        serves = app.role == "verb" and len(fds) > 3
+        users = surroundings.user_lookup() if serves and app.how == "resumed" else None
+        if users is not None:
+            fds.append(users.fileno())
         # it may be gone already: its supervisor tells why
-        quietly(frames.send, app.link, message, app.fds)
+        quietly(frames.send, app.link, message, fds)
 
     def explain(self, error: EdgeInferError, role: str) -> str:
         """Write a cold start's reason and fix to stderr; a chat shows it in its status line."""

@@ -64,6 +64,14 @@ def listen(argv: list[str]) -> list[_socket.socket]:
     return found
 
 
+def user_lookup() -> _socket.socket | None:
+    """Open what a resumed endpoint asks for its clients' users; see `system.tcp.ask_through`."""
+    try:
+        return _socket.socket(_socket.AF_NETLINK, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC, 4)
+    except OSError:  # a seccomp filter
+        return None
+
+
 def _bound(host: str, port: str) -> list[_socket.socket]:
     """Listen on every address of `host`; none when one of them cannot be had."""
     found: list[_socket.socket] = []

@@ -26,7 +26,7 @@ from edgeinfer.snapshots import frames, linux
 from edgeinfer.snapshots.resumed import freshness
 from edgeinfer.snapshots.resumed.app_host import AppHost
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel
-from edgeinfer.system import process
+from edgeinfer.system import process, tcp
 
 #: Roles of a launch request.
 VERB = b"verb"
@@ -86,7 +86,10 @@ def _take_over(
     process.die_with_parent()
     if loaded is not None:
         loaded.resume(samplers)
-    return [socket.socket(fileno=fd) for fd in fds[3:]]
+    sockets = [socket.socket(fileno=fd) for fd in fds[3:]]
+    if sockets and sockets[-1].family == socket.AF_NETLINK:
+        tcp.ask_through(sockets.pop())
+    return sockets
 
 
 def _stop(_number: int, _frame: object) -> None:
