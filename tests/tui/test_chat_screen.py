@@ -23,6 +23,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
+from edgeinfer.runtime.options import Chosen
 from edgeinfer.settings.config import load_config
 from edgeinfer.system import paths
 from edgeinfer.tui.screens.choice import ChoiceScreen
@@ -695,3 +696,25 @@ async def test_one_question_that_is_too_long_can_be_edited(drive):
         await d.until(lambda: d.app.screen is d.chat)
         assert d.chat.composer.text == "w" * 1600
         assert d.chat.composer.editing is not None
+
+
+async def test_a_start_has_one_time_and_stats_name_options_as_typed(drive):
+    choices = {"n_ctx": Chosen(2048, "as asked")}
+    info = msgspec.structs.replace(DEFAULT_INFO, choices=choices, load_ms=5069.0)
+    async with drive(FakeEngine(info=info)) as d:
+        await d.ready()
+        assert "resumed" not in d.shown()
+        d.chat.run_command("/stats")
+        assert d.shown().count("84 ms") == 1
+        assert "5,069" not in d.shown()
+        assert "--ctx" in d.shown()
+
+
+async def test_a_narrow_status_line_keeps_context_and_rate(drive):
+    engine = FakeEngine([words("Hello you")], info=DEFAULT_INFO)
+    async with drive(engine, size=(40, 12)) as d:
+        await d.ready()
+        await d.ask("hi")
+        line = str(d.chat.status.render())
+        assert "context 408/4,096" in line
+        assert "42.0 tok/s" in line

@@ -7,6 +7,7 @@ from fixed_chat import MODEL, SHELF, FixedHost
 
 from edgeinfer.catalog.progress.job import PullProgress
 from edgeinfer.catalog.progress.text import progress_text
+from edgeinfer.chat import shelf as chat_shelf
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.settings.config import load_config
@@ -316,3 +317,9 @@ async def test_the_palette_offers_the_commands(drive):
         titles = [c.title for c in d.app.get_system_commands(d.chat)]
         assert "Regen" in titles
         assert "File" not in titles
+
+
+def test_models_that_cannot_chat_are_not_offered():
+    purposes = {row.purpose for row in chat_shelf.shelf()}
+    assert "chat" in purposes
+    assert not purposes & {"embedding", "reranker"}

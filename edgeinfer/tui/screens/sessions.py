@@ -33,12 +33,7 @@ class SessionScreen(ModalScreen[int | None]):
         Binding("escape", "dismiss", "Leave", show=False),
         Binding("down", "step(1)", "Next", show=False, priority=True),
         Binding("up", "step(-1)", "Before", show=False, priority=True),
-        *(
-            Binding(
-                b.key, b.action, b.description, show=False, priority=True, tooltip=b.tooltip, id=b.id
-            )
-            for b in bindings("sessions")
-        ),
+        *bindings("sessions"),
     ]
 
     def __init__(self, session: ChatSession, commander: Commander, words: str = "") -> None:
