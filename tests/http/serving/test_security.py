@@ -229,6 +229,12 @@ def test_admin_routes_are_those_that_change_what_others_get():
     }
 
 
+@pytest.mark.parametrize("name", ["-rf", ".", "..", "_x", "a/b", "a b"])
+def test_snapshot_is_named_by_letters_and_digits_first(here, name):
+    refused = here.client.post("/v1/models/fake/snapshot", json={"name": name})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
+
+
 def test_second_key_does_not_decide_how_long_a_model_stays(serve):
     here = serve(gate=Gate(keys=Keys([KEY, "another-key-0123456789"])), keep_alive_s=7000)
     for key, stays in (("another-key-0123456789", True), (KEY, False)):
@@ -267,7 +273,10 @@ def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):
 def test_loopback_needs_no_key():
     (listener,) = sockets.bind("127.0.0.1", 0)
     with listener:
-        assert not make_gate(_options(), Host(config=Config()), [listener]).keys
+        gate = make_gate(_options(), Host(config=Config()), [listener])
+        assert not gate.keys
+        assert (gate.owner, gate.any_user) == (os.getuid(), False)
+        assert make_gate(_options("--any-user"), Host(config=Config()), [listener]).any_user
     assert not keys.key_path().exists()
 
 
