@@ -30,6 +30,7 @@ def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
     app: ASGIApp = _route
     for kind, args, options in reversed(middlewares):
         app = kind(app, *args, **options)
+    endpoint.app = app
     return app
 
 

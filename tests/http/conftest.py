@@ -25,6 +25,7 @@ from other_processes import wait_until
 from edgeinfer.host import HandOver, Start
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.server.core.batches import Batches
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.kept import KeptAnswers
 from edgeinfer.server.core.limits import Limits
@@ -65,6 +66,7 @@ class Setup:
     refuse_unknown: bool = False
     aliases: dict[str, str] = field(default_factory=dict)
     store_responses: bool = False
+    batches: Path | None = None
 
 
 @dataclass
@@ -131,6 +133,7 @@ def served(setup: Setup) -> Iterator[Served]:
             refuse_unknown=setup.refuse_unknown,
         )
         endpoint.shelf = setup.shelf
+        endpoint.batches = Batches(setup.batches) if setup.batches else None
         if setup.store_responses:
             endpoint.stored = KeptAnswers(setup.limits)
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop())

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 
@@ -43,24 +43,11 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.tracing import NoTracer
+from edgeinfer.server.offline import BatchLine
 from edgeinfer.system.disk import try_lock
 
-#: Pauses between the tries of a request that failed in a way that may pass.
-_BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)
-_DEFECT_PAUSES_S = (0.4, 1.6)
-#: Statuses of an endpoint that is busy or loading; a 500 is a defect, which rarely passes.
-_BUSY = (429, 503)
 #: After so many lines in a row without a final answer the run ends: what fails is not the request.
 _LEFT_IN_A_ROW = 16
-
-
-class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of IN."""
-
-    custom_id: str
-    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-    body: dict[str, Any]
-    method: Literal["POST"] = "POST"
 
 
 class _Done(msgspec.Struct, frozen=True):
@@ -264,8 +251,8 @@ async def _work(
 
     async def worker() -> None:
         for line in todo:
-            reply = await _ask(app, line)
-            if _may_pass(reply):
+            reply = await offline.ask(app, {}, line)
+            if offline.may_pass(reply):
                 tally.left_in_a_row += 1
                 tally.left_reason = _reason(reply)
             else:
@@ -283,24 +270,6 @@ async def _work(
         raise several.exceptions[0] from None
 
 
-async def _ask(app: Any, line: BatchLine) -> offline.Reply:
-    """The final answer, or the last failure when the pauses are used up."""
-    body = msgspec.json.encode(line.body)
-    tries = 0
-    while True:
-        reply = await offline.post(app, line.url, body)
-        pauses_s = _BUSY_PAUSES_S if reply.status in _BUSY else _DEFECT_PAUSES_S
-        if not _may_pass(reply) or tries >= len(pauses_s):
-            return reply
-        await asyncio.sleep(pauses_s[tries])
-        tries += 1
-
-
-def _may_pass(reply: offline.Reply) -> bool:
-    """Whether the same request may be answered another time: the endpoint failed, not the request."""
-    return reply.status in _BUSY or reply.status >= 500
-
-
 def _reason(reply: offline.Reply) -> str:
     """`503 queue_full`, as the error says it."""
     error = msgspec.json.decode(reply.body).get("error") or {}
@@ -309,17 +278,7 @@ def _reason(reply: offline.Reply) -> str:
 
 def _append(output: int, line: BatchLine, reply: offline.Reply) -> None:
     """One line in one write; what a kill leaves of it is cut off by the next run."""
-    answer = {
-        "id": f"batch_{reply.request_id}",
-        "custom_id": line.custom_id,
-        "response": {
-            "status_code": reply.status,
-            "request_id": reply.request_id,
-            "body": msgspec.Raw(reply.body),
-        },
-        "error": None,
-    }
-    rest = memoryview(msgspec.json.encode(answer) + b"\n")
+    rest = memoryview(offline.answer_line(line, reply))
     while rest:
         try:
             rest = rest[os.write(output, rest) :]

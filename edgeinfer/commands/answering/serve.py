@@ -22,6 +22,7 @@ from edgeinfer.host import Host, LoadProgress
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import CopiesInfo, EngineInfo, LoadOptions
 from edgeinfer.runtime.planning.choices import choose_threads
+from edgeinfer.server.core.batches import Batches
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.kept import KeptAnswers
 from edgeinfer.server.core.limits import Limits
@@ -34,7 +35,7 @@ from edgeinfer.server.observe.payload_log import PayloadLog
 from edgeinfer.server.observe.tracing import tracer_from_environment
 from edgeinfer.server.server import Ended, RunOptions, run
 from edgeinfer.settings.config import ServeConfig, copies_range, offline
-from edgeinfer.system import places
+from edgeinfer.system import paths, places
 from edgeinfer.system.machine import read_processors
 from edgeinfer.workers.copies import minding
 from edgeinfer.workers.copies.growth import Bounds
@@ -132,6 +133,7 @@ async def _serve(
     endpoint.settled_lines = host.config.serve.settled_lines
     if host.config.serve.store_responses:
         endpoint.stored = KeptAnswers(endpoint.limits)
+    endpoint.batches = Batches(paths.data_dir() / "batches")
     endpoint.note_prompt = host.note_prompt
     endpoint.warm_models = host.warm_models
     endpoint.take_snapshot = host.take_snapshot

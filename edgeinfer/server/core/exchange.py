@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from edgeinfer.agents import changing_lines
 from edgeinfer.errors import (
@@ -24,6 +25,7 @@ from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import Message
+from edgeinfer.server.core.batches import Batches
 from edgeinfer.server.core.dialect import Dialect, Operation
 from edgeinfer.server.core.keep_alive import keep_alive_s
 from edgeinfer.server.core.kept import Kept, KeptAnswers
@@ -83,6 +85,10 @@ class Endpoint:
         #: The rules of `changing_lines` that are applied.
         self.settled_lines: Collection[SettledLine] = changing_lines.NAMES
         self.reminders = changing_lines.Reminders()
+        #: Set by `build_app`.
+        self.app: ASGIApp
+        #: Files and batches; None where none are kept.
+        self.batches: Batches | None = None
         #: Changes which models are here; None where nobody may.
         self.shelf: Shelf | None = None
         #: Set by whoever runs the endpoint: stop taking requests and end; called on the event loop.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from edgeinfer.server.core.batches import BatchObject, FileObject
 from edgeinfer.server.core.dialect import Dialect, Operation
-from edgeinfer.server.openai import routes, wire
+from edgeinfer.server.openai import batches, routes, wire
 from edgeinfer.server.openai import wire_replies as replies
 from edgeinfer.server.openai.errors import error_body, error_events
 
@@ -50,6 +51,60 @@ OPENAI = Dialect(
             handler=routes.one_model,
             summary="One pulled model.",
             reply=replies.ModelCard,
+            uses_model=False,
+        ),
+        Operation(
+            path="/v1/files",
+            handler=batches.upload,
+            summary="Keep a file of requests, a multipart form with `file` and `purpose`.",
+            reply=FileObject,
+            uses_model=False,
+        ),
+        Operation(
+            method="GET",
+            path="/v1/files/{id}",
+            handler=batches.one_file,
+            summary="A file of requests or answers.",
+            reply=FileObject,
+            uses_model=False,
+        ),
+        Operation(
+            method="GET",
+            path="/v1/files/{id}/content",
+            handler=batches.content_of,
+            summary="The lines of a file.",
+            reply_type="application/jsonl",
+            uses_model=False,
+        ),
+        Operation(
+            method="DELETE",
+            path="/v1/files/{id}",
+            handler=batches.delete_file,
+            summary="Delete a file.",
+            reply=batches.FileDeleted,
+            uses_model=False,
+        ),
+        Operation(
+            path="/v1/batches",
+            handler=batches.create,
+            summary="Answer a file of requests in the background.",
+            body=batches.BatchRequest,
+            reply=BatchObject,
+            uses_model=False,
+        ),
+        Operation(
+            method="GET",
+            path="/v1/batches/{id}",
+            handler=batches.one_batch,
+            summary="How far a batch is.",
+            reply=BatchObject,
+            uses_model=False,
+        ),
+        Operation(
+            path="/v1/batches/{id}/cancel",
+            handler=batches.cancel,
+            summary="End a batch; what it has answered is kept.",
+            reply=BatchObject,
             uses_model=False,
         ),
     ),

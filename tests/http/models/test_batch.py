@@ -14,12 +14,12 @@ import sys
 import pytest
 
 from edgeinfer.arguments import launch_args
-from edgeinfer.commands.answering import batch as batches
 from edgeinfer.commands.answering.batch import batch
 from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.server import offline
 from edgeinfer.settings.config import Config
 
 
@@ -188,8 +188,8 @@ def test_a_full_queue_is_waited_for(files):
 @pytest.fixture
 def hasty(monkeypatch):
     """Tries again at once."""
-    monkeypatch.setattr(batches, "_BUSY_PAUSES_S", (0.0,) * 7)
-    monkeypatch.setattr(batches, "_DEFECT_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(offline, "_BUSY_PAUSES_S", (0.0,) * 7)
+    monkeypatch.setattr(offline, "_DEFECT_PAUSES_S", (0.0, 0.0))
 
 
 def _failing(*scripts):

@@ -1,0 +1,165 @@
+"""Routes of OpenAI's files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgeinfer.server import offline
+from edgeinfer.server.core.batches import (
+    MOST_BYTES,
+    BatchCounts,
+    Batches,
+    BatchObject,
+    FileObject,
+    new_file,
+    read,
+    write,
+)
+from edgeinfer.server.core.bodies import decode, read_body
+from edgeinfer.server.core.exchange import Exchange, exchange_of
+from edgeinfer.server.core.problems import Problem, shutting_down
+from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.wire import Reply, Wire
+
+_FIELD = re.compile(rb'[ ;]name="([^"]*)"(?:; *filename="([^"]*)")?')
+
+
+class FileDeleted(Reply, frozen=True, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+class BatchRequest(Wire, frozen=True, kw_only=True):
+    """POST /v1/batches."""
+
+    hints: ClassVar = frozenset({"output_expires_after"})
+
+    input_file_id: str
+    endpoint: offline.BatchUrl
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = None
+
+
+def _place(request: Request) -> tuple[Exchange, Batches, Path]:
+    """The request's exchange, its batches and its key's folder. Raises Problem 404 if none are kept."""
+    exchange = exchange_of(request)
+    batches = exchange.endpoint.batches
+    if batches is None:
+        raise Problem(404, "No files are kept here.", code="not_found")
+    return exchange, batches, batches.folder(exchange.key)
+
+
+async def upload(request: Request) -> Response:
+    _, _, folder = _place(request)
+    content_type = request.headers.get("content-type", "")
+    raw = await read_body(request)
+    form = _form(content_type, raw)
+    content, filename = form.get("file", (b"", ""))
+    if form.get("purpose", (b"", ""))[0] != b"batch" or not content:
+        said = "Send the form fields 'file', which is not empty, and 'purpose', which is 'batch'."
+        raise Problem(400, said, param="purpose", code="invalid_value")
+    if sum(path.stat().st_size for path in folder.iterdir()) + len(content) > MOST_BYTES:
+        said = f"All files together may have {MOST_BYTES} bytes: DELETE some under /v1/files."
+        raise Problem(413, said, param="file", code="request_too_large")
+    record = new_file(f"file-{secrets.token_hex(12)}", len(content), filename[:256], "batch")
+    await asyncio.to_thread((folder / f"{record.id}.jsonl").write_bytes, content)
+    write(folder, record)
+    return json_reply(record)
+
+
+def _form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
+    """The fields of a multipart form with their file names. No client's boundary is in its content."""
+    found = re.search(r'multipart/form-data;.*boundary="?([^";]+)', content_type, re.IGNORECASE)
+    fields = {}
+    for part in raw.split(b"--" + found[1].encode())[1:-1] if found else ():
+        head, _, content = part.partition(b"\r\n\r\n")
+        if named := _FIELD.search(head):
+            filename = (named[2] or b"").decode("utf-8", "replace")
+            fields[named[1].decode("utf-8", "replace")] = (content.removesuffix(b"\r\n"), filename)
+    return fields
+
+
+async def one_file(request: Request) -> Response:
+    _, _, folder = _place(request)
+    return json_reply(read(folder, request.path_params["id"], FileObject))
+
+
+async def content_of(request: Request) -> Response:
+    _, _, folder = _place(request)
+    record = read(folder, request.path_params["id"], FileObject)
+    content = await asyncio.to_thread((folder / f"{record.id}.jsonl").read_bytes)
+    return Response(content, media_type="application/jsonl")
+
+
+async def delete_file(request: Request) -> Response:
+    _, _, folder = _place(request)
+    record = read(folder, request.path_params["id"], FileObject)
+    for ending in ("json", "jsonl"):
+        (folder / f"{record.id}.{ending}").unlink(missing_ok=True)
+    return json_reply(FileDeleted(id=record.id))
+
+
+async def create(request: Request) -> Response:
+    body = await decode(request, BatchRequest)
+    exchange, batches, folder = _place(request)
+    if exchange.endpoint.draining:
+        raise shutting_down()
+    source = read(folder, body.input_file_id, FileObject)
+    raw = await asyncio.to_thread((folder / f"{source.id}.jsonl").read_bytes)
+    lines = await asyncio.to_thread(_lines, raw, body.endpoint)
+    now = int(time.time())
+    batch = BatchObject(
+        id=f"batch_{secrets.token_hex(12)}",
+        endpoint=body.endpoint,
+        input_file_id=source.id,
+        output_file_id=f"file-{secrets.token_hex(12)}",
+        created_at=now,
+        in_progress_at=now,
+        request_counts=BatchCounts(total=len(lines)),
+        metadata=body.metadata,
+    )
+    ask = functools.partial(offline.ask, exchange.endpoint.app, exchange.headers)
+    batches.begin(ask, folder, batch, lines)
+    return json_reply(batch)
+
+
+def _lines(raw: bytes, url: str) -> list[offline.BatchLine]:
+    """Raises Problem 400 that names the line."""
+    decoder = msgspec.json.Decoder(offline.BatchLine)
+    lines: dict[str, offline.BatchLine] = {}
+    for number, text in enumerate(raw.splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            said = f"Line {number}: {error}; a line is {{custom_id, method, url, body}}."
+            raise Problem(400, said, param="input_file_id", code="invalid_value") from None
+        if line.url != url or line.body.get("stream") or line.custom_id in lines:
+            said = f"Line {number}: its url is {url}, its custom_id its own, and it does not stream."
+            raise Problem(400, said, param="input_file_id", code="invalid_value")
+        lines[line.custom_id] = line
+    return list(lines.values())
+
+
+async def one_batch(request: Request) -> Response:
+    _, batches, folder = _place(request)
+    return json_reply(batches.batch(folder, request.path_params["id"]))
+
+
+async def cancel(request: Request) -> Response:
+    _, batches, folder = _place(request)
+    batch = batches.batch(folder, request.path_params["id"])
+    await batches.cancel(batch.id)
+    return json_reply(batches.batch(folder, batch.id))
