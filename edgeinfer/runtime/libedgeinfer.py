@@ -8,12 +8,17 @@ repacked weights work. The attention library is one more of them, and no place f
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import msgspec
 
+_log = logging.getLogger("edgeinfer.engine")
+#: The llama-cpp-python that they are built for: pyproject.toml's. They reach into its data by offsets.
+BUILT_FOR = "0.3.36"
 #: ggml_backend_cpu_get_extra_buffer_types as C++ names it, a function of the CPU variant's library.
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
 #: ggml_backend_dev_type.
@@ -45,6 +50,25 @@ def library(name: str) -> Path:
     return folder() / f"libedgeinfer-{name}.so.1"
 
 
+def open_library(name: str, binding_version: str) -> ctypes.CDLL:
+    """Open the library of that name. Raises OSError if it is missing or built for another llama.cpp."""
+    if not _fits(binding_version):
+        raise OSError(f"{library(name)} is built for llama-cpp-python {BUILT_FOR}")
+    return ctypes.CDLL(str(library(name)))
+
+
+@cache
+def _fits(binding_version: str) -> bool:
+    fits = binding_version == BUILT_FOR
+    if not fits:
+        _log.warning(
+            "llama-cpp-python is %s, and edgeinfer's native code is for %s: it is left unused, which "
+            "is slower; type: pip install llama-cpp-python==%s",
+            *(binding_version, BUILT_FOR, BUILT_FOR),
+        )
+    return fits
+
+
 def cpu_library() -> str:
     """The library of ggml's CPU variant that this process maps; "" where there are no variants."""
     try:
@@ -60,7 +84,7 @@ def variant_of(path: str) -> str:
     return Path(path).stem.removeprefix("libggml-cpu-")
 
 
-def use_attention(ggml: ctypes.CDLL, base: ctypes.CDLL) -> Attention:
+def use_attention(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Attention:
     """Have the CPU backend, which is loaded, compute attention by our library; called once.
 
     Where it is not here or does not open, and for variants that it is not compiled for, llama.cpp's own
@@ -71,7 +95,7 @@ def use_attention(ggml: ctypes.CDLL, base: ctypes.CDLL) -> Attention:
     if not level:
         return Attention()
     try:
-        ours = ctypes.CDLL(str(library(f"attention-{level}")))
+        ours = open_library(f"attention-{level}", binding_version)
         cpu = ctypes.CDLL(path)
         functions = (getattr(cpu, name) for name in (_EXTRA_TYPES, "ggml_barrier"))
         types, barrier = (ctypes.cast(function, ctypes.c_void_p) for function in functions)

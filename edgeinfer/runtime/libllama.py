@@ -88,7 +88,9 @@ def lib() -> Any:
         if "ggml" not in _state:
             _capture_logs()
             _state["ggml"] = _load_backends()
-            _state["attention"] = libedgeinfer.use_attention(_state["ggml"], base_library())
+            _state["attention"] = libedgeinfer.use_attention(
+                _state["ggml"], base_library(), llama_cpp.__version__
+            )
             L.llama_backend_init()
     return L
 
@@ -179,15 +181,22 @@ def load_backend(path: str) -> tuple[int, list[str]]:
         return _state["ggml"].ggml_backend_load(os.fsencode(path)) or 0, lines
 
 
+def own_library(name: str) -> ctypes.CDLL:
+    """Open a library of native/ for the llama.cpp that is loaded. Raises OSError."""
+    return libedgeinfer.open_library(name, llama_cpp.__version__)
+
+
 def guard_decode() -> None:
     """Have errors of devices come back from `decode` and `move_state`, by native/guard.cpp, once.
 
     They are C++ exceptions and aborts, which without it end the process.
     """
-    path = libedgeinfer.library("guard")
-    if "decode" in _state or not os.path.isfile(path):
+    if "decode" in _state:
         return
-    guard = ctypes.CDLL(str(path))
+    try:
+        guard = own_library("guard")
+    except OSError:
+        return
     guard.edgeinfer_guard.argtypes = [ctypes.c_void_p]
     guard.edgeinfer_guard(ctypes.cast(base_library().ggml_set_abort_callback, ctypes.c_void_p))
     guarded = guard.edgeinfer_decode

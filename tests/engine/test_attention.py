@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from edgeinfer.runtime import libedgeinfer, libllama
 from edgeinfer.runtime.decoding.blocks import block_opening
 from edgeinfer.runtime.engine import LlamaEngine
 
+from ..conftest import ROOT
 from .attention_op import LEFT, OURS, Case
 
 #: The largest difference from float64, in standard deviations; llama.cpp's own has a hundredth and more.
@@ -140,6 +142,24 @@ def test_without_its_library_llama_cpps_own_serves(content: bytes | None, tmp_pa
         check=False,
     )
     assert ", its own attention: " in done.stdout
+
+
+def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
+    pin = f"llama-cpp-python=={libedgeinfer.BUILT_FOR}"
+    assert pin in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    program = (
+        "import llama_cpp\nllama_cpp.__version__ = '9.9.9'\n"
+        "from edgeinfer.runtime import libllama\nfrom edgeinfer.runtime.loading import cell_copies\n"
+        "libllama.guard_decode()\n"
+        "print(repr(libllama.build_info().attention), cell_copies._find(), 'decode' in libllama._state)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["''", "None", "False"]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("llama-cpp-python is 9.9.9, and edgeinfer's native code is for ")
+    assert line.endswith(f"type: pip install {pin}")
 
 
 def test_what_was_computed_with_another_attention_is_another_block(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgeinfer.blocks.format import MappedFile
-from edgeinfer.runtime import libedgeinfer, libllama
+from edgeinfer.runtime import libllama
 from edgeinfer.runtime.loading.buffer_functions import (
     BUFFER_ENTRIES,
     Pointer,
@@ -167,7 +167,7 @@ def _most_mappings() -> int:
 def _find() -> CellCopies | None:
     entries = _find_entries(libllama.base_library())
     try:
-        library = ctypes.CDLL(str(libedgeinfer.library("cells")))
+        library = libllama.own_library("cells")
         library.edgeinfer_cells.argtypes = [Pointer]
         library.edgeinfer_cells.restype = None
     except (OSError, AttributeError):
