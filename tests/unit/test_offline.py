@@ -130,6 +130,15 @@ def test_an_endpoint_only_listens(home):
     assert set(watch.seen) == {"socket 2 1"}
 
 
+@pytest.mark.parametrize("command", ASKING)
+def test_silent_where_the_network_is_asked_for(home, command):
+    process, watch = _seen(home, *command.split())
+    out, err = process.communicate(timeout=250)
+    watch.join()
+    assert watch.seen == []
+    assert process.returncode == ASKING[command], (out, err)
+
+
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_silent(home, verb):
     words, code = COMMANDS[verb]
@@ -139,15 +148,6 @@ def test_silent(home, verb):
     assert watch.seen == []
     assert code is None or process.returncode == code, (out, err)
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("command", ASKING)
-def test_silent_where_the_network_is_asked_for(home, command):
-    process, watch = _seen(home, *command.split())
-    out, err = process.communicate(timeout=250)
-    watch.join()
-    assert watch.seen == []
-    assert process.returncode == ASKING[command], (out, err)
 
 
 def test_what_is_not_silent_is_seen():
