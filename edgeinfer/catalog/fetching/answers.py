@@ -80,7 +80,9 @@ def refuse_status(origin: str, response: httpx2.Response) -> None:
             f"{origin}: the server refuses ({status}): a token or an accepted licence is missing"
         )
     if status in (404, 410):
-        raise SourceNotFoundError(f"{origin}: the server has no such file ({status})")
+        raise SourceNotFoundError(
+            f"{origin}: the server has no such file ({status})", hint="check the address"
+        )
     if status in _AGAIN:
         after = response.headers.get("Retry-After", "")
         raise AgainError(f"the server answers {status}", float(after) if after.isdecimal() else 0.0)
