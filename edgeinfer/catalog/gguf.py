@@ -208,9 +208,10 @@ def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeade
             f"llama.cpp needs {DEFAULT_ALIGNMENT} at least"
         )
     for key, value in header.metadata.items():
-        wrong = isinstance(value, float) and not (math.isfinite(value) and value >= 0)
-        if wrong and key.startswith(f"{header.architecture}."):
-            raise InvalidGgufError(f"{header.path} says {key} is {value}: llama.cpp would abort")
+        if isinstance(value, float) and key.startswith(f"{header.architecture}."):
+            least = 0.0 if key.endswith("epsilon") else -math.inf
+            if not least <= value < math.inf:
+                raise InvalidGgufError(f"{header.path} says {key} is {value}: llama.cpp would abort")
     index, count = header.split
     if index >= count:
         raise InvalidGgufError(f"{header.path} says it is part {index + 1} of {count}")

@@ -64,8 +64,8 @@ def pull(
     if options.sha256:
         todo = msgspec.structs.replace(todo, sha256=names.digest(options.sha256), size_bytes=0)
     with changing(todo.ref, FETCHED_IS_KEPT):
-        here = None if options.again or options.sha256 else _already_here(todo, job)
-        if here is not None:
+        here = None if options.again else _already_here(todo, job)
+        if here is not None and (not options.sha256 or here.sha256 == todo.sha256):
             _refuse_other_type(here, options.quantize)
             return here
         work = paths.models_dir() / store.PARTIAL / todo.ref.folder

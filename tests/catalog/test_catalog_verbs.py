@@ -160,6 +160,7 @@ def test_digest_that_was_typed_is_compared(server, local: Path, capsys) -> None:
     assert "as --sha256 says" in json.loads(out)["error"]["message"]
     assert run(capsys, *words, "--sha256", "12", "--json")[0] == 2
     assert result(capsys, *words, "--sha256", f"sha256:{digest.upper()}")["sha256"] == digest
+    assert result(capsys, *words, "--sha256", digest)["was_here"]
     code, out, _ = run(capsys, *words, "--sha256", "0" * 64, "--json")
     assert code == 5, "a model that is here is no answer to another digest"
     assert list_pulled()[0].sha256 == digest
