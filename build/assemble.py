@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
+from typing import BinaryIO
 
+import msgspec
+
+from edgeinfer.catalog.store import PulledModel
 from edgeinfer.shipping import payload
+from edgeinfer.shipping.bundle import Bundle, BundledFile, field
+from edgeinfer.system.disk import sha256_of_part, whole_file
 
 
 def with_field(bootloader: bytes, key: bytes, value: str) -> bytes:
@@ -32,3 +39,46 @@ def assemble(bootloader: Path, name: str, packed: bytes, archive: Path, out: Pat
             file.write(part)
     scratch.chmod(0o755)
     os.replace(scratch, out)
+
+
+def with_model(program: Path, record: PulledModel, out: Path) -> None:
+    """Write `out`: the shipped file `program` with the pulled model inside."""
+    shipped = payload.open_shipped(program)
+    with program.open("rb") as old, whole_file(out.absolute(), 0o755) as new:
+        head = old.read(shipped.payload_offset)
+        new.write(with_field(head, payload.MODEL_FIELD, field(record)))
+        new.write(old.read(shipped.payload_length))
+        _pad(new)
+        at = new.tell()
+        length = _write_bundle(new, record)
+        place = (shipped.payload_offset, shipped.payload_length)
+        new.write(payload.TRAILER.pack(payload.TRAILER_MAGIC, *place, at, length))
+        old.seek(shipped.archive_offset)
+        new.write(old.read())
+
+
+def _write_bundle(new: BinaryIO, record: PulledModel) -> int:
+    """Write the section at `new`'s end, with room in its header for offsets; return its length."""
+    start = new.tell()
+    at = 64 << 10
+    files = []
+    for path, file in zip(record.paths, record.files, strict=True):
+        files.append(BundledFile(path.name, at, file.size_bytes, file.sha256))
+        at += file.size_bytes + (-file.size_bytes % payload.PAGE)
+    header = msgspec.json.encode(Bundle(record, tuple(files)))
+    if len(header) + 8 > files[0].offset:
+        raise SystemExit(f"error: {record.name} has too many files to be bundled")
+    new.write((struct.pack("<Q", len(header)) + header).ljust(files[0].offset, b"\0"))
+    for path, bundled in zip(record.paths, files, strict=True):
+        with path.open("rb") as source:
+            digest = sha256_of_part(
+                source.fileno(), 0, bundled.size_bytes, lambda chunk, _done: new.write(chunk)
+            )
+        if digest != bundled.sha256:
+            raise SystemExit(f"error: {path} is not what was pulled")
+        _pad(new)
+    return new.tell() - start
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % payload.PAGE))

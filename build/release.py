@@ -38,8 +38,6 @@ from edgeinfer.catalog import store  # noqa: E402
 from edgeinfer.catalog.models import load_catalog  # noqa: E402
 from edgeinfer.cli import build_parser  # noqa: E402
 from edgeinfer.commands.machine.completion import script  # noqa: E402
-from edgeinfer.shipping import payload  # noqa: E402
-from edgeinfer.shipping.bundle import write as write_bundle  # noqa: E402
 
 WORK = ROOT / "work"
 CRIU_PROGRAM = "criu/bin/criu"
@@ -163,7 +161,7 @@ def bundle(program: Path, model: str, out: Path) -> None:
     subprocess.run([sys.executable, "-c", code, "pull", model], check=True, cwd=ROOT)
     record = store.find_pulled(model, load_catalog())
     assert record is not None, f"{model} is not pulled"
-    write_bundle(payload.open_shipped(program), record, out, lambda _done, _of: None)
+    assemble.with_model(program, record, out)
 
 
 def _make_libraries_find_each_other(internal: Path) -> None:

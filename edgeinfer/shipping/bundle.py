@@ -1,4 +1,4 @@
-"""Put a pulled model inside the shipped file, and take it out at that file's first start.
+"""Take the model out of a shipped file that has one inside, at that file's first start.
 
 The bundle section of the file (`shipping.payload`) starts with a u64 and so much JSON, then the model's
 files, each at a page boundary. llama.cpp maps a GGUF from its first byte on, so the model has to become
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -51,72 +50,6 @@ class Bundle(msgspec.Struct, frozen=True):
 def field(record: PulledModel) -> str:
     """What the bootloader's field says of a bundled model: its name and 12 digits of its SHA-256."""
     return f"{record.name}-{record.sha256[:12]}"
-
-
-def write(shipped: Shipped, record: PulledModel, out: Path, progress: Progress) -> int:
-    """Write `out`: `shipped` with the pulled model inside instead of its own. Returns bytes.
-
-    Raises DiskFullError, ChecksumError when a file of the model is not what was pulled.
-    """
-    total = shipped.payload_offset + shipped.payload_length + record.size_bytes + (32 << 20)
-    need_room(out.absolute().parent, total, f"the file with {record.name} inside")
-    with shipped.path.open("rb") as old, whole_file(out.absolute(), 0o755) as new:
-        _head(old, new, shipped, field(record))
-        at = new.tell()
-        length = _bundle(new, record, progress)
-        place = (shipped.payload_offset, shipped.payload_length)
-        new.write(payload.TRAILER.pack(payload.TRAILER_MAGIC, *place, at, length))
-        old.seek(shipped.archive_offset)
-        new.write(old.read())
-    return out.stat().st_size
-
-
-def _head(old: BinaryIO, new: BinaryIO, shipped: Shipped, model: str) -> None:
-    """Bootloader with its model field set, and payload."""
-    head = old.read(shipped.payload_offset)
-    at = payload.find_field(head, payload.MODEL_FIELD)
-    value = (payload.MODEL_FIELD + model.encode()).ljust(payload.FIELD_BYTES, b"\0")
-    new.write(head[:at] + value + head[at + payload.FIELD_BYTES :])
-    left = shipped.payload_length
-    while left:
-        chunk = old.read(min(_CHUNK, left))
-        new.write(chunk)
-        left -= len(chunk)
-    _pad(new)
-
-
-def _pad(file: BinaryIO) -> None:
-    file.write(bytes(-file.tell() % PAGE))
-
-
-def _bundle(new: BinaryIO, record: PulledModel, progress: Progress) -> int:
-    """Write the section at `new`'s end, with room in its header for offsets; its length."""
-    start = new.tell()
-    at = 64 << 10
-    files = []
-    for path, file in zip(record.paths, record.files, strict=True):
-        files.append(BundledFile(path.name, at, file.size_bytes, file.sha256))
-        at += file.size_bytes + (-file.size_bytes % PAGE)
-    header = msgspec.json.encode(Bundle(record, tuple(files)))
-    if len(header) + 8 > files[0].offset:
-        raise ShippingError(f"{record.name} has too many files to be bundled")
-    new.write((struct.pack("<Q", len(header)) + header).ljust(files[0].offset, b"\0"))
-    done = 0
-    for path, bundled in zip(record.paths, files, strict=True):
-
-        def copy(chunk: bytes, of_this: int, before: int = done) -> None:
-            new.write(chunk)
-            progress(before + of_this, record.size_bytes)
-
-        with path.open("rb") as source:
-            digest = sha256_of_part(source.fileno(), 0, bundled.size_bytes, copy)
-        if digest != bundled.sha256:
-            raise ChecksumError(
-                f"{path} is not what was pulled", hint=f"`edgeinfer pull {record.name} --again`"
-            )
-        done += bundled.size_bytes
-        _pad(new)
-    return new.tell() - start
 
 
 def read(shipped: Shipped) -> Bundle:
