@@ -18,5 +18,5 @@ def parse_duration(text: str) -> float:
         return sign * float(plain)
     pieces = _PIECE.findall(plain)
     if not pieces or "".join(number + unit for number, unit in pieces) != plain:
-        raise ValueError(f'{text[:80]!r} is no duration; "5m", "1h30m" and seconds are')
+        raise ValueError(f"{text[:80]!r} is not a duration; use 90s, 5m or 1h30m")
     return sign * sum(float(number) * _SECONDS[unit] for number, unit in pieces)

@@ -1,4 +1,4 @@
-"""What was remembered of the latest prompt, told in words."""
+"""How much of the latest prompt was cached, in words for `ps`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from edgeinfer.runtime.events import Divergence, Finished, Usage
 
 
 class LastPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that was answered: how much was remembered, and where it went a way of its own."""
+    """A prompt that was answered: how much of it was cached, and where it left the cache."""
 
     model: str
     usage: Usage
@@ -21,23 +21,23 @@ class LastPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """How much was remembered, and why no more."""
+        """Say how much was cached, and why no more."""
         usage, where = self.usage, self.divergence
-        disk = f" ({usage.cached_disk_tokens:,} from the disk)" if usage.cached_disk_tokens else ""
-        said = f"{usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens remembered{disk}"
+        disk = f", {usage.cached_disk_tokens:,} from disk" if usage.cached_disk_tokens else ""
+        cached = f"prompt cache: {usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens{disk}"
         match where.cause:
             case "text":
                 return (
-                    f"{said}; behind token {where.n_tokens:,}, after {_quoted(where.before)}, it says "
-                    f"{_quoted(where.here)}, not {_quoted(where.there)}"
+                    f"{cached}; matches the cache for {where.n_tokens:,} tokens, then differs: after "
+                    f"{_quoted(where.before)} {_quoted(where.here)} instead of {_quoted(where.there)}"
                 )
             case "end":
-                return f"{said}; from token {where.n_tokens + 1:,} on it was new"
+                return f"{cached}; new from token {where.n_tokens + 1:,} on"
             case "nothing":
-                return f"{said}; nothing that is remembered begins like it"
+                return f"{cached}; nothing in the cache begins like it"
             case "off":
-                return f"{said}; it asked to share nothing"
-        return said
+                return f"{cached}; sharing off for that request"
+        return cached
 
 
 def _quoted(text: str) -> str:

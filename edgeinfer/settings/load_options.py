@@ -182,7 +182,7 @@ N_BATCH = LoadOption("n_batch", 512, "tokens in one batch", low=32, high=1 << 16
 REPACK = LoadOption(
     "repack",
     "auto",
-    "repack weights for this CPU's fast paths",
+    "rearrange weights for this CPU's fast paths",
     flag="--repack",
     key="repack",
     words=_SWITCH,

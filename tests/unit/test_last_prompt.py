@@ -1,4 +1,4 @@
-"""What was remembered of the latest prompt: its words, and finding it in another process's memory."""
+"""How much of the latest prompt was cached: its words, and finding it in another process's memory."""
 
 import subprocess
 import sys
@@ -21,13 +21,13 @@ def last(cause="text", **fields):
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (last("none"), "1,100 of 1,204 tokens remembered"),
-        (last("none", disk=900), "1,100 of 1,204 tokens remembered (900 from the disk)"),
-        (last("end", n_tokens=1100), "remembered; from token 1,101 on it was new"),
-        (last("nothing"), "remembered; nothing that is remembered begins like it"),
+        (last("none"), "prompt cache: 1,100 of 1,204 tokens"),
+        (last("none", disk=900), "1,100 of 1,204 tokens, 900 from disk"),
+        (last("end", n_tokens=1100), "tokens; new from token 1,101 on"),
+        (last("nothing"), "tokens; nothing in the cache begins like it"),
         (
             last("text", n_tokens=3, before="a\nb ", here="\x1b[2Jred", there="blue"),
-            "remembered; behind token 3, after “a b”, it says “[2Jred”, not “blue”",
+            "matches the cache for 3 tokens, then differs: after “a b” “[2Jred” instead of “blue”",
         ),
     ],
 )
@@ -77,4 +77,4 @@ def test_ps_says_it_below_the_table():
     )
     table, _, remembered = PsResult(running=(running,)).human().rpartition("\n\n")
     assert "serve" in table
-    assert remembered == "12 m: 1,100 of 1,204 tokens remembered; from token 1,101 on it was new"
+    assert remembered == "12 m: prompt cache: 1,100 of 1,204 tokens; new from token 1,101 on"

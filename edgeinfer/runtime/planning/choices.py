@@ -139,7 +139,7 @@ def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
             f"{format_bytes(weights_bytes)} of weights and a context are too much for the"
             f" {format_bytes(available)} of memory that are free: they stay mapped",
         )
-    return Chosen("on", "weights of fitting types are repacked for this CPU's fast paths")
+    return Chosen("on", "weights are rearranged for this CPU")
 
 
 def exact_rows(n_batch: int, file_type: int) -> int:

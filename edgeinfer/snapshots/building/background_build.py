@@ -37,7 +37,7 @@ def reason_not_to(config: Config, order: build_order.Order, asked: LoadOptions) 
     if found.tier is None:
         return found.reason
     if build_order.is_building(order.name):
-        return "somebody builds it already"
+        return "another process is building it"
     failed = failures.find(order.name)
     if failed is not None and failed.depends_on == order.depends_on:
         return f"it failed before, and nothing has changed since: {failed.message}"
@@ -45,7 +45,7 @@ def reason_not_to(config: Config, order: build_order.Order, asked: LoadOptions) 
         choose.find(order.model, load_options.snapshot_options(asked))
     except EdgeInferError:
         return ""
-    return "there is one"
+    return "it is already built"
 
 
 def build(model: str, options: LoadOptions) -> str:
@@ -60,7 +60,7 @@ def build(model: str, options: LoadOptions) -> str:
         why_not = reason_not_to(host.config, order, options)
     except EdgeInferError as error:
         return f"{model}: not built: {error.message}"
-    return f"{name}: nothing built: {why_not}" if why_not else build_ordered(order, host.config)
+    return f"{name}: not built: {why_not}" if why_not else build_ordered(order, host.config)
 
 
 def build_ordered(order: build_order.Order, config: Config) -> str:

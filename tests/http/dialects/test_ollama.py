@@ -239,7 +239,7 @@ def test_logprobs_come_with_their_tokens(real):
             {"messages": [{"role": "user", "images": ["aGk="]}]},
             "'messages[0].images' is not supported here",
         ),
-        ("/api/chat", {"keep_alive": "soon"}, "keep_alive: 'soon' is no duration"),
+        ("/api/chat", {"keep_alive": "soon"}, "keep_alive: 'soon' is not a duration"),
         ("/api/chat", {"options": {"top_p": 2}}, "options.top_p"),
         ("/api/chat", {"think": "very"}, "think"),
     ],
