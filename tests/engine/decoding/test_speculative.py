@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
 
 from edgeinfer.runtime.decoding.drafting.speculative import (
     Acceptance,
@@ -160,3 +163,64 @@ def test_close_reaches_the_drafter() -> None:
     Drafting(drafter, limit=1).close()
     assert drafter.calls == -1
     Drafting(None, limit=1).close()
+
+
+class Text:
+    """Drafts from a text in which the next token is as predicted in `share` of all places."""
+
+    s_per_token = 0.0
+
+    def __init__(self, share: float, seed: int) -> None:
+        self.acceptance = Acceptance(0.5)
+        self._random = random.Random(seed)
+        self.answer = [int(self._random.random() >= share) for _ in range(96 + 8)]  # 0: as predicted
+
+    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+        return [0] * limit
+
+    def close(self) -> None:
+        pass
+
+
+def rate(n_clients: int, share: float, step_s: Callable[[int], float], *, drafts: bool) -> float:
+    """Tokens/s of `n_clients` whose steps of so many rows take `step_s`, give or take 15 %."""
+    noise, costs = random.Random(7), StepCosts()
+    took_s, n_tokens = 0.0, 0
+    for turn in range(4):
+        texts = [Text(share, 100 * turn + i) for i in range(n_clients)]
+        running = [(text, Drafting(text if drafts else None, limit=7), [0]) for text in texts]
+        while running:
+            price = costs.price(len(running), step_s(512) / 512)
+            proposed = [d.propose(tokens, 96 - len(tokens), price) for _, d, tokens in running]
+            n_drafts = sum(map(len, proposed))
+            seconds = step_s(len(running) + n_drafts) * noise.uniform(0.85, 1.15)
+            costs.note(len(running), n_drafts, seconds)
+            took_s += seconds
+            for (text, drafting, tokens), ours in zip(running, proposed, strict=True):
+                rest, right = text.answer[len(tokens) :], 0
+                while right < len(ours) and rest[right] == 0:
+                    right += 1
+                tokens += rest[: right + 1]
+                n_tokens += right + 1
+                drafting.settle(tokens, len(ours), right)
+            running = [one for one in running if len(one[2]) < 96]
+    return n_tokens / took_s
+
+
+#: Seconds of a step by its rows: SmolLM2-135M on two cores, a 7B whose weights are the cost, and a
+#: kernel that computes 2 to 7 rows in pieces.
+MACHINES = {
+    "small": lambda rows: 0.0035 + 0.0040 * rows,
+    "large": lambda rows: max(0.150, 0.030 * rows),
+    "pieces": lambda rows: 0.0080 * rows if rows < 8 else 0.04 + 0.003 * rows,
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.6, 0.95])
+@pytest.mark.parametrize("n_clients", [1, 2, 4, 8, 16, 32])
+def test_drafting_is_never_slower_than_not(n_clients: int, share: float, machine: str) -> None:
+    on, off = (rate(n_clients, share, MACHINES[machine], drafts=drafts) for drafts in (True, False))
+    assert on > 0.97 * off
+    if machine == "large" and n_clients == 1 and share > 0.9:
+        assert on > 2 * off
