@@ -153,16 +153,21 @@ def _has_file_capabilities(criu: str) -> bool:
 
 
 def work_dir() -> str:
-    """CRIU's cache of kernel facts, on a tmpfs if there is one: elsewhere it costs 20-40 ms."""
-    path = f"{_TMPFS}/edgeinfer-{os.getuid()}" if os.path.isdir(_TMPFS) else places.runtime()
-    try:
-        os.makedirs(path, 0o700, exist_ok=True)
-        refuse_unsafe(path, directory=True)
-    except (OSError, SnapshotUnsafeError):
-        path = places.runtime()
-        os.makedirs(path, 0o700, exist_ok=True)
-        refuse_unsafe(path, directory=True)
-    return path
+    """Make the folder of CRIU's cache of kernel facts; one that is not on a tmpfs costs 20-40 ms.
+
+    Another user may have made the ones whose names everybody knows. Raises SnapshotUnsafeError, which
+    names each folder and its owner.
+    """
+    refused = []
+    shared = [f"{_TMPFS}/edgeinfer-{os.getuid()}"] if os.path.isdir(_TMPFS) else []
+    for path in (*shared, places.runtime(), os.path.join(places.base("cache"), "criu")):
+        try:
+            os.makedirs(path, 0o700, exist_ok=True)
+            refuse_unsafe(path, directory=True)
+            return path
+        except (OSError, SnapshotUnsafeError) as error:
+            refused.append(str(error))
+    raise SnapshotUnsafeError(f"CRIU can use no folder here: {'; '.join(refused)}")
 
 
 def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn:
@@ -197,10 +202,11 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 
 def available() -> Probe:
-    """Like `probe`; raises SnapshotsUnavailableError with the fix as its hint."""
+    """Like `probe`; raises SnapshotsUnavailableError with the fix as its hint, SnapshotUnsafeError."""
     found = probe()
     if found.tier is None:
         raise SnapshotsUnavailableError(
             f"snapshots do not work here: {found.reason}", hint=found.fix or None
         )
+    work_dir()
     return found

@@ -98,6 +98,15 @@ def set_name(name: str) -> None:
     _libc().prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
+def set_title(title: str) -> None:
+    """Show `title` as the command line in ps and top, cut to the length of the real one."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        fields = file.read().rpartition(") ")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end of proc(5)
+    raw = title.encode("utf-8", "replace")[: end - start - 1]
+    ctypes.memmove(start, raw.ljust(end - start, b"\0"), end - start)
+
+
 def keep_capabilities(numbers: tuple[int, ...]) -> None:
     """Only these capabilities, kept across exec by an ordinary user."""
     word = sum(1 << n for n in numbers)

@@ -14,7 +14,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from other_processes import engines_below, free_port, wait_until
+from other_processes import command_name, engines_below, free_port, wait_until
 
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.resumed import watch_build
@@ -30,6 +30,52 @@ def test_the_first_launch_is_cold_and_the_next_instant(user):
     assert "no snapshot yet" in first.err
     assert "built in" in user.logged("built in")
     assert user.ask().start["how"] == "resumed"
+
+
+def test_cold_start_line_names_the_model_that_was_found(user):
+    missing = user.run("run", "nosuch", "hi")
+    assert (missing.code, "cold start" in missing.err) == (3, False)
+    user.settings('default-model = "other"\n')
+    said = user.run("run", MODEL, "hi", "--max-tokens", "2").err
+    assert f"cold start: {MODEL} has no snapshot yet (`edgeinfer warm` builds it now)" in said
+
+
+def test_options_of_one_launch_are_built_after_the_second_that_answers(user):
+    log = user.data / "state/auto-warm.log"
+    assert user.ask("--ctx", "5").code != 0
+    assert user.ask("--ctx", "5").code != 0  # it never answered
+    user.ask("--ctx", "512").check()
+    assert "not built before these options are used again" in user.logged(f"{MODEL},ctx512")
+    assert user.ask("--ctx", "512").start["how"] == "cold"
+    user.logged("built in")
+    assert user.ask("--ctx", "512").start["how"] == "resumed"
+    assert f"{MODEL},ctx5: built" not in log.read_text()
+
+
+def test_stopping_the_app_does_not_stop_its_endpoint_for_ever(warm):
+    with Endpoint(warm, MODEL) as endpoint:
+        endpoint.ask()
+        (app,) = endpoint.apps()
+        os.kill(app, signal.SIGSTOP)
+        wait_until(lambda: state_of(app) == "T", "the app to stop")
+        os.kill(app, signal.SIGCONT)
+        assert endpoint.ask()["usage"]["completion_tokens"] == 3
+    assert endpoint.process.returncode == 0
+
+
+def test_app_is_shown_by_ps_as_the_verb_and_its_model(warm):
+    for words, title in (((), f"edgeinfer serve {MODEL}"), (("--resume=never",), "edgeinfer serve")):
+        with Endpoint(warm, MODEL, *words) as endpoint:
+            endpoint.ask()
+            (app,) = endpoint.apps()
+            shown = Path(f"/proc/{app}/cmdline").read_bytes().rstrip(b"\0").decode()
+            assert (shown, command_name(app)) == (title, "edgeinfer")
+            rows = warm.run("ps", "--json").result["running"]
+            assert [row["pid"] for row in rows] == [endpoint.process.pid]
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
 def test_a_stale_snapshot_is_built_again_by_itself(user):

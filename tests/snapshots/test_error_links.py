@@ -103,7 +103,7 @@ def test_from_the_parked_process_to_the_builder(tmp_path):
     fields = dict.fromkeys(builder.PARKED_FIELDS, b"") | {"tier": b"root", "criu": b"criu"}
     with ours, start(PARK, theirs, MESSAGE, HINT) as process:
         with pytest.raises(OutOfMemoryError) as raised:
-            builder.Builder(ours, tmp_path, fields)._converse(ours)
+            builder.Builder(ours, tmp_path, fields)._converse(ours, ours)
         assert process.wait(30) == 1
     assert survives(raised.value)
 
@@ -113,7 +113,7 @@ def test_from_the_builder_to_who_ordered_the_build(tmp_path):
     folder = tmp_path / "new"
     with ours, start(BUILDER, theirs, str(folder), MESSAGE, HINT) as process:
         with pytest.raises(OutOfMemoryError) as raised:
-            build_order._listen(ours, {"op": "build"}, lambda *_: None, tmp_path / "log")
+            build_order._listen(ours, {"op": "build"}, lambda *_: None, process, tmp_path / "log")
         assert process.wait(30) == 0
     assert survives(raised.value)
 

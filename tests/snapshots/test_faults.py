@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from other_processes import descendants
 
 from edgeinfer.snapshots.criu import MINIMUM, candidates, version_of
 
@@ -63,6 +65,24 @@ def test_killing_warm_at_any_stage_leaves_no_half_snapshot(warm):
     left = {name for name in folders(warm) - before if not name.startswith(f"{MODEL},ctx640@")}
     assert left == set()
     warm.run("snapshots", "rm", f"{MODEL},ctx640").check()
+
+
+def test_killed_build_is_no_lasting_failure(warm):
+    process = warm.popen("warm", MODEL, "--ctx", "768")
+    while not process.stderr.readline().startswith(STAGES[0]):
+        pass
+    parked = next(pid for pid in descendants(process.pid) if b"building.park" in command_line(pid))
+    os.kill(parked, signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert "the process to be snapshot was killed" in err
+    assert list(warm.snapshots.glob(".*.failed")) == []
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def small_disk(person, size: str):

@@ -37,6 +37,8 @@ def test_an_adapter_is_applied_by_default_resumed_and_cold(user, adapter):
 def test_a_changed_adapter_is_noticed_and_the_rebuild_has_the_new_one(user, adapter):
     first = user.ask("--lora", str(adapter))
     assert first.start["how"] == "cold"
+    user.logged("not built before these options are used again")
+    user.ask("--lora", str(adapter))
     user.logged("built in")
     assert user.ask("--lora", str(adapter)).start["how"] == "resumed"
     (user.data / "state/auto-warm.log").unlink()

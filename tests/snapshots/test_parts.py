@@ -17,12 +17,19 @@ import pytest
 
 from edgeinfer import cli
 from edgeinfer.commands.snapshots.snapshots import SnapshotResult, SnapshotsResult
-from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError, SnapshotStaleError
+from edgeinfer.errors import (
+    EngineClosedError,
+    SnapshotCorruptError,
+    SnapshotMissingError,
+    SnapshotStaleError,
+    SnapshotUnsafeError,
+)
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.loading.mappings import LARGE_BYTES
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.settings.config import SnapshotsConfig
+from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.building import build_order, digests
 from edgeinfer.snapshots.resumed import freshness, loaded_model, prefetch, residency
 from edgeinfer.snapshots.resumed.idle import IdleWatch
@@ -434,6 +441,32 @@ def test_an_idle_engine_is_released_once_until_it_works_again():
     assert released.acquire(timeout=20)
     watch.stop()
     engine.close()
+
+
+def test_watch_of_an_engine_that_was_unloaded_ends_quietly(monkeypatch):
+    def metrics():
+        raise EngineClosedError("closed")
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "metrics", metrics)
+    IdleWatch(engine, 0.1, lambda: None)._watch()
+    engine.close()
+
+
+def test_folder_of_another_user_is_passed_over_for_one_of_our_own(root, monkeypatch):
+    places_tried = [root.parent / "shm", root.parent / "run"]
+    monkeypatch.setattr(criu, "_TMPFS", str(places_tried[0]))
+    monkeypatch.setattr(places, "runtime", lambda: str(places_tried[1]))
+    places_tried[0].mkdir()
+    for folder in (places_tried[0] / f"edgeinfer-{os.getuid()}", places_tried[1]):
+        folder.mkdir(mode=0o777)
+        folder.chmod(0o777)  # as unsafe as one of somebody else
+    assert criu.work_dir() == str(root.parent / "criu")
+    (root.parent / "criu").chmod(0o777)
+    with pytest.raises(SnapshotUnsafeError) as refused:
+        criu.work_dir()
+    for folder in ("shm", "run", "criu"):
+        assert f"{root.parent}/{folder}" in refused.value.message
 
 
 # --- limits

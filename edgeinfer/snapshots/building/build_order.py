@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -209,7 +210,7 @@ def run_builder(
         )
         theirs.close()
         try:
-            return _listen(mine, request, progress, log)
+            return _listen(mine, request, progress, builder, log)
         finally:
             builder.kill()
             builder.wait()
@@ -217,7 +218,11 @@ def run_builder(
 
 
 def _listen(
-    link: socket.socket, request: dict[str, frames.Value], progress: Progress, log: Path
+    link: socket.socket,
+    request: dict[str, frames.Value],
+    progress: Progress,
+    builder: subprocess.Popen[bytes],
+    log: Path,
 ) -> Details:
     frames.send(link, request)
     while (received := frames.receive(link)) is not None:
@@ -228,5 +233,7 @@ def _listen(
             return msgspec.json.decode(fields["details"], type=Details)
         else:
             raise from_fields(fields)
+    if builder.wait() == -signal.SIGKILL:
+        raise failures.killed("the process that builds the snapshot")
     last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
     raise SnapshotError(f"the process that builds the snapshot died{': ' + last[0] if last else ''}")

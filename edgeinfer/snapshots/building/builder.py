@@ -38,12 +38,14 @@ from edgeinfer.snapshots.building.bake import Baked, bake
 from edgeinfer.snapshots.building.digests import digest
 from edgeinfer.snapshots.building.park import Parked
 from edgeinfer.snapshots.resumed import facts
-from edgeinfer.snapshots.shelf import fingerprint, format
+from edgeinfer.snapshots.shelf import failures, fingerprint, format
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.system import process
 from edgeinfer.system.disk import free_bytes, sync, write_whole
 
 _DUMP_TIMEOUT_S = 600
+#: Asks the init of a build how the process that parks has ended.
+_DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 #: What of the request is passed on to the process that parks.
 PARKED_FIELDS = ("model", "files", "options", "became", "adapters", "system", "stamps")
@@ -104,7 +106,7 @@ class Builder:
             self._init(flags, user, group, theirs, orders)
         theirs.close()
         orders.close()
-        parked_fields, parked = self._converse(mine)
+        parked_fields, parked = self._converse(mine, order)
         began = time.monotonic()
         self._say("dump", None)
         order.sendall(parked_fields["pid"] + b"\n")
@@ -114,7 +116,7 @@ class Builder:
         self._stages["dump"] = _ms_since(began)
         return parked_fields, parked
 
-    def _converse(self, link: socket.socket) -> tuple[dict[str, bytes], Parked]:
+    def _converse(self, link: socket.socket, order: socket.socket) -> tuple[dict[str, bytes], Parked]:
         """Send the process its request; pass on its stages until it lets go of us."""
         self._request(link)
         answer: dict[str, bytes] = {}
@@ -127,6 +129,9 @@ class Builder:
             else:
                 answer = fields
         if not answer:
+            order.sendall(_DIED)
+            if int(order.recv(64) or b"0") == signal.SIGKILL:
+                raise failures.killed("the process to be snapshot")
             raise DumpError(
                 "the process to be snapshot died while it loaded",
                 hint=_tail(self._folder / format.PARK_LOG),
@@ -144,21 +149,25 @@ class Builder:
         try:
             process.die_with_parent()
             linux.become_init(flags, user, group)
-            self._start(flags, link.fileno())
+            parked = self._start(flags, link.fileno())
             link.close()
             os.close(self._wake_read)
-            pid = int(orders.recv(64) or b"0")
-            status = self._run_criu(pid) if pid else 1
-            orders.sendall(b"dumped" if status == 0 else b"failed")
+            order = orders.recv(64)
+            if order == _DIED:
+                orders.sendall(b"%d" % os.waitpid(parked, 0)[1])
+            elif order:
+                orders.sendall(b"failed" if self._run_criu(int(order)) else b"dumped")
         finally:
             os._exit(0)
 
-    def _start(self, flags: int, link: int) -> None:
-        """Start the process that is to be dumped, in the namespaces' init."""
+    def _start(self, flags: int, link: int) -> int:
+        """Start the process that is to be dumped, in the namespaces' init; return its pid there."""
         if flags:
             Path("/proc/sys/kernel/ns_last_pid").write_text(str(format.PARKED_PID - 1))
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             self._exec_parked(link)
+        return pid
 
     def _exec_parked(self, link: int) -> NoReturn:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import _socket
 import os
 import select
-import sys
 import time
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
@@ -20,6 +19,9 @@ from edgeinfer.system import process
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+_WARM = "`edgeinfer warm` builds it now"
 
 
 class App:
@@ -73,20 +75,20 @@ class Apps:
         self, choice: choose.LaunchChoice, request: dict[str, frames.Value], fds: list[int]
     ) -> App:
         """Resume if wanted and possible, else start cold. Raises `choose.find`'s errors."""
-        reason = "you asked for a cold start (--resume=never)"
-        if choice.resume != "never":
-            try:
-                folder, manifest = choice.find()
-                return self.resume(folder, manifest, request, fds)
-            except EdgeInferError as error:
-                if choice.resume == "always":
-                    raise
-                reason = self.explain(error, str(request["role"]))
-            except OSError as error:
-                reason = self.explain(
-                    EdgeInferError(f"the snapshot could not be resumed: {error}"), str(request["role"])
-                )
-        return self.cold(request, fds, reason)
+        if choice.resume == "never":
+            return self.cold(
+                request, fds, EdgeInferError("you asked for a cold start (--resume=never)")
+            )
+        try:
+            folder, manifest = choice.find()
+            return self.resume(folder, manifest, request, fds)
+        except EdgeInferError as error:
+            if choice.resume == "always":
+                raise
+            why = error
+        except OSError as error:
+            why = EdgeInferError(f"the snapshot could not be resumed: {error}")
+        return self.cold(request, fds, why, hint_at(why))
 
     def start_verb(self) -> App:
         """Start the app of the verb. Raises as `start`."""
@@ -124,20 +126,22 @@ class Apps:
         theirs.close()
         app = self._adopt(App(child, ours, str(request["role"])), request, fds)
         app.how, app.snapshot = "resumed", manifest.name
-        self._send(app, spawn_ns, "")
+        self._send(app, spawn_ns, "", _WARM)
         # the last use, for the least recently used to be pruned
         quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
 
-    def cold(self, request: dict[str, frames.Value], fds: list[int], reason: str) -> App:
-        """Start an app that loads what it needs, and tell it why."""
+    def cold(
+        self, request: dict[str, frames.Value], fds: list[int], why: EdgeInferError, hint: str = ""
+    ) -> App:
+        """Start an app that loads what it needs; it tells the user why if there is a `hint`."""
         ours, theirs = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
         command = process.child_command("edgeinfer.snapshots.resumed.app_process", str(theirs.fileno()))
         child = supervise.start(command, theirs.fileno(), dict(os.environ))
         theirs.close()
         app = self._adopt(App(child, ours, str(request["role"])), request, fds)
-        self._send(app, spawn_ns, reason)
+        self._send(app, spawn_ns, why.message, hint)
         self.close_carried(app)
         return app
 
@@ -155,7 +159,7 @@ class Apps:
         self._poll.register(app.link.fileno(), select.POLLIN)
         return app
 
-    def _send(self, app: App, spawn_ns: int, reason: str) -> None:
+    def _send(self, app: App, spawn_ns: int, reason: str, hint: str) -> None:
         stamps = {"exec_ns": self._exec_ns, "main_ns": self._main_ns, "spawn_ns": spawn_ns}
         if app.role == "worker":  # its launch began when it was asked for
             stamps = dict.fromkeys(stamps, spawn_ns)
@@ -165,6 +169,8 @@ class Apps:
             "how": app.how,
             "snapshot": app.snapshot,
             "reason": reason,
+            "hint": hint,
+            "guess": self._verb.choice.model,
         }
         message = {"op": "launch", **app.request, **surroundings.of_this_process(), **stamps, **how}
         fds = list(app.fds)
@@ -174,19 +180,6 @@ class Apps:
             fds.append(users.fileno())
         # it may be gone already: its supervisor tells why
         quietly(frames.send, app.link, message, fds)
-
-    def explain(self, error: EdgeInferError, role: str) -> str:
-        """Write a cold start's reason and fix to stderr; a chat shows it in its status line."""
-        reason = error.message
-        if role == "verb" and self._verb.argv[0] != "chat":
-            if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
-                fix = "it is built when this ends; `edgeinfer warm` does it now"
-            else:
-                from edgeinfer import error_text  # 1 ms, and only before a cold start
-
-                fix = error_text.hint(error)
-            sys.stderr.write(f"edgeinfer: cold start: {reason} ({fix})\n")
-        return reason
 
     def forget(self, app: App) -> None:
         """Drop an app that has ended, and reap its supervisor."""
@@ -198,6 +191,15 @@ class Apps:
             os.close(app.offers_fd)
         app.link.close()
         quietly(os.waitpid, app.child.pid, 0)
+
+
+def hint_at(error: EdgeInferError) -> str:
+    """What to type so that the next start is no cold one."""
+    if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
+        return _WARM
+    from edgeinfer import error_text  # 1 ms, and only before a cold start
+
+    return error_text.hint(error)
 
 
 def quietly(call: Callable[..., object], *arguments: object) -> None:

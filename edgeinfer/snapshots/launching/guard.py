@@ -58,6 +58,13 @@ class Terminal:
                 os._exit(0)
         os.close(read_fd)
 
+    def is_ours(self) -> bool:
+        """Whether this process is in the terminal's foreground."""
+        try:
+            return self._fd is not None and os.tcgetpgrp(self._fd) == os.getpgrp()
+        except OSError:
+            return False
+
     def dismiss_guard(self) -> None:
         """All is well: the child ends and leaves the terminal alone."""
         if self._guard is None:

@@ -29,7 +29,7 @@ from edgeinfer.snapshots.launching import (
     taking,
     warming,
 )
-from edgeinfer.snapshots.launching.apps import App, Apps, Verb, quietly
+from edgeinfer.snapshots.launching.apps import App, Apps, Verb, hint_at, quietly
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Launcher:
         self._main: App | None = None
         self._code: int | None = None
         self._asked_to_end = False
+        self._is_suspending = False
         self._crashes = 0
         self._terminal = guard.Terminal()
         self._poll = select.poll()
@@ -100,6 +101,7 @@ class Launcher:
     def _forward(self, number: int, _frame: object) -> None:
         """Pass a signal on to the app. A stop stops this process when the app has stopped."""
         self._asked_to_end |= number in ending.ASKED_TO_END
+        self._is_suspending |= number == _signal.SIGTSTP
         for app in self._apps.running:
             if app.role == "verb" or number == _signal.SIGCONT:
                 quietly(os.kill, app.child.pid, number)
@@ -120,11 +122,19 @@ class Launcher:
         if what == "restored":
             self._apps.close_carried(app)
         elif what == "stopped" and app is self._main:
-            os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
+            self._stop()
         elif what == "failed":
             self._failed(app, rest)
         elif what in ("exit", "signal"):
             self._ended(app, line)
+
+    def _stop(self) -> None:
+        """Stop as the app did, if Ctrl-Z was the cause; a chat reads it as a key."""
+        if self._is_suspending:
+            self._is_suspending = False
+            os.kill(os.getpid(), _signal.SIGSTOP)
+        elif self.argv[0] == "chat" and self._terminal.is_ours():
+            os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
 
     def _failed(self, app: App, why: str) -> None:
         """A restore failed, which the manifest did not foresee: start cold, with the same request."""
@@ -141,10 +151,8 @@ class Launcher:
                     f"the snapshot could not be resumed: {why}", hint="build it again: `edgeinfer warm`"
                 )
             )
-        reason = self._apps.explain(
-            EdgeInferError(f"CRIU could not restore the snapshot: {why[:300]}"), app.role
-        )
-        again = self._apps.cold(app.request, app.fds, reason)
+        error = EdgeInferError(f"CRIU could not restore the snapshot: {why[:300]}")
+        again = self._apps.cold(app.request, app.fds, error, hint_at(error))
         if app is self._main:
             self._main = again
 
@@ -247,7 +255,8 @@ class Launcher:
         if self._is_succeeded():
             return
         self._terminal.dismiss_guard()
-        self._warming.start_wanted()
+        if code == 0:
+            self._warming.start_wanted()
         os._exit(code)
 
 

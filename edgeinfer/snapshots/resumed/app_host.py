@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from edgeinfer.errors import EngineClosedError, SnapshotStaleError, UsageError, from_fields
+from edgeinfer import requesting
+from edgeinfer.errors import (
+    EdgeInferError,
+    EngineClosedError,
+    SnapshotStaleError,
+    UsageError,
+    from_fields,
+)
 from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
@@ -23,6 +32,7 @@ from edgeinfer.snapshots.resumed import taking
 from edgeinfer.snapshots.resumed.hand_over import HandOver
 from edgeinfer.snapshots.resumed.idle import IdleWatch
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable
+from edgeinfer.snapshots.shelf import build_log, choose, format
 
 if TYPE_CHECKING:
     from edgeinfer.workers.client import RemoteEngine
@@ -42,6 +52,8 @@ class AppHost(Host):
         listeners: tuple[socket.socket, ...] = (),
         *,
         exec_ns: int = 0,
+        hint: str = "",
+        guess: str = "",
         named: bool = False,
         succeeds: bool = False,
         predecessor: socket.socket | None = None,
@@ -50,6 +62,8 @@ class AppHost(Host):
     ) -> None:
         super().__init__(start, exec_ns=exec_ns)
         self._link = link
+        self._hint = hint
+        self._guess = guess
         self._named = named
         self._succeeds = succeeds
         self._predecessor = predecessor
@@ -105,6 +119,7 @@ class AppHost(Host):
             engine = remote = self.worker(model, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
             self.start = msgspec.structs.replace(self.start, **how)
+            self._say_cold_start()
         self._reached("ready")
         return engine
 
@@ -115,10 +130,23 @@ class AppHost(Host):
 
         files = self.files(model, options.draft, progress)
         stamps = stamps_of(files, options)
-        engine = self._load(files, options, progress)
         name, system = full_name(model), files.system_prompt
+        if self._hint and format.part_of(self._guess) != format.part_of(name):
+            reason = f"the launcher expected {self._guess}"
+            try:
+                choose.find(name, snapshot_options(options))
+            except EdgeInferError as error:
+                reason = error.message
+            self.start = msgspec.structs.replace(self.start, reason=reason)
+        self._say_cold_start()
+        engine = self._load(files, options, progress)
         self._describe(engine, describe(engine, name, files, options, system=system, stamps=stamps))
         return engine
+
+    def _say_cold_start(self) -> None:
+        """Tell stderr why this start is slow; a chat shows it in its status line."""
+        if self._hint and self.start.how == "cold":
+            sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({self._hint})\n")
 
     def _describe(self, engine: Parkable, found: Description | None) -> None:
         self._description.write(found, self.start.snapshot, is_worker=self._is_worker)
@@ -206,6 +234,8 @@ class AppHost(Host):
         """
         if not self.config.snapshots.auto_warm or self.start.how != "cold":
             return
+        if not self._long_lived and self._is_first_use(model, options):
+            return
         request: dict[str, frames.Value] = {
             "op": "warm",
             "model": model,
@@ -221,6 +251,19 @@ class AppHost(Host):
 
             watch = IdleWatch(engine, _REST_S, rested)
             watch.start()
+
+    def _is_first_use(self, model: str, options: LoadOptions) -> bool:
+        """Whether options that are not the configured ones are used for the first time; note it."""
+        wanted = snapshot_options(options)
+        usual = snapshot_options(requesting.load_options(argparse.Namespace(), self.config.load))
+        name = format.snapshot_name(model, wanted)
+        if wanted == usual or name in format.generations():
+            return False
+        note = f"{name}: not built before these options are used again"
+        if build_log.has(note):
+            return False
+        build_log.add(note)
+        return True
 
     def _tell(self, message: Mapping[str, frames.Value], fds: Sequence[int] = ()) -> None:
         with self._asking, contextlib.suppress(OSError):

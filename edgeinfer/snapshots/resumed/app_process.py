@@ -83,6 +83,7 @@ def _take_over(
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.signal(signal.SIGTSTP, _stop)
     linux.set_name("edgeinfer")
+    linux.set_title(_title(fields, loaded))
     process.die_with_parent()
     if loaded is not None:
         loaded.resume(samplers)
@@ -90,6 +91,12 @@ def _take_over(
     if sockets and sockets[-1].family == socket.AF_NETLINK:
         tcp.ask_through(sockets.pop())
     return sockets
+
+
+def _title(fields: Mapping[str, bytes], loaded: LoadedModel | None) -> str:
+    """What `ps` shows instead of the command that was parked: `edgeinfer serve qwen3-4b`."""
+    what = frames.split(fields["argv"])[0] if fields["role"] == VERB else fields["role"].decode()
+    return " ".join(("edgeinfer", what, *([loaded.model] if loaded else [])))
 
 
 def _stop(_number: int, _frame: object) -> None:
@@ -137,6 +144,8 @@ def _play(
                 loaded,
                 tuple(sockets),
                 exec_ns=exec_ns,
+                hint="" if argv[0] == "chat" else fields["hint"].decode(),
+                guess=fields["guess"].decode(),
                 named=fields.get("named") == b"1",
                 succeeds=fields.get("succeeds") == b"1",
                 predecessor=predecessor,

@@ -6,10 +6,12 @@ was written since the resume, the KV cache, is not dropped but paged out where t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from edgeinfer.errors import EngineClosedError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.loading.mappings import Range
 from edgeinfer.snapshots.resumed import residency
@@ -31,6 +33,10 @@ class IdleWatch:
         self._closed.set()
 
     def _watch(self) -> None:
+        with contextlib.suppress(EngineClosedError):  # unloaded: the next load has a watch of its own
+            self._release_when_idle()
+
+    def _release_when_idle(self) -> None:
         seen = self._activity()
         idle_s = 0.0
         released = False

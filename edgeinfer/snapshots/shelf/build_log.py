@@ -10,6 +10,12 @@ LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
 
 
+def has(words: str) -> bool:
+    """Whether the log has these words since it was last started over."""
+    path = paths.state_dir() / LOG
+    return path.exists() and words in path.read_text("utf-8", "replace")
+
+
 def add(words: str) -> None:
     """Add a line to the log; an old one is started over when it has grown. Raises OSError."""
     path = paths.private_dir(paths.state_dir()) / LOG

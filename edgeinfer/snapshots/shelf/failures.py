@@ -37,6 +37,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     depends_on: str
 
 
+def killed(what: str) -> OutOfMemoryError:
+    """Return the error for a process of a build that somebody killed; it is not remembered."""
+    return OutOfMemoryError(f"{what} was killed, as the kernel does when memory is short")
+
+
 def digest_of(files: Sequence[str], options: bytes) -> str:
     """Digest a build's program, machine, files, options (64 hex). Raises OSError."""
     stamps = fingerprint.own_files() | {path: fingerprint.stamp(path) for path in files}

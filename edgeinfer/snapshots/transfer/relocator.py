@@ -37,9 +37,10 @@ class Relocator(builder.Builder):
         self._rouse_read, self._rouse_write = os.pipe()
         os.write(self._rouse_write, b"!")  # the restored process finds it there and goes on
 
-    def _start(self, flags: int, link: int) -> None:
-        """Restore the process that is to be dumped; CRIU gives it the pid it had."""
-        if os.fork() == 0:
+    def _start(self, flags: int, link: int) -> int:
+        """Restore the process that is to be dumped, with the pid it had; return CRIU's."""
+        pid = os.fork()
+        if pid == 0:
             try:
                 log = os.open(self._folder / format.PARK_LOG, os.O_WRONLY | os.O_CREAT, 0o600)
                 process.silence()
@@ -49,6 +50,7 @@ class Relocator(builder.Builder):
                 criu.exec_restore(self._sleeper(), images, link, self._rouse_read)
             finally:
                 os._exit(127)
+        return pid
 
     def _sleeper(self) -> format.Manifest:
         sleeper = msgspec.json.decode(self._fields["sleeper"], type=Sleeper)
