@@ -23,27 +23,25 @@ import msgspec
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime import libedgeinfer
 
-_SPIN_COUNT = "GOMP_SPINCOUNT"
+#: Read when libgomp and ggml are mapped. libgomp's default spins for a millisecond at every barrier,
+#: which starves ggml's own threads as soon as anything else runs (docs/decisions/002-spin-count.md).
+#: ggml would run gdb on a process that ends by an exception.
+_WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 
 
 @contextmanager
-def _short_spins() -> Iterator[None]:
-    """Set libgomp's spin count unless the user did; it is read when libgomp is mapped.
-
-    The default spins for a millisecond at every barrier, which starves ggml's own threads as soon as
-    anything else runs (docs/decisions/002-spin-count.md). No child process inherits it.
-    """
-    if _SPIN_COUNT in os.environ:
-        yield
-        return
-    os.environ[_SPIN_COUNT] = "1000"
+def _environment_while_mapped() -> Iterator[None]:
+    """Set what the user has not set, and remove it again: no child process inherits it."""
+    ours = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
+    os.environ |= ours
     try:
         yield
     finally:
-        del os.environ[_SPIN_COUNT]
+        for name in ours:
+            del os.environ[name]
 
 
-with _short_spins():
+with _environment_while_mapped():
     import llama_cpp
     from llama_cpp import llama_cpp as _binding
 
@@ -87,6 +85,7 @@ def lib() -> Any:
     with _lock:
         if "ggml" not in _state:
             _capture_logs()
+            _say_aborts()
             _state["ggml"] = _load_backends()
             _state["attention"] = libedgeinfer.use_attention(
                 _state["ggml"], base_library(), llama_cpp.__version__
@@ -111,6 +110,17 @@ def _capture_logs() -> None:
     callback = L.llama_log_callback(on_line)
     _state["log"] = callback  # the library keeps the pointer and not the object
     L.llama_log_set(callback, ctypes.c_void_p(0))
+
+
+def _say_aborts() -> None:
+    """Print what ggml aborts for; it would run gdb on this process as well."""
+
+    def on_abort(message: bytes) -> None:
+        os.write(2, message + b"\n")
+
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(on_abort)
+    _state["abort"] = callback  # as in `_capture_logs`
+    base_library().ggml_set_abort_callback(callback)
 
 
 def recent_log(lines: int = 10) -> list[str]:

@@ -87,6 +87,10 @@ class ChatApp(App[None]):
     def get_default_screen(self) -> Screen[object]:
         return self.chat  # type: ignore[return-value]
 
+    def on_ready(self) -> None:
+        if not self.is_headless:
+            self._terminal.ready()
+
     def on_mount(self) -> None:
         if self.is_headless:
             return

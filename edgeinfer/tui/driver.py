@@ -8,12 +8,14 @@ whoever the shell waits for.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
 import sys
 import termios
 import threading
+from array import array
 from codecs import getincrementaldecoder
 from typing import Any, ClassVar, TextIO
 
@@ -40,6 +42,8 @@ class TerminalDriver(LinuxDriver):
         self._waker: tuple[int, int] | None = None
         self._parser = XTermParser(self._debug)
         self._decode = getincrementaldecoder("utf-8")(errors="replace").decode
+        self._is_ready = threading.Event()
+        self._n_early = 0
         self._away = self.waits
         self._muted = self.waits
         self.heard = 0
@@ -80,6 +84,18 @@ class TerminalDriver(LinuxDriver):
             self._size = self._get_terminal_size()
         else:
             super().start_application_mode()  # type: ignore[no-untyped-call]
+            self._n_early = self._waiting_bytes()
+
+    def _waiting_bytes(self) -> int:
+        """Return how many bytes were typed before, when the terminal made newlines of Enter."""
+        count = array("i", [0])
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self.fileno, termios.FIONREAD, count)
+        return count[0]
+
+    def ready(self) -> None:
+        """Begin to read keys: there is a widget now that takes them."""
+        self._is_ready.set()
 
     def stop_application_mode(self) -> None:
         """Textual's, unless another process has the terminal."""
@@ -109,6 +125,8 @@ class TerminalDriver(LinuxDriver):
         for fd in (self.fileno, self._waker[0]):
             poller.register(fd, select.POLLIN)
         while not self.exit_event.is_set():
+            if not self._is_ready.wait(0.1):
+                continue
             ready = dict(poller.poll(100))
             if self.fileno in ready:
                 data = self._read()
@@ -116,6 +134,10 @@ class TerminalDriver(LinuxDriver):
                     self._app.call_later(self._app.action_quit)
                     return
                 self.heard += len(data)
+                if self._n_early > 0:
+                    early, data = data[: self._n_early], data[self._n_early :]
+                    self._n_early -= len(early)
+                    data = early.replace(b"\n", b"\r") + data
                 for event in self._parser.feed(self._decode(data)):
                     self.process_message(event)
             for event in self._parser.tick():

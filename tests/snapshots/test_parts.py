@@ -9,6 +9,7 @@ import mmap
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -584,3 +585,48 @@ def test_spin_count_is_set_while_libgomp_is_mapped_and_not_inherited(theirs, whi
         check=True,
     )
     assert done.stdout.split() == [while_mapped, after]
+
+
+LIMITED = """
+import resource
+from edgeinfer.snapshots.resumed import freshness
+env = b"A=1" if len(__import__("sys").argv) == 1 else b"EDGEINFER_DEBUG=1"
+freshness.adopt({"env": env, "cwd": b"/", "umask": b"18", "limits": b"RLIMIT_CORE\\0004096"})
+print(resource.getrlimit(resource.RLIMIT_CORE)[0])
+"""
+
+
+@pytest.mark.parametrize(("words", "bytes_allowed"), [((), "0"), (("debug",), "4096")])
+def test_core_file_is_written_only_for_debugging(words, bytes_allowed):
+    def allow():
+        resource.setrlimit(resource.RLIMIT_CORE, (4096, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, *words],
+        preexec_fn=allow,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == bytes_allowed
+
+
+ABORT = """
+import ctypes
+from edgeinfer.runtime import libllama
+libllama.lib()
+libllama.base_library().ggml_abort(b"here.c", 7, b"it broke")
+"""
+
+
+def test_abort_in_ggml_runs_no_debugger(tmp_path):
+    for name in ("gdb", "lldb"):
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/attached\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", ABORT], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -6
+    assert "here.c:7: it broke" in done.stderr
+    assert not (tmp_path / "attached").exists()

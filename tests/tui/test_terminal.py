@@ -126,6 +126,16 @@ def has_threads(pid):
     return len(os.listdir(f"/proc/{pid}/task")) > 1
 
 
+def test_question_typed_before_the_screen_is_there_is_asked(terminal, how):
+    terminal.run(f"edgeinfer chat --temp 0 --resume={'always' if how == 'resumed' else 'never'}")
+    terminal.type("Name three colours.")
+    terminal.press("Enter")
+    terminal.until_shown("❯ Name three colours.")
+    terminal.until_shown("tok/s")
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
+
+
 def test_type_stream_and_quit(terminal, how):
     before = terminal.modes()
     begin(terminal, how)

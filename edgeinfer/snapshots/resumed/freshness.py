@@ -84,6 +84,8 @@ def adopt(fields: Mapping[str, bytes]) -> None:
     for name, value in zip(*[iter(frames.split(fields.get("limits", b"")))] * 2, strict=True):
         if name in LIMITS:
             _limit(getattr(resource, name), int(value))
+    if os.environ.get("EDGEINFER_DEBUG") != "1":  # prompts would be in a core file
+        _limit(resource.RLIMIT_CORE, 0)
 
 
 def _take_processors(numbers: set[int]) -> None:
