@@ -116,12 +116,14 @@ def _name(place: str) -> str:
 
 
 def _place(name: str) -> str:
-    return bytes.fromhex(name).decode("utf-8", "surrogatepass")
+    return bytes.fromhex(name.partition("-")[0]).decode("utf-8", "surrogatepass")
 
 
 def with_places(text: str) -> str:
     """Put the reader's places where `text` has names that `normalise` gave."""
-    return re.sub(r"[^\s'\"]*#?/\$defs/((?:[0-9a-f]{2})+)", lambda found: _place(found[1]), text)
+    return re.sub(
+        r"[^\s'\"]*#?/\$defs/((?:[0-9a-f]{2})+)(?:-\d+)*", lambda found: _place(found[1]), text
+    )
 
 
 class _Normaliser:
@@ -140,7 +142,7 @@ class _Normaliser:
             value, place = self.waiting.pop()
             self.definitions[_name(place)] = self.schema(value, place, 0)
         overlaps = Overlaps(self.definitions)
-        for name, part in self.definitions.items():
+        for name, part in list(self.definitions.items()):
             _replace_one_of(part, _place(name), overlaps)
         _replace_one_of(made, "#", overlaps)
         return {**made, "$defs": self.definitions} if self.definitions else made
@@ -192,7 +194,8 @@ class _Normaliser:
     def counted(self, made: dict[str, Any], place: str) -> None:
         """JSON lets a name stand twice; an open object could so count more members than it has."""
         wanted, certain = made.get("minProperties", 0), len(set(made.get("required", ())))
-        if wanted > max(1, certain) and made.get("additionalProperties", True) is not False:
+        is_open = "patternProperties" in made or made.get("additionalProperties", True) is not False
+        if wanted > max(1, certain) and is_open:
             raise _refuse(
                 _step(place, "minProperties"), "names that are not listed as required cannot be counted"
             )

@@ -48,6 +48,11 @@ class Overlaps:
                     if narrowed is None:
                         return min(i, j), max(i, j)
                     self._narrow.append(narrowed)
+            if narrowed is not part and self._followed(part) is not part:
+                # what narrows a definition may stand inside of it: a circle needs a name to go by
+                name = f"{part['$ref'].rpartition('/')[2]}-{len(self._narrow)}"
+                self._definitions[name] = narrowed
+                narrowed = {"$ref": f"#/$defs/{name}"}
             made.append(narrowed)
         return made
 

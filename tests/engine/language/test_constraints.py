@@ -79,6 +79,15 @@ REFUSED = {
         "#/properties/a/$ref",
     ),
     "counted open": ({"type": "object", "minProperties": 2}, "#/minProperties"),
+    "counted by pattern": (
+        {
+            "type": "object",
+            "patternProperties": {"^[a-f]$": {}},
+            "additionalProperties": False,
+            "minProperties": 4,
+        },
+        "#/minProperties",
+    ),
     "overlapping names": (
         {
             "type": "object",
@@ -249,6 +258,28 @@ ACCEPTED = {
         },
         [{}],
         [1],
+    ),
+    "oneOf of a circle": (
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {
+                "a": {
+                    "type": "object",
+                    "required": ["a"],
+                    "properties": {
+                        "a": {
+                            "oneOf": [
+                                {"$ref": "#/$defs/a"},
+                                {"type": "object", "required": ["b"]},
+                                {"type": "null"},
+                            ]
+                        }
+                    },
+                }
+            },
+        },
+        {"a": {"a": {"b": 1}}},
+        {"a": {"a": None, "b": 1}},
     ),
     "circle beside its type": (
         {
