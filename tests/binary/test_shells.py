@@ -17,6 +17,9 @@ TYPED = [
     ("edgeinfer run --resume ne", "never"),
     ("edgeinfer completion fi", "fish"),
     ("edgeinfer run smollm2-135", "smollm2-135m-instruct"),
+    ("edgeinfer snapshots prune --al", "--all"),
+    ("edgeinfer snapshots show my-", "my-snapshot"),
+    ("edgeinfer run --snapshot my-", "my-snapshot"),
 ]
 
 
@@ -28,7 +31,10 @@ def needs(shell):
 
 @pytest.fixture
 def environment(tmp_path):
-    return shell_environment(tmp_path)
+    snapshot = tmp_path / "ei/cache/snapshots/my-snapshot@1-program"
+    snapshot.mkdir(parents=True)
+    (snapshot / "manifest").touch()
+    return {**shell_environment(tmp_path), "EDGEINFER_HOME": str(tmp_path / "ei")}
 
 
 @needs("fish")

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
             error.message, hint=error.hint or (quoted if options.prompt else None)
         ) from error
     for warning in engine.info.warnings:
-        sys.stderr.write(f"warning: {warning}\n")
+        sys.stderr.write(without_controls(f"warning: {warning}\n"))
     system = engine.info.system_prompt if system is None else system
     request = GenerateRequest(
         prompt=prompt if options.raw else None,

@@ -239,7 +239,8 @@ def _zsh_case(verb: Verb) -> str:
     specs = [_quoted(spec) for option in verb.options for spec in _zsh_option(option)]
     if verb.words:
         specs.append(_quoted(f"1: :({' '.join(verb.words)})"))
-    specs.append(_quoted(f"*: :{_zsh_action(verb.operand)}"))
+    if _zsh_action(verb.operand):
+        specs.append(_quoted(f"*: :{_zsh_action(verb.operand)}"))
     return (
         f'    "{verb.name}")\n        _arguments \\\n'
         + " \\\n".join(f"            {spec}" for spec in specs)
