@@ -15,7 +15,7 @@ _NGRAM = 3
 _START = 0.5
 _WEIGHT = 0.15
 #: The share of the way back to the assumed rate, per step without drafts of a draft model: a rejected
-#: drafter is tried again after about a hundred steps.
+#: drafter is tried again after tens of steps.
 _RECOVERY = 0.003
 #: Expected gain over cost from which a token is drafted: step times are noisy.
 _MARGIN = 1.2
