@@ -26,6 +26,7 @@ from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.settings.config import load_config
 from edgeinfer.system import paths
+from edgeinfer.tui.conversation.carrying import unpacked
 from edgeinfer.tui.screens.choice import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
 from edgeinfer.tui.widgets.completions import Completions
@@ -718,3 +719,14 @@ async def test_a_narrow_status_line_keeps_context_and_rate(drive):
         line = str(d.chat.status.render())
         assert "context 408/4,096" in line
         assert "42.0 tok/s" in line
+
+
+async def test_an_empty_chat_is_carried_with_its_welcome(drive):
+    async with drive() as d:
+        await d.ready()
+        carried = unpacked(d.chat.carrying.carried("edgeinfer-dark", []).packed())
+        d.chat.front.show_text("a remark")
+        assert "F1" not in d.shown()
+        d.chat.carrying.restore(carried)
+        assert "F1" in d.shown()
+        assert "a remark" not in d.shown()

@@ -34,15 +34,11 @@ class _Remark(_Shown, frozen=True, tag="remark"):
     hint: str
 
 
-class _Welcome(_Shown, frozen=True, tag="welcome"):
-    model: str
-
-
 class Carried(msgspec.Struct, frozen=True, kw_only=True):
     """A chat. `modes` are the terminal's before the app."""
 
     conversation: Conversation
-    entries: list[_Turn | _Remark | _Welcome]
+    entries: list[_Turn | _Remark]
     cursor: int | None
     scroll_y: float
     following: bool
@@ -76,7 +72,7 @@ class Carrying:
         transcript = self._view.transcript
         return Carried(
             conversation=self._session.conversation,
-            entries=[_taken_apart(entry) for entry in transcript.entries],
+            entries=[_taken_apart(e) for e in transcript.entries if not isinstance(e, Welcome)],
             cursor=transcript.cursor,
             scroll_y=transcript.scroll_y,
             following=transcript.following,
@@ -97,7 +93,8 @@ class Carrying:
         self._attaching.keep(carried.attachments)
         self._view.composer.take(carried.typed)
         transcript = self._view.transcript
-        transcript.show([entry for shown in carried.entries if (entry := self._entry(shown))])
+        entries = [entry for shown in carried.entries if (entry := self._entry(shown))]
+        transcript.show(entries or [Welcome(self._view.model)])
         self._view.refresh_status()
         if not carried.following:
             transcript.scroll_to(y=carried.scroll_y, animate=False, force=True)
@@ -105,12 +102,10 @@ class Carrying:
             transcript.cursor = carried.cursor
             transcript.focus(scroll_visible=False)
 
-    def _entry(self, shown: _Turn | _Remark | _Welcome) -> Entry | None:
+    def _entry(self, shown: _Turn | _Remark) -> Entry | None:
         match shown:
             case _Remark(text, kind, hint):
                 return Remark(text, kind, hint)
-            case _Welcome(model):
-                return Welcome(model)
             case _Turn(number, folded):
                 turn = next((turn for turn in self._session.path if turn.id == number), None)
                 if turn is None:
@@ -121,10 +116,8 @@ class Carrying:
                 return entry
 
 
-def _taken_apart(entry: Entry) -> _Turn | _Remark | _Welcome:
+def _taken_apart(entry: Entry) -> _Turn | _Remark:
     if isinstance(entry, Remark):
         return _Remark(entry.text, entry.kind, entry.hint)
-    if isinstance(entry, Welcome):
-        return _Welcome(entry.model)
     folded = entry.folded if isinstance(entry, AnswerEntry | Question) else True
     return _Turn(entry.turn_id, folded)
