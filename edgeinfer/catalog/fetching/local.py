@@ -60,10 +60,13 @@ def _refuse_no_model(path: Path) -> None:
 
 def writable_by_others(path: Path) -> bool:
     """Whether another user than root may change or replace the file at `path`."""
-    file, folder = path.stat(), path.parent.stat()
-    trusted = (0, os.getuid())
-    shared = file.st_mode & 0o022 or (folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX)
-    return bool(shared) or file.st_uid not in trusted or folder.st_uid not in trusted
+    folder = path.parent.stat()
+    return _others_write(path.stat()) or (not folder.st_mode & stat.S_ISVTX and _others_write(folder))
+
+
+def _others_write(info: os.stat_result) -> bool:
+    shared = info.st_mode & stat.S_IWGRP and info.st_gid not in (0, os.getgid())
+    return bool(shared or info.st_mode & stat.S_IWOTH) or info.st_uid not in (0, os.getuid())
 
 
 def _checkpoint(folder: Path) -> Fetched:
