@@ -1,5 +1,6 @@
 """The shipped file's surroundings: what its children inherit, the user's home, every mode on a terminal."""
 
+import shutil
 import subprocess
 
 import pexpect
@@ -87,3 +88,14 @@ def test_endpoint_starts_on_a_terminal_and_ends_by_ctrl_c(used):
     serving.expect(pexpect.EOF)
     serving.close()
     assert serving.exitstatus == 0 or serving.signalstatus == 2
+
+
+def test_question_typed_while_the_shipped_file_unpacks_is_asked(used):
+    shutil.rmtree(used.home / ".local/share/edgeinfer/app" / used.apps[0])
+    chat = on_a_terminal(used, "chat", MODEL)
+    chat.expect("unpacking")
+    chat.send("Name three colours.\r")
+    chat.expect("tok/s")
+    chat.sendcontrol("q")
+    status, _ = ended(chat)
+    assert status == 0

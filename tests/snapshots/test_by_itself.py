@@ -131,7 +131,11 @@ def test_a_system_prompt_of_its_own_does_not_replace_the_plain_snapshot(user):
     name = said.partition("edgeinfer chat --snapshot ")[2].strip()
     assert name.startswith(f"{MODEL},system-")
     assert user.ask().start["snapshot"] == MODEL
-    assert user.ask("--snapshot", name).start["snapshot"] == name
+    named = user.ask("--snapshot", name)
+    assert named.start["snapshot"] == name
+    typed = user.ask("--resume=never", "--system", "You are a pirate.")
+    assert named.result["text"] == typed.result["text"]
+    assert named.result["usage"]["prompt_tokens"] == typed.result["usage"]["prompt_tokens"]
 
 
 def test_nothing_is_built_when_it_is_switched_off(user):

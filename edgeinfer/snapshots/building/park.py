@@ -119,23 +119,24 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
 
     files = msgspec.json.decode(fields["files"], type=ModelFiles)
     options = msgspec.json.decode(fields["options"], type=LoadOptions)
+    model, system = fields["model"].decode(), fields["system"].decode()
+    loadable = msgspec.structs.replace(files, system_prompt=system)  # a launch's, if it names none
     stages = _Stages(link)
     stages.begin("load")
     with ThreadPoolExecutor(
         1
     ) as loader:  # llama.cpp needs no Python to load, and the imports no llama.cpp
         loading = loader.submit(
-            load_engine, files, options, lambda _stage, fraction: stages.report("load", fraction)
+            load_engine, loadable, options, lambda _stage, fraction: stages.report("load", fraction)
         )
         import_everything()
         _rehearse()
         engine: Parkable = loading.result()
     if fields["became"]:
-        engine = _with_choices(engine, files, options, fields["became"])
+        engine = _with_choices(engine, loadable, options, fields["became"])
     adapters = msgspec.json.decode(fields["adapters"], type=tuple[Adapter, ...] | None)
     if adapters is not None and adapters != engine.info.lora:
         engine.use_adapters(adapters)
-    model, system = fields["model"].decode(), fields["system"].decode()
     loaded = LoadedModel(engine, model, options)
     loaded.description = describe(
         engine,
