@@ -61,7 +61,6 @@ def add_load_option(parser: argparse._ActionsContainer, option: LoadOption) -> N
 
 
 def _parser_of(option: LoadOption | SamplingOption) -> Callable[[str], Any]:
-    """`option.parse` with an error that argparse shows."""
 
     def parse(text: str) -> Any:
         try:
@@ -344,7 +343,6 @@ def _add_batch(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def _copies(text: str) -> str:
-    """`text`, which says how many copies. Raises argparse.ArgumentTypeError."""
     try:
         copies_range(text)
     except ValueError as error:
@@ -353,7 +351,6 @@ def _copies(text: str) -> str:
 
 
 def _ranged(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
-    """Make the type of an option that is a number in this range, both ends included."""
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):

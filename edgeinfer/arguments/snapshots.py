@@ -100,7 +100,6 @@ def _add_name(parser: argparse.ArgumentParser, **more: Any) -> None:
 
 
 def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """The actions of snapshots that travel."""
     export = add(
         "export",
         "write one, signed, to a folder or a registry for another machine",

@@ -37,7 +37,6 @@ def refuse_unknown(
 
 
 def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> str:
-    """Guess what an unknown option or a word too many was to be, "" for no guess."""
     if not word.startswith("-"):
         quoted = 'put the prompt in quotes: `edgeinfer run "Name three colours."`'
         return quoted if verb == "run" else ""

@@ -163,7 +163,6 @@ def read_output(output: int) -> set[str]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """OUT, locked, for reading and appending."""
     try:
         output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -303,7 +302,6 @@ def _stop_on_ctrl_c(work: asyncio.Future[None]) -> None:
 
 @contextlib.contextmanager
 def _progress(options: argparse.Namespace, tally: _Tally) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal's stderr; nothing elsewhere."""
     if options.quiet or not sys.stderr.isatty():
         yield lambda: None
         return

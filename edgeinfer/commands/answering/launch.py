@@ -26,7 +26,7 @@ from edgeinfer.result import Result
 from edgeinfer.server.guards import keys
 from edgeinfer.settings.config import Config
 from edgeinfer.shipping.shipped import program_file
-from edgeinfer.snapshots.running import processes, shares_folders
+from edgeinfer.snapshots.running import processes
 
 #: An endpoint that was started for an agent leaves after so many seconds without a request: what it
 #: has read is on the disk, and the next one finds it.
@@ -155,7 +155,7 @@ def _urls(config: Config) -> Iterator[str]:
     yield _url("127.0.0.1" if host in ("0.0.0.0", "::") else host, str(config.serve.port))
     for launched in processes():
         words = dict(zip(launched.arguments, launched.arguments[1:], strict=False))
-        if launched.verb == "serve" and "--port" in words and shares_folders(launched.pid):
+        if launched.verb == "serve" and "--port" in words:
             yield _url("127.0.0.1", words["--port"])
 
 

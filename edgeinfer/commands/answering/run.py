@@ -116,7 +116,6 @@ def model_and_prompt(first: str | None, second: str | None, host: Host) -> tuple
 
 
 def _with_stdin(prompt: str) -> str:
-    """The prompt, then what is piped in; either may be empty."""
     if sys.stdin is None or sys.stdin.isatty():
         return prompt
     piped = sys.stdin.buffer.read().decode("utf-8", errors="replace")

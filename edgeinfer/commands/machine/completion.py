@@ -18,7 +18,6 @@ _KINDS = {"MODEL": "models", "SNAPSHOT": "snapshots", "ADAPTER": "adapters"}
 
 
 def _names_of(kind: str) -> str:
-    """Write the command with which a script asks for names of this kind."""
     return f"edgeinfer completion {kind} 2>/dev/null"
 
 
@@ -126,7 +125,6 @@ def _takes(action: argparse.Action) -> str:
 
 
 def _patterns(found: list[Verb]) -> str:
-    """Write the pattern of a `case` that every action of a verb matches."""
     return " | ".join(f'"{verb.name}"' for verb in found if " " in verb.name)
 
 

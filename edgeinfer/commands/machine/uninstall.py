@@ -112,7 +112,6 @@ def _size(path: Path) -> int:
 
 
 def _refuse_while_running() -> None:
-    """Raise EdgeInferError when a launch keeps its data here, or a process runs from what would go."""
     family = {os.getpid(), os.getppid()}  # this process, and the launcher that waits for it
     unpacked = {pid for folder in unpack.versions() for pid in unpack.users(folder)} - family
     launches = [

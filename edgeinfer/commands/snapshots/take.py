@@ -69,7 +69,7 @@ def _chosen(which: str | None) -> int:
     """The launch that is meant. Raises UsageError."""
     if which is not None and which.isdecimal():
         return _refuse_strangers(int(which))
-    launches = [one for one in running.processes() if running.shares_folders(one.pid)]
+    launches = running.processes()
     if which is None:
         found = [launch for launch in launches if launch.verb == "serve"]
         missing, several = "no endpoint runs", "several endpoints run"

@@ -75,7 +75,6 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
 
 
 def _first_word(argv: list[str]) -> str:
-    """Return the word that may name the model, "" if none does."""
     if argv[0] == "batch":
         return option(argv, "--model")
     _, words = options_and_words(argv)
