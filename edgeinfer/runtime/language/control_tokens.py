@@ -40,9 +40,7 @@ class ControlTokens:
 
     @cached_property
     def _tokens(self) -> dict[str, int]:
-        """Map spellings to tokens: 15 ms for 49,152, 80 ms for 262,144."""
-        found = ((self._vocab.control_text(token), token) for token in range(self._vocab.n_vocab))
-        return {text: token for text, token in found if len(text) > 1}
+        return {text: t for text, t in self._vocab.control_tokens().items() if len(text) > 1}
 
     @cached_property
     def _folded(self) -> frozenset[str]:

@@ -35,8 +35,7 @@ def conversations(vocab: Vocab, name: str, *, guard: bool = True) -> Conversatio
 
 
 def spellings(vocab: Vocab) -> list[str]:
-    found = [vocab.control_text(token) for token in range(vocab.n_vocab)]
-    return [text for text in found if text and "unused" not in text]
+    return [text for text in vocab.control_tokens() if "unused" not in text]
 
 
 def turns(texts: list[str], *, with_tools: bool = True) -> GenerateRequest:

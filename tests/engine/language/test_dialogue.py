@@ -75,8 +75,8 @@ class Words:
     def is_control(self, token: int) -> bool:
         return token < 50
 
-    def control_text(self, token: int) -> str:
-        return self.markers[token - 10] if 10 <= token < 10 + len(self.markers) else ""
+    def control_tokens(self) -> dict[str, int]:
+        return {text: 10 + i for i, text in enumerate(self.markers)}
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         return b"x"
