@@ -75,7 +75,7 @@ def test_run_and_pull_show_no_error_on_a_terminal(used):
     for words in (
         ("run", MODEL, "Hi", "--max-tokens", "4"),
         ("pull", "/tmp/small.gguf", "--name", "again"),
-        ("rm", "again"),
+        ("rm", "again", "--yes"),
     ):
         status, shown = ended(on_a_terminal(used, *words))
         assert (status, "error" in shown) == (0, False), shown
