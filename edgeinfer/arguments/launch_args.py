@@ -73,8 +73,6 @@ def _parser_of(option: LoadOption | SamplingOption) -> Callable[[str], Any]:
 
 
 class _Join(argparse.Action):
-    """Joins values that are typed one after the other with commas."""
-
     def __call__(
         self,
         parser: argparse.ArgumentParser,

@@ -160,7 +160,6 @@ def merge_model(
 def _opened(
     adapters: str, base: gguf.GgufHeader, base_name: str, scratch: Path
 ) -> list[tuple[Path, float]]:
-    """Each adapter's file and scale; folders are converted into `scratch`."""
     from edgeinfer.catalog.converting.adapter import convert_adapter
 
     try:

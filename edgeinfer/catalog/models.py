@@ -245,7 +245,6 @@ def _model(name: str, table: dict[str, Any], where: str) -> Model:
 
 
 def _check(model: Model) -> None:
-    """What the types cannot say. Raises UsageError."""
     if any(
         isinstance(part, places.Url) and part.url.startswith("http:")
         for parts in model.parsed_sources()

@@ -91,7 +91,6 @@ def _stem(source: sources.Source) -> str:
 
 
 def _named_after(stem: str, catalog: Catalog) -> Reference:
-    """Derive a good and free name from a file's or a repository's. Raises UsageError."""
     plain = re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower()
     made = (
         re.sub(r"[-._]{2,}", "-", re.sub(r"[^a-z0-9._-]+", "-", plain)).strip("-._")[:96].strip("-._")

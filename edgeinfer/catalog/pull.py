@@ -88,7 +88,6 @@ def _refuse_other_type(here: PulledModel, wanted: str) -> None:
 
 
 def _in_type(todo: Plan, type_name: str) -> Plan:
-    """The plan with another type to store the model in. Raises UsageError for none of llama.cpp's."""
     if not type_name:
         return todo
     if file_type(type_name) is None:
@@ -158,10 +157,7 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
 
 
 def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job, wanted: str) -> None:
-    """Compare with every known digest, check the header; set a wrong file aside as `.bad`.
-
-    `wanted` is the digest that a person gave. Raises UsageError where it is of no single file.
-    """
+    """Compare with every known digest, check the header; set a wrong file aside as `.bad`."""
     if wanted and (one.checkpoint or one.n_files > 1):
         raise UsageError(f"--sha256 is of one file, and {source} has several")
     if one.path.is_dir():
@@ -197,7 +193,6 @@ def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job, wanted:
 
 
 def _refuse_other_part(header: gguf.GgufHeader, one: Fetched) -> None:
-    """A file of a split model must be the part its name says. Raises InvalidGgufError."""
     index, count = header.split
     if count > 1 and (index, count) != (one.index, one.n_files):
         raise InvalidGgufError(
@@ -260,7 +255,6 @@ def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: J
 
 
 def _placed(one: Fetched, folder: Path) -> PulledFile:
-    """Move a verified file to its place (or leave it, when it is somebody else's) and describe it."""
     path = one.path
     if one.ours:
         sync(one.path)

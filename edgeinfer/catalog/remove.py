@@ -67,7 +67,6 @@ def _reference(text: str) -> Reference:
 
 
 def _refuse_others(text: str) -> None:
-    """Raise UsageError for a model of another program, which removes its own files."""
     if stores.is_name(text) or (sources.looks_like_source(text) and not store.find_pulled(text)):
         found = stores.find(text)
         if found is not None:

@@ -140,7 +140,6 @@ def _at(revision: str) -> str:
 
 
 def _safe(path: str, text: str) -> str:
-    """`path` when it stays inside whatever it is joined to. Raises UsageError."""
     if any(part in ("", ".", "..") for part in path.split("/")) or "\\" in path or "\0" in path:
         raise UsageError(f"the path in {text!r} leaves its place")
     return path

@@ -161,8 +161,10 @@ def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None
 def model_files(name_or_path: str, draft: str = "", heard: stores.Heard | None = None) -> ModelFiles:
     """Find the files of a model and of its draft: the catalogue's unless `draft` is given.
 
-    `heard` is told how far a file of another program is checked, which is done once. Raises what
-    `_model_files` raises, for either. "none" is no draft model.
+    `heard` is told how far a file of another program is checked, which is done once. "none" is no draft
+    model. Raises, for either, UnknownModelError with near names, ModelNotPulledError with the command
+    that pulls it, InvalidGgufError when a path is no GGUF or a pulled file was changed since,
+    ChecksumError when another program's is not what its name says.
     """
     files = _model_files(name_or_path, heard)
     draft = draft or files.draft
@@ -172,12 +174,6 @@ def model_files(name_or_path: str, draft: str = "", heard: stores.Heard | None =
 
 
 def _model_files(name_or_path: str, heard: stores.Heard | None = None) -> ModelFiles:
-    """The files of a pulled model (`NAME`, `NAME:QUANT`, or its source), or of the GGUF at a path.
-
-    Also of a model that another program keeps here. Raises UnknownModelError with near names,
-    ModelNotPulledError with the command that pulls it, InvalidGgufError when a path is no GGUF or a
-    pulled file was changed since, ChecksumError when another program's is not what its name says.
-    """
     if names.is_path(name_or_path):
         return _files_of_path(Path(name_or_path).expanduser())
     catalog = load_catalog()
@@ -232,7 +228,6 @@ def missing(text: str, catalog: Catalog) -> CatalogError:
 
 
 def _offer() -> str:
-    """What is here of other programs, to whoever has no model of ours yet."""
     found = stores.usable() if not list_pulled() else []
     if not found:
         return ""
@@ -282,7 +277,6 @@ def _vouch(path: Path, file: PulledFile, name: str) -> None:
 
 
 def _files_of_path(path: Path) -> ModelFiles:
-    """A GGUF outside the store, with its other parts when it is split; no digest is known of it."""
     if path.is_dir():
         raise ModelNotPulledError(
             f"{path} is a folder: it is converted once, then used by its name",

@@ -27,7 +27,6 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _key(option: LoadOption) -> tuple[str, Any, Any]:
-    """Make a key of `[load]` for `msgspec.defstruct`: field, type without range, default."""
     kind: Any = Literal[option.words] if option.words else int
     if option.words and option.high:
         kind = int | str

@@ -118,7 +118,6 @@ def _heads(base: GgufHeader) -> Heads:
 
 
 def _read(file: Safetensors, base: GgufHeader, family: Family) -> dict[str, tuple[str, _Pair]]:
-    """Each tensor of the base that is adapted, with the module's name and its pair."""
     import gguf
 
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)

@@ -112,7 +112,6 @@ class _Conversion:
             _add(writer, f"tokenizer.{key}", value)
 
     def _n_vocab(self) -> int:
-        """The vocabulary's size, for which the embedding has rows. Raises ConversionError."""
         wanted = families.needed(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
         rows = next((one.shape[0] for one in self.planned if one.name == "token_embd.weight"), 0)
         if wanted != rows:
@@ -178,7 +177,6 @@ def _n_bytes(gguf_package: Any, shape: tuple[int, ...], kind: gguf.GGMLQuantizat
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Write one key by the type of its value. Raises ConversionError for an unknown one."""
     match value:
         case bool():
             writer.add_bool(key, value)

@@ -119,7 +119,6 @@ def _size(tensor: TensorInfo, kind: str) -> int:
 
 
 def _head(base: Path, header: GgufHeader, types: dict[str, str], sizes: dict[str, int]) -> bytes:
-    """The base's metadata as its bytes are, then the tensors' places."""
     with open(base, "rb") as file:
         begin = file.read(header.infos_offset)
     found = bytearray(begin)

@@ -249,7 +249,6 @@ def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
 
 
 def _template(folder: Path) -> Values:
-    """The chat template, of its own file or of tokenizer_config.json; the one called default."""
     own = folder / "chat_template.jinja"
     if own.is_file():
         return {"chat_template": own.read_text("utf-8")}

@@ -132,7 +132,6 @@ def _receive(
     job: Job,
     opened: ranges.Opened | None,
 ) -> None:
-    """Write the body of an answer to its end. `opened` asks for more connections, if wanted."""
     offset, total = answers.placement(response, start)
     if remote.size_bytes and total is not None and total != remote.size_bytes:
         raise ChecksumError(

@@ -84,7 +84,6 @@ def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fet
 
 
 def _resolver(source: sources.Source) -> Resolve:
-    """What finds the files of a source that must be asked for them."""
     match source:
         case sources.HubFile() | sources.HubQuant():
             from edgeinfer.catalog.fetching import hub  # 200 ms: httpx2, huggingface_hub
@@ -102,7 +101,6 @@ def _resolver(source: sources.Source) -> Resolve:
 
 
 def _from_store(source: sources.Source, todo: Plan, work: Path, job: Job) -> list[Fetched]:
-    """The files of a place that says their sizes, and mostly their digests, before they are fetched."""
     resolve = _resolver(source)
     from edgeinfer.catalog.fetching import download, spans  # imported by the resolver already
 

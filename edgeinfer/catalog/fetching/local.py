@@ -48,7 +48,6 @@ def fetch(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
 
 
 def _refuse_no_model(path: Path) -> None:
-    """Raise InvalidGgufError before a byte of a wrong file is copied."""
     try:
         gguf.check(path, vocabulary=False)
     except InvalidGgufError as error:
@@ -70,7 +69,6 @@ def _others_write(info: os.stat_result) -> bool:
 
 
 def _checkpoint(folder: Path) -> Fetched:
-    """A folder to be converted, which is read where it is. Raises SourceNotFoundError."""
     if not any((folder / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         raise SourceNotFoundError(
             f"{folder} has no config.json: it is no checkpoint",

@@ -176,7 +176,6 @@ class Registry:
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:
-        """The Authorization header that a challenge asks for; "" when none can be made."""
         kind, _, rest = challenge.partition(" ")
         login = _login(self._source.registry)
         if kind.lower() == "basic":

@@ -197,7 +197,6 @@ class _Crew:
             self._work()
 
     def _work(self) -> None:
-        """Fetch what is left, wait for what others may leave; end when all is fetched or refused."""
         while not self._stopped.is_set():
             stretch = self._take()
             if stretch is None:
@@ -239,10 +238,7 @@ class _Crew:
         return stretch
 
     def _finish(self, stretch: _Stretch) -> bool:
-        """Fetch the stretch to its end; whether this connection should look for another.
-
-        False: the server refuses it, and the others have what it leaves.
-        """
+        """Fetch the stretch to its end; False: the server refuses it, and others have the rest."""
         failures = 0
         try:
             while stretch.missing > 0 and not self._stopped.is_set():
@@ -267,7 +263,6 @@ class _Crew:
             self._pour(stretch, response)
 
     def _refuse(self, response: httpx2.Response, start: int) -> None:
-        """Raise for an answer that is no part of this file from `start` on."""
         if response.status_code == 416:
             raise _ChangedError
         answers.refuse_status(self._whole.origin, response)
@@ -299,7 +294,6 @@ class _Crew:
         ) from error
 
     def _pour(self, stretch: _Stretch, response: httpx2.Response) -> None:
-        """Write the body where it belongs, up to the end that the stretch has by then."""
         with self._state:
             self._answers.add(response)
         try:

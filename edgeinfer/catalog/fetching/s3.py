@@ -40,7 +40,6 @@ def resolve(source: StoredObject) -> list[Remote]:
 
 
 def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
-    """The objects to fetch: (key, file name)."""
     if not source.key.endswith("/"):
         name = names.tamed_file_name(source.key)
         siblings = names.split_names(name) or [name]

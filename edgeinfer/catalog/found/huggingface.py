@@ -73,7 +73,6 @@ def _repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
 
 
 def _revisions(root: Path, repo: Path) -> list[Path]:
-    """The snapshots, the one of `refs/main` first, then the latest."""
     found = sorted(folders(repo / "snapshots"), key=lambda path: -path.stat().st_mtime)
     main = _main(root, repo, found)
     return sorted(found, key=lambda path: path.name != main)

@@ -82,7 +82,6 @@ def _model(root: Path, manifest: Path) -> Found:
 
 
 def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
-    """The layers by kind, without the prefix all kinds share. Raises UnusableError."""
     try:
         found = msgspec.json.decode(raw, type=_Manifest).layers
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -42,7 +42,6 @@ def _turns(system: str, user: str, assistant: str, ask: str) -> str:
 
 
 def _headed(before: str, between: str, after: str, ask: str = "") -> str:
-    """A template whose turns all look alike but for the role's name."""
     rows = [f"{before}{role}{between}%{after}" for role in ("system", "user", "assistant")]
     return _turns(rows[0], rows[1], rows[2], ask or f"{before}assistant{between}")
 

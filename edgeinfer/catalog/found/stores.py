@@ -28,8 +28,6 @@ Heard = Callable[[str, float | None], None]
 
 
 class _Store(NamedTuple):
-    """One program: its name, what its models' names begin with, where it keeps them, what is there."""
-
     name: str
     prefix: str
     roots: Callable[[Mapping[str, str]], list[Path]]

@@ -21,8 +21,6 @@ OnRead = Callable[[int, int], None]
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """A file as it was when its digest was computed."""
-
     size_bytes: int
     mtime_ns: int
     inode: int

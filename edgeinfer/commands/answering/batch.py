@@ -51,8 +51,6 @@ _LEFT_IN_A_ROW = 16
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """What is read back of a line of OUT."""
-
     custom_id: str
 
 
@@ -176,8 +174,6 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 class _Tally:
-    """What this run has done so far."""
-
     def __init__(self, todo: int) -> None:
         self.todo = todo
         self.done = 0
@@ -270,7 +266,6 @@ async def _work(
 
 
 def _reason(reply: offline.Reply) -> str:
-    """`503 queue_full`, as the error says it."""
     error = msgspec.json.decode(reply.body).get("error") or {}
     return f"{reply.status} {error.get('code') or error.get('message') or ''}".rstrip()
 

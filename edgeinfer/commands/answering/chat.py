@@ -52,10 +52,7 @@ def chat(options: argparse.Namespace, host: Host) -> ChatResult:
 def _go_on(
     options: argparse.Namespace, host: Host, hand_over: HandOver, channel: socket.socket
 ) -> ChatResult:
-    """Go on with the chat of a process that started cold.
-
-    Raises SystemExit where that one keeps it: there is nobody to tell.
-    """
+    """Go on with the chat of a process that started cold; SystemExit where that one keeps it."""
     from edgeinfer.tui.conversation.relay import Taking
 
     taking = Taking(hand_over, channel)
@@ -128,10 +125,7 @@ def _launch(options: argparse.Namespace, host: Host) -> Launch:
 
 
 def _piped(*, plain: bool) -> Attachment | None:
-    """What is piped in, as an attachment.
-
-    With `--plain` and no terminal at all, stdin is what the user types instead.
-    """
+    """Attach piped stdin, unless `--plain` without a terminal reads it as typed."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
     if (plain or os.environ.get("TERM") == "dumb") or not any(os.isatty(fd) for fd in (1, 2)):

@@ -150,7 +150,6 @@ def asked(target: Target) -> Found:
 
 
 def _urls(config: Config) -> Iterator[str]:
-    """Where an endpoint of this user may listen: the configured place, and those of running ones."""
     host = config.serve.host
     yield _url("127.0.0.1" if host in ("0.0.0.0", "::") else host, str(config.serve.port))
     for launched in processes():
@@ -181,7 +180,6 @@ def _own_command() -> list[str]:
 
 
 def _free_port(wanted: int) -> int:
-    """`wanted` if nothing listens there, else any."""
     import socket
 
     with socket.socket() as trial:
@@ -195,7 +193,6 @@ def _free_port(wanted: int) -> int:
 
 
 def _refuse_small_model(agent: Agent, model: str) -> None:
-    """Raise UsageError for a model that was trained on less than the agent begins with."""
     from edgeinfer.catalog.store import find_pulled
 
     pulled = find_pulled(model)
@@ -206,7 +203,6 @@ def _refuse_small_model(agent: Agent, model: str) -> None:
 
 
 def _too_small(agent: Agent, found: Found, model: str, n_ctx: int) -> ServeError:
-    """Say what would help. Raises UsageError where only another model does."""
     _refuse_small_model(agent, model)
     return ServeError(
         f"the endpoint at {found.url} gives {model} {n_ctx:,} tokens, and {agent.title} needs "
@@ -242,5 +238,4 @@ def _larger_models(agent: Agent) -> str:
 
 
 def _rounded(tokens: int) -> int:
-    """The next power of two."""
     return 1 << (tokens - 1).bit_length()

@@ -298,7 +298,6 @@ def _speaks_ollama(options: argparse.Namespace, host: Host) -> bool:
 def _bind_ollama(
     options: argparse.Namespace, listeners: Sequence[socket.socket]
 ) -> list[socket.socket]:
-    """Listen at Ollama's place, unless the launcher does already. Raises UsageError, ServeError."""
     if options.tls_cert is not None:
         raise UsageError("--ollama speaks plain HTTP, --tls-cert does not: leave out one of them")
     port = places.ollama_port()

@@ -140,7 +140,6 @@ def _fit_row(model: ListedModel, fit: Fit) -> tuple[str, ...]:
 
 
 def _size(model: ListedModel) -> str:
-    """`~2.5 GB` where it is estimated."""
     about = "~" if model.size_is_estimate else ""
     return about + format_bytes(model.size_bytes) if model.size_bytes else "?"
 

@@ -72,7 +72,6 @@ def preload(options: argparse.Namespace, host: Host) -> PreloadResult:
 
 
 def _in_load_order(model: str, own: list[Path]) -> list[Path]:
-    """The newest snapshot's files, then the model's own unless the snapshot holds the weights."""
     for folders in generations().values():
         try:
             manifest = read_manifest(folders[0])

@@ -154,10 +154,7 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
 
 
 def _found(wanted: str, began: float) -> PullResult | None:
-    """Check a model that another program has here; None when none has it, or it is ours.
-
-    Raises as using it does.
-    """
+    """Check a model of another program as using it does; None if none has it, or it is ours."""
     here = stores.find(wanted)
     theirs = stores.is_name(wanted)
     if not theirs and (here is None or here.problem or store.find_pulled(wanted)):

@@ -68,7 +68,6 @@ def remove_model(text: str, host: Host, *, forget: bool = False) -> tuple[Remove
 
 
 def _blocks_of(text: str, host: Host) -> str:
-    """Name what the model has read; "" for one that is not whole."""
     try:
         files = host.files(text)
     except CatalogError:

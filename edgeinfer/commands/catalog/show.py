@@ -153,7 +153,6 @@ def _about(shown: ShowResult) -> Rows:
 
 
 def _short(source: str) -> str:
-    """A concatenated source by its first part: `--json` has them all."""
     first, *more = source.split(" + ")
     return f"{first} and {len(more)} more parts" if more else first
 
@@ -241,7 +240,6 @@ def show(options: argparse.Namespace, host: Host) -> ShowResult:
 
 
 def _shown_found(found: Found, options: argparse.Namespace, host: Host) -> ShowResult:
-    """A model of another program: what its owner says of it, and what of that is used."""
     said = stores.words(found, stores.headers(found)[0])
     entry = Model(
         title="",

@@ -93,7 +93,6 @@ def parts() -> list[Part]:
 
 
 def _data_files() -> list[Path]:
-    """What else lies in the data directory: conversations, and whatever was put there."""
     data = paths.data_dir()
     ours = {paths.models_dir(), unpack.app_root(), added_dir()}
     return sorted(p for p in data.iterdir() if p not in ours) if data.is_dir() else []

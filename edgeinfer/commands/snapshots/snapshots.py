@@ -96,7 +96,6 @@ class SnapshotResult(Result, frozen=True, kw_only=True):
 
 
 def _flag(field: str) -> str:
-    """Name a load option as it is typed; what cannot be typed by its field."""
     named = (row.flag for row in LOAD_OPTIONS if row.field == field and row.flag)
     return next(named, field.replace("_", " "))
 

@@ -66,7 +66,6 @@ def take(options: argparse.Namespace, host: Host) -> TakeResult:
 
 
 def _chosen(which: str | None) -> int:
-    """The launch that is meant. Raises UsageError."""
     if which is not None and which.isdecimal():
         return _refuse_strangers(int(which))
     launches = running.processes()
@@ -98,7 +97,6 @@ def _is_of(found: Description, model: str) -> bool:
 
 
 def _refuse_strangers(pid: int) -> int:
-    """Raises UsageError for a process of somebody else, or one with other folders."""
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
     except OSError:
@@ -117,7 +115,6 @@ def _refuse_strangers(pid: int) -> int:
 
 
 def _of(pid: int, model: str | None) -> Description:
-    """What the launch has loaded: `model`, or its own. Raises UsageError, SnapshotError."""
     everything = running.loaded_below(pid)
     found = [one for one in everything if model is None or _is_of(one, model)]
     own = [one for one in found if not one.is_worker] or found

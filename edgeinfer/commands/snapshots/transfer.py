@@ -149,7 +149,6 @@ def export(options: argparse.Namespace, _host: Host) -> ExportResult:
 
 @contextmanager
 def _destination(text: str) -> Iterator[tuple[exporting.Store, str]]:
-    """Where to put it, and the tag that was named."""
     artifact = _artifact(text)
     if artifact is None:
         yield Layout(_folder_to_fill(text)), ""
@@ -163,7 +162,6 @@ def _destination(text: str) -> Iterator[tuple[exporting.Store, str]]:
 
 
 def _folder_to_fill(text: str) -> Path:
-    """A folder that is not there, is empty, or is an image layout already. Raises UsageError."""
     folder = Path(text).expanduser()
     if not text or (folder.exists() and not (folder.is_dir() and _may_fill(folder))):
         raise UsageError(
@@ -248,7 +246,6 @@ def _source(text: str, talk: StageTalk) -> Iterator[Source]:
 
 
 def _artifact(text: str) -> sources.OciArtifact | None:
-    """The artefact of a registry that is meant, None for a folder. Raises UsageError."""
     found = sources.parse(text) if text.startswith("oci:") else None
     return found if isinstance(found, sources.OciArtifact) else None
 

@@ -163,11 +163,7 @@ def _libraries(folder: Path, inputs: Inputs) -> list[str]:
 
 
 def _buffers(folder: Path) -> tuple[list[Piece], list[Piece], int]:
-    """The stretches of `buffers.img` that are mapped, those that are layers, the bytes of the others.
-
-    A stretch goes over neighbouring addresses: so the weights of a model, repacked, are the same
-    stretch wherever the kernel has put them.
-    """
+    """Return the mapped stretches of `buffers.img`, the layers among them, the bytes of the others."""
     pieces: list[Piece] = []
     dense: list[Piece] = []
     for low, high in rewriting.mapped_ranges(folder / format.IMAGES, str(folder / format.BUFFERS)):

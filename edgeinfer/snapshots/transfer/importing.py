@@ -95,12 +95,10 @@ class Importing:
         )
 
     def _libraries(self) -> dict[str, str]:
-        """The exporter's libraries → where they must be here."""
         places = Places(self._folders(""))
         return {path: places.of(path) for path in self._what.requirements.libraries}
 
     def _folders(self, folder: str) -> dict[str, str]:
-        """The exporter's folders → ours, by both their names; `folder` is the snapshot's."""
         ours, what = requirements.places(folder), self._what
         real = requirements.told(what.real_places, requirements.real(ours))
         return real | requirements.told(what.places, ours)
@@ -120,7 +118,6 @@ class Importing:
             )
 
     def _check(self, layers: list[LayerBlob]) -> None:
-        """Read these layers whole. Raises SnapshotCorruptError."""
         for number, (layer, blob) in enumerate(layers):
             self._progress("check", number / len(layers))
             packing.verify(layer, blob, self._source.chunks(blob.digest, blob.size))
@@ -143,7 +140,6 @@ class Importing:
             raise
 
     def _arrive(self, folder: Path) -> None:
-        """Unpack the layers: llama.cpp's buffers in their place, the rest beside."""
         self._progress("unpack", None)
         arrived = folder / ARRIVED
         (arrived / format.IMAGES).mkdir(mode=0o700, parents=True)
@@ -161,7 +157,6 @@ class Importing:
         return {name: (folder / ARRIVED / _plain(name), 0) for name in layer.files}
 
     def _lay_buffers(self, folder: Path) -> None:
-        """Put the small stretches of llama.cpp's buffers where they belong, holes between."""
         if not self._what.buffers_bytes:
             return
         loose = folder / ARRIVED / format.BUFFERS
@@ -176,7 +171,6 @@ class Importing:
             at += piece.length
 
     def _rewrite(self, folder: Path, moved: dict[str, str]) -> None:
-        """Make CRIU's images those of this user's process, with the files where they are now."""
         images, old = folder / ARRIVED / format.IMAGES, self._what.real_places.snapshot
         places = Places(moved | {f"{old}/{format.MEMORY}": str(folder / ARRIVED / format.MEMORY)})
         try:
@@ -206,7 +200,6 @@ class Importing:
 
 
 def _plain(name: str) -> str:
-    """The place of a file of the snapshot's layer under what arrived. Raises SnapshotCorruptError."""
     kind, _, rest = name.partition("/")
     folder, _, file = rest.rpartition("/")
     if kind != "snapshot" or folder not in ("", format.IMAGES) or file.startswith(".") or not file:

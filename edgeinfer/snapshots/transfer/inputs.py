@@ -56,10 +56,7 @@ def gather(manifest: format.Manifest) -> Inputs:
 
 
 def _files(model: str, warm: str) -> tuple[ModelFile, ...]:
-    """A model's files, which must be a pulled model's. Raises SnapshotError for another.
-
-    `warm` builds the snapshot once the model is called NAME.
-    """
+    """Return the files of a pulled model. Raises SnapshotError for another."""
     is_file = names.is_path(model) or "/" in model
     pulled = None if is_file else store.find_pulled(model)
     if pulled is None or pulled.name != model:
@@ -109,7 +106,6 @@ def _adapter(adapter: Adapter) -> AdapterFile:
 
 
 def _refuse_others(manifest: format.Manifest, unknown: Iterable[str]) -> None:
-    """Raise SnapshotError for models and adapters that models.toml names, and the snapshot does not."""
     others = [os.path.basename(path) for path in unknown if path.endswith(".gguf")]
     if not others:
         return

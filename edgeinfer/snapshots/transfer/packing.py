@@ -119,8 +119,6 @@ def compressed(role: str, members: list[Member], into: Path) -> Packed:
 
 
 class _Stream(io.RawIOBase):
-    """Chunks as a file to read from."""
-
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._rest = b""
@@ -194,7 +192,6 @@ def _hashing(chunks: Iterator[bytes], update: Callable[[bytes], None]) -> Iterat
 
 
 def _archive(layer: Layer, blob: Descriptor, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """The archive in a blob, at most as many bytes as the layer says."""
     left = layer.unpacked
     try:
         for chunk in chunks if blob.media_type == TAR else _gunzipped(chunks):

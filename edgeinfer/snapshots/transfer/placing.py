@@ -112,10 +112,7 @@ class Placing:
     # --- models
 
     def _known_model(self, name: str, files: tuple[ModelFile, ...]) -> store.PulledModel | None:
-        """The model under its name, or under another one, where this machine has its files.
-
-        Raises SnapshotStaleError when another model has its name.
-        """
+        """Find these files here, by any name. Raises SnapshotStaleError if others have this one."""
         wanted = [one.sha256 for one in files]
         here = store.find_pulled(name)
         if here is None:
@@ -127,7 +124,6 @@ class Placing:
         return here
 
     def _model(self, name: str, files: tuple[ModelFile, ...]) -> tuple[Path, ...]:
-        """The model's files under its name here, unpacked from its layers where they are not."""
         here = self._known_model(name, files)
         if here is None:
             here = self._unpacked(name, files)
@@ -146,10 +142,7 @@ class Placing:
     # --- adapters
 
     def _known_adapter(self, wanted: AdapterFile) -> Path | None:
-        """The adapter under its name, or under another one, where this machine has its file.
-
-        Raises SnapshotStaleError when another adapter has its name.
-        """
+        """Find this file here, by any name. Raises SnapshotStaleError if another has this one."""
         place = adapters.place(wanted.name)
         if place.exists():
             ours = sha256_of(place, lambda _done: None)

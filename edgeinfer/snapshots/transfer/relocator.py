@@ -74,7 +74,6 @@ class Relocator(builder.Builder):
         frames.send(link, fields, [self._wake_read])
 
     def _park_and_dump(self) -> tuple[dict[str, bytes], Parked]:
-        """Relocate instead of loading; what arrived is not needed after that."""
         self._say("relocate", None)
         fields, parked = super()._park_and_dump()
         rewriting.make_anonymous(self._images, str(self._arrived / format.MEMORY))

@@ -102,7 +102,6 @@ def glibc() -> str:
 
 
 def _program() -> str:
-    """A digest of our sources; of the shipped file its build."""
     app = shipped.app_dir()
     if app is not None:
         return app.name
