@@ -13,17 +13,17 @@ ANTHROPIC = Dialect(
     error_events=error_events,
     operations=(
         Operation(
-            path="/v1/messages",
-            handler=routes.messages,
-            summary="Answer a conversation.",
+            "/v1/messages",
+            routes.messages,
+            "Answer a conversation.",
             body=wire.MessagesRequest,
             reply=wire.MessageReply,
             streams=True,
         ),
         Operation(
-            path="/v1/messages/count_tokens",
-            handler=routes.count_tokens,
-            summary="Count a conversation's tokens.",
+            "/v1/messages/count_tokens",
+            routes.count_tokens,
+            "Count a conversation's tokens.",
             body=wire.CountRequest,
             reply=wire.TokenCountReply,
         ),

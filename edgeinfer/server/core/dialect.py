@@ -6,6 +6,7 @@ handlers (`routes.py`) and, in `dialect.py`, the `Dialect` that `server/operatio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +23,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 Envelope = Callable[[Problem, str], bytes]
 
 
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
+class Operation(msgspec.Struct, frozen=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
     `is_admin`: it changes what others get, or tells of it. `may_store`: its answers may be kept, to be
@@ -47,6 +48,10 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     may_store: bool = False
     reply_type: str = "application/json"
     also: Mapping[str, type[msgspec.Struct]] = {}
+
+
+#: A GET that asks no model.
+Lookup = functools.partial(Operation, method="GET", uses_model=False)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

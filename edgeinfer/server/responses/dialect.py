@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.core.dialect import Dialect, Lookup, Operation
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.openai.errors import error_body, sentence
 from edgeinfer.server.openai.wire_replies import ErrorReply
@@ -30,52 +30,48 @@ RESPONSES = Dialect(
     error_events=error_events,
     operations=(
         Operation(
-            path="/v1/responses",
-            handler=routes.responses,
-            summary="Answer a conversation.",
+            "/v1/responses",
+            routes.responses,
+            "Answer a conversation.",
             body=wire.ResponsesRequest,
             reply=wire_replies.ResponseReply,
             streams=True,
             may_store=True,
         ),
-        Operation(
-            method="GET",
-            path="/v1/responses/{id}",
-            handler=routes.stored_response,
-            summary="A stored response, or its stream from behind an event.",
+        Lookup(
+            "/v1/responses/{id}",
+            routes.stored_response,
+            "A stored response, or its stream from behind an event.",
             query=wire.StoredQuery,
             reply=wire_replies.ResponseReply,
             streams=True,
-            uses_model=False,
         ),
         Operation(
+            "/v1/responses/{id}",
+            routes.delete_response,
+            "Forget a stored response, and end it if it is being made.",
             method="DELETE",
-            path="/v1/responses/{id}",
-            handler=routes.delete_response,
-            summary="Forget a stored response, and end it if it is being made.",
             reply=wire_replies.DeletedResponse,
             uses_model=False,
         ),
         Operation(
-            path="/v1/responses/{id}/cancel",
-            handler=routes.cancel_response,
-            summary="End a response that is made in the background.",
+            "/v1/responses/{id}/cancel",
+            routes.cancel_response,
+            "End a response that is made in the background.",
             reply=wire_replies.ResponseReply,
             uses_model=False,
         ),
-        Operation(
-            method="GET",
-            path="/v1/responses/{id}/input_items",
-            handler=routes.input_items,
-            summary="What a stored response answers.",
+        Lookup(
+            "/v1/responses/{id}/input_items",
+            routes.input_items,
+            "What a stored response answers.",
             query=wire.InputItemsQuery,
             reply=wire_replies.InputItems,
-            uses_model=False,
         ),
         Operation(
-            path="/v1/responses/input_tokens",
-            handler=routes.input_tokens,
-            summary="Count a conversation's tokens.",
+            "/v1/responses/input_tokens",
+            routes.input_tokens,
+            "Count a conversation's tokens.",
             body=wire.ResponsesRequest,
             reply=wire_replies.InputTokensReply,
         ),
