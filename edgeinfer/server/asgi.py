@@ -35,7 +35,6 @@ def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
 
 
 async def _route(scope: Scope, receive: Receive, send: Send) -> None:
-    """Call the operation's handler. Raises Problem 404 and 405."""
     exchange: Exchange = scope["edgeinfer"]
     if exchange.operation is None:
         raise _nothing_here(scope["path"])

@@ -58,7 +58,6 @@ class HandingOver:
         return bool(self._endpoint.in_flight or self._endpoint.models.loading())
 
     async def _others_return_at_once(self) -> bool:
-        """Whether every other loaded model has a snapshot: it goes with this process."""
         models = self._endpoint.models
         others = {name for name, _ in models.engines()} - {models.default}
         return not others or others <= await self._endpoint.in_thread(self._endpoint.warm_models)

@@ -134,7 +134,6 @@ class PayloadMiddleware:
 
 
 def _typed_answer(exchange: Exchange) -> Content:
-    """The answer as its wire type, which says what of it may be shown."""
     kind = exchange.operation.reply if exchange.operation else None
     if exchange.status >= 400:
         kind = exchange.dialect.error_type

@@ -81,7 +81,6 @@ def _types(dialects: Sequence[Dialect]) -> list[type]:
 
 
 def _wire_types(kinds: Sequence[type]) -> dict[str, type[Wire]]:
-    """Every type of a request, those inside of others included, by name."""
     found: dict[str, type[Wire]] = {}
     waiting = [kind for kind in kinds if issubclass(kind, Wire)]
     while waiting:
@@ -92,7 +91,6 @@ def _wire_types(kinds: Sequence[type]) -> dict[str, type[Wire]]:
 
 
 def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wire]]) -> dict[str, Any]:
-    """A type's schema with what is taken of it beyond its fields: hints, nulls, other types."""
     facts = facts_of(kind)
     fields = dict(schema.get("properties", {}))
     for name, field in fields.items():
@@ -113,7 +111,6 @@ def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wi
 
 
 def _left_out(kind: type[Wire]) -> tuple[str | None, ...]:
-    """The field of the type's name, where it may be left out."""
     return (kind.__struct_config__.tag_field,) if kind.is_untagged_form else ()
 
 

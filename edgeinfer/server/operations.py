@@ -36,7 +36,6 @@ class Place(NamedTuple):
 
 
 def _places() -> dict[str, Place]:
-    """Every path as it is written in its operations."""
     description = Operation(
         method="GET", path="/openapi.json", handler=_openapi, summary="This document.", uses_model=False
     )
@@ -72,9 +71,7 @@ def _known(path: str) -> Place | None:
 
 
 def _spellings(path: str) -> tuple[str, ...]:
-    """What a path may stand for: with slashes once, without KServe's `/openai`, and with one `/v1` more
-    or fewer.
-    """
+    """Join repeated slashes, drop KServe's `/openai`, and try one `/v1` more and one fewer."""
     plain = re.sub(r"/{2,}", "/", path).removeprefix("/openai").rstrip("/") or "/"
     return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
 

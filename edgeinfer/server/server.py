@@ -101,8 +101,6 @@ async def run(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our way of ending."""
-
     def __init__(self, config: uvicorn.Config, endpoint: Endpoint) -> None:
         super().__init__(config)
         self._endpoint = endpoint
@@ -188,7 +186,6 @@ async def _tend(
     options: RunOptions,
     hand_over: HandOver | None,
 ) -> None:
-    """Load the default model, say when ready, watch for idleness."""
     loading = asyncio.create_task(_preload(endpoint)) if options.preload else None
     while not server.started:
         await asyncio.sleep(0.001)

@@ -36,7 +36,7 @@ def error_body(problem: Problem, request_id: str) -> bytes:
 
 
 def _sentence(problem: Problem) -> str:
-    """The message; a prompt that is too long is told in the words by which agents know to compact."""
+    """Tell of a prompt that is too long in the words by which agents know to compact."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths

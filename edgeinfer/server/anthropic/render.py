@@ -148,7 +148,6 @@ class MessageRenderer:
         return _sse("message_start", {"type": "message_start", "message": message}) + _PING
 
     def _into(self, kind: str, number: int, block: dict[str, Any]) -> bytes:
-        """Make (kind, number) the open block."""
         if self._open == (kind, number):
             return b""
         out = self._close()

@@ -85,7 +85,6 @@ def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
 
 
 def _referred(body: wire.CountRequest) -> set[str]:
-    """The tools that are named by tool references, choices and earlier calls."""
     names = {body.tool_choice.name} if isinstance(body.tool_choice, wire.OneChoice) else set()
     for turn in body.messages:
         blocks = () if isinstance(turn.content, str) else turn.content

@@ -68,9 +68,7 @@ async def _begin_once(exchange: Exchange, job: Job) -> Begun:
 
 
 def _shared(exchange: Exchange, request: GenerateRequest) -> GenerateRequest:
-    """Let a request begin like others that say the same; keep what is computed to one key's requests,
-    and among those to one `cache_salt`.
-    """
+    """Normalize the prompt; share cached prefixes within one API key and one `cache_salt` only."""
     lora = request.lora
     if lora is None and exchange.adapter:
         lora = ((exchange.adapter, 1.0),)
@@ -84,7 +82,6 @@ def _shared(exchange: Exchange, request: GenerateRequest) -> GenerateRequest:
 
 
 def _preamble(exchange: Exchange, request: GenerateRequest) -> str:
-    """The agent of which a session begins with this request, "" for any other request."""
     said = exchange.headers.get("user-agent", "")
     is_main = bool(request.tools) or said.startswith(WARMING)
     begins = is_main and all(turn.role != "assistant" for turn in request.messages)

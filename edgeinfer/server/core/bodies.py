@@ -50,7 +50,6 @@ _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
 async def _checked(request: Request) -> bytes:
-    """Read a body that is JSON by its headers. Raises Problem 400, 413, 415."""
     if exchange_of(request).dialect.checks_body_type:
         _check_type(request)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
@@ -85,7 +84,6 @@ async def decode(request: Request, kind: type[T]) -> T:
 
 
 def _check_type(request: Request) -> None:
-    """Raises Problem 415 for a body that is declared as something else than JSON."""
     declared = request.headers.get("content-type", "application/json")
     content_type = declared.partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
@@ -94,7 +92,6 @@ def _check_type(request: Request) -> None:
 
 
 def _as_it_stands(raw: bytes, kind: type[T]) -> T | None:
-    """The body as `kind`, or None where a field of it has to be looked at. Raises Problem."""
     decoder = _decoders.get(kind)
     if decoder is None:  # 0.1 ms each, at first use
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
@@ -107,7 +104,6 @@ def _as_it_stands(raw: bytes, kind: type[T]) -> T | None:
 
 
 def _read(exchange: Exchange, raw: bytes, kind: type[T]) -> T:
-    """The body as `kind` without what is ignored, which is noted. Raises Problem."""
     reading = Reading(refuse_unknown=exchange.endpoint.refuse_unknown)
     try:
         with _json_only():

@@ -98,7 +98,6 @@ class Kept:
             message.pop("body", None)
 
     def _change(self) -> asyncio.Future[None]:
-        """Wait for the next thing that happens to it."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         waiting.add_done_callback(self._waiting.discard)

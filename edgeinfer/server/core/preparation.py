@@ -70,8 +70,6 @@ def _cancel_late(submitting: Future[Generation]) -> None:
 
 
 class _Pool:
-    """Threads that know since when each of them is at its work."""
-
     def __init__(self, name: str, n_threads: int) -> None:
         self.name = name
         self._n_threads = n_threads

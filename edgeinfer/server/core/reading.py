@@ -84,7 +84,6 @@ class Reading:
         return kept
 
     def _tagged(self, plan: _Plan, value: dict[str, Any], place: str) -> Any:
-        """An object of one of several types, told apart by a field."""
         if not plan.tag_field:
             return self._object(plan.objects[""], value, place)
         tag = value.get(plan.tag_field, plan.default_tag)
@@ -134,7 +133,6 @@ class Reading:
         return kept
 
     def _known_items(self, facts: _Facts, name: str, value: Any, place: str) -> Any:
-        """A list without the words in it that are hints."""
         words = facts.known_items.get(name)
         if words is None or not isinstance(value, list):
             return value
@@ -144,7 +142,6 @@ class Reading:
         return [item for item in value if not isinstance(item, str) or item in words]
 
     def _not_ours(self, facts: _Facts, name: str, value: Any, place: str) -> None:
-        """A field that is not honoured: nothing, a hint, refused, or unknown."""
         known = name in facts.hints or name in facts.refused
         if known and _is_one_of(value, NOTHING):
             return
@@ -164,11 +161,7 @@ class Reading:
 
 
 class _Plan(NamedTuple):
-    """How to read values of a type.
-
-    `objects` are the Structs among its alternatives by tag ("" without one), `item` the plan of a
-    list's items where those hold Structs, `most` the longest such list.
-    """
+    """`objects` are the Structs by tag ("" without one), `item` is for items of a list of Structs."""
 
     kind: Any
     objects: Mapping[str, type[Wire]] = {}
@@ -188,8 +181,6 @@ class _Field(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What a Struct and those it is made of declare."""
-
     fields: Mapping[str, _Field]
     required: tuple[str, ...]
     tag_field: str | None
@@ -293,7 +284,6 @@ def _tag(kind: type[Wire]) -> str:
 
 
 def _other_type(plan: _Plan, value: Any, names: tuple[str, ...]) -> str | None:
-    """The type of an object, where it is none of ours and begins with one of `names`."""
     if not isinstance(value, dict) or not plan.tag_field:
         return None
     tag = value.get(plan.tag_field)

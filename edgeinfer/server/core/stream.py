@@ -55,8 +55,6 @@ async def answer(exchange: Exchange, job: Job) -> Response:
 
 
 class _Answering:
-    """What streamed and whole answers share: the clock, the leave-taking, the disconnect."""
-
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.endpoint = exchange.endpoint
@@ -73,7 +71,6 @@ class _Answering:
             self._cancel()
 
     def _count(self, event: Event) -> None:
-        """Clock the event."""
         if isinstance(event, Finished):
             self.exchange.ended(event)
         elif not isinstance(event, Progress):
@@ -103,7 +100,6 @@ class _Answering:
             raise shutting_down()
 
     def _problem(self, error: Exception) -> Problem:
-        """What to tell the client of a failure."""
         if isinstance(error, Problem):
             return error
         if isinstance(error, EngineClosedError) and self.begun is not None:
@@ -118,8 +114,6 @@ class _Answering:
 
 
 class _WholeResponse(_Answering, Response):
-    """A JSON answer; nothing is sent before it is complete."""
-
     def __init__(self, exchange: Exchange, job: Job) -> None:
         _Answering.__init__(self, exchange)
         self._job = job
@@ -173,8 +167,6 @@ class _WholeResponse(_Answering, Response):
 
 
 class _StreamResponse(_Answering, Response):
-    """A stream in the dialect's own form."""
-
     def __init__(self, exchange: Exchange, opening: asyncio.Future[Begun], job: Job) -> None:
         _Answering.__init__(self, exchange)
         self._opening = opening
@@ -211,7 +203,6 @@ class _StreamResponse(_Answering, Response):
             self._leave()
 
     async def _stream(self, send: Send) -> bytes:
-        """Send everything but the last bytes, which are returned."""
         try:
             begun = await self._opening
             self._take(begun)
@@ -262,7 +253,6 @@ class _StreamResponse(_Answering, Response):
             begun.generations[0].tap(self._short_cut)
 
     def _passing(self, event: Event) -> bytes:
-        """The bytes of a token that passes by the event loop."""
         assert self.begun is not None
         self._count(event)
         self._last_write = time.monotonic()
@@ -275,7 +265,6 @@ class _StreamResponse(_Answering, Response):
         self._cancel()
 
     async def _tick(self, send: Send) -> None:
-        """Say that the client waits whenever nothing was said for a while."""
         pause_s = self.endpoint.limits.comment_s
         while True:
             await asyncio.sleep(pause_s)

@@ -43,7 +43,6 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _range(field: str) -> Meta:
-    """The range of a sampling option."""
     return Meta(ge=BY_FIELD[field].low, le=BY_FIELD[field].high)
 
 

@@ -165,7 +165,6 @@ class _Guarded(HttpToolsProtocol):
             self._timer = None
 
     def _late(self) -> None:
-        """The client did not finish its headers or its body in time."""
         self._timer = None
         self._refuse(408)
 

@@ -114,7 +114,6 @@ async def unloaded(request: Request) -> Response:
 
 
 async def _change(exchange: Exchange, change: Change) -> tuple[Adapter, ...]:
-    """Hold the model and change its adapters, one change after another."""
     models = exchange.endpoint.models
     lease = await models.acquire(exchange.model)
     try:

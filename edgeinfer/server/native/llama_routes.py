@@ -63,7 +63,6 @@ def _sampling(body: wire.LlamaFields, info: EngineInfo) -> Sampling:
 
 
 def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
-    """Fields of GenerateRequest that a text and a gap fill alike."""
     return {
         "max_tokens": limit_of(body.n_predict),
         "sampling": _sampling(body, info),
@@ -99,7 +98,6 @@ async def infill(request: Request) -> Response:
 
 
 def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
-    """What is before and after a gap. Raises InvalidRequestError."""
     refuse_infill(info, "input_suffix")
     gap = Infill(
         prefix=body.input_prefix + body.prompt,

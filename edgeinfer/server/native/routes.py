@@ -55,7 +55,6 @@ async def tokenize(request: Request) -> Response:
 
 
 def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.TokenizeReply:
-    """The tokens that a prompt or a conversation is computed as, in vLLM's shape."""
     if body.prompt is None:
         turns, tools = openai.messages(body.messages or ()), openai.tools_of(body.tools)
         tokens = engine.tokenize_chat(turns, tools, body.chat_template_kwargs or {})
@@ -167,8 +166,6 @@ def _piece(raw: bytes) -> str | list[int]:
 
 
 class _InferRenderer(ChatRenderer):
-    """`{"result": …}`."""
-
     def whole(self, answers: list[Collected]) -> bytes:
         (said,) = answers
         end = said.finished
@@ -235,7 +232,6 @@ async def take_snapshot(request: Request) -> Response:
 
 
 def _resolved(endpoint: Endpoint, name: str) -> str:
-    """The model that a path names. Raises Problem 404."""
     try:
         return endpoint.models.resolve(name)
     except UnknownModelError:
@@ -310,7 +306,6 @@ async def slots(request: Request) -> Response:
 
 
 def _copies(engines: Sequence[tuple[str, Engine]]) -> dict[str, CopiesInfo]:
-    """The copies of each model that may have several. Asks each of them."""
     return {name: engine.copies() for name, engine in engines if isinstance(engine, HasCopies)}
 
 

@@ -273,8 +273,6 @@ class Metrics:
 
 
 class _Engines(Collector):
-    """What is read at the moment of a scrape."""
-
     def __init__(
         self, engines: Callable[[], list[tuple[str, Engine]]], clocks: dict[tuple[str, str], TokenClock]
     ) -> None:
@@ -324,7 +322,6 @@ class _Engines(Collector):
 
 
 def _of_copies(engines: Sequence[tuple[str, Engine]]) -> Iterator[Metric]:
-    """What is told of models that may have several copies, and of each of these."""
     running = GaugeMetricFamily("edgeinfer_copies", "Copies of a model that run.", labels=_MODEL)
     crashed = CounterMetricFamily(
         "edgeinfer_copies_crashed", "Copies whose process ended by itself.", labels=_MODEL

@@ -94,7 +94,6 @@ class Exporter:
                     self._send(client, spans)
 
     def _batch(self) -> list[Span]:
-        """Wait for spans; empty when there is nothing left to wait for."""
         first = self._queue.get()
         if first is None:
             return []

@@ -35,8 +35,6 @@ def redacted_id(given: str) -> str:
 
 
 class _Field(NamedTuple):
-    """What a Struct's type says of a field."""
-
     attribute: str
     name: str
     literals: frozenset[str]

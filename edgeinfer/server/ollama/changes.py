@@ -34,7 +34,6 @@ Work = Callable[[OnProgress, threading.Event], None]
 
 
 def _shelf(exchange: Exchange) -> Shelf:
-    """What changes the models. Raises Problem 403 where nobody may."""
     shelf = exchange.endpoint.shelf
     if shelf is None:
         raise Problem(
@@ -170,10 +169,7 @@ def progress_line(now: PullProgress) -> replies.OllamaStatus:
 
 
 class _Working(Response):
-    """Work in a thread of its own, told line by line or only when it is done.
-
-    A client that leaves ends it: what was fetched is kept.
-    """
+    """Work in a thread. A client that leaves ends it; what was fetched is kept."""
 
     def __init__(self, exchange: Exchange, work: Work) -> None:
         self._exchange = exchange

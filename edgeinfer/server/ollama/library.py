@@ -33,7 +33,6 @@ def details(model: Pulled, info: EngineInfo | None = None) -> wire.ModelDetails:
 
 
 def _size(n_params: int) -> str:
-    """`134.5M`, `8.0B`; "" when nothing is known."""
     if not n_params:
         return ""
     return f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M"
@@ -76,7 +75,6 @@ def describe(model: Pulled, info: EngineInfo | None) -> wire.OllamaShowReply:
 
 
 def _files(name: str) -> tuple[ModelFiles | None, str]:
-    """(the files with how to talk to them, the licence); nothing of a model outside the catalogue."""
     # the catalogue is not needed before somebody asks
     from edgeinfer.catalog.found import stores
     from edgeinfer.catalog.models import load_catalog
@@ -102,10 +100,7 @@ def _header(files: ModelFiles | None) -> GgufHeader | None:
 
 
 def _metadata(header: GgufHeader | None, info: EngineInfo | None) -> dict[str, Any]:
-    """The file's metadata, long lists as null; a context that was cut is told as it is.
-
-    Clients fill `ARCHITECTURE.context_length`, whatever is loaded.
-    """
+    """Clients fill `ARCHITECTURE.context_length`, whatever is loaded: a cut context is told here."""
     found: dict[str, Any] = {}
     if header is not None:
         found = {key: _plain(value) for key, value in header.metadata.items()}
@@ -140,7 +135,6 @@ def _capabilities(template: str, metadata: dict[str, Any], info: EngineInfo | No
 
 
 def _guess(template: str, metadata: dict[str, Any]) -> EngineInfo:
-    """What a cold model can do, as far as its file says."""
     embeds = any(key.endswith((".pooling_type", ".classifier.output_labels")) for key in metadata)
     return EngineInfo(
         model="",
@@ -153,7 +147,6 @@ def _guess(template: str, metadata: dict[str, Any]) -> EngineInfo:
 
 
 def _parameters(files: ModelFiles | None) -> str:
-    """The defaults that differ from the program's own, a line each, as in a Modelfile."""
     if files is None:
         return ""
     base = msgspec.structs.asdict(Sampling())

@@ -68,7 +68,6 @@ async def _answer(
 
 
 async def _load_or_unload(exchange: Exchange, body: wire.GenerationFields, shape: Shape) -> Response:
-    """Nothing was asked: the model is loaded, or unloaded where it is not to stay."""
     models = exchange.endpoint.models
     exchange.model = models.resolve(body.model)
     stay_s = exchange.stay_s(body.keep_alive)
@@ -118,7 +117,6 @@ async def embeddings(request: Request) -> Response:
 
 
 def _tokens(engine: Engine, texts: Sequence[str], *, cut: bool) -> list[list[int]]:
-    """Each text's tokens; `cut` leaves out what the model does not embed at once."""
     longest = engine.info.n_ctx_embed if cut else 0
     return [engine.tokenize(text, add_special=True)[: longest or None] for text in texts]
 

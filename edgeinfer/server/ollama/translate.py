@@ -111,7 +111,6 @@ def _message(turn: wire.MessageParam, open_calls: list[ToolCall]) -> Message:
 
 
 def _answered(open_calls: list[ToolCall], call_id: str, name: str) -> ToolCall | None:
-    """Take the call that a tool's turn answers: by id, else by name, else the next one."""
     for call in open_calls:
         if (call_id and call.id == call_id) or (not call_id and name in ("", call.name)):
             open_calls.remove(call)
@@ -133,7 +132,6 @@ def tools_of(tools: Sequence[wire.FunctionToolParam] | None) -> tuple[Tool, ...]
 
 
 def _shared(body: wire.GenerationFields, info: EngineInfo) -> dict[str, Any]:
-    """Fields of GenerateRequest that a conversation and a prompt fill alike."""
     options = body.options or wire.Options()
     predict = int(options.num_predict or 0)
     goes_on = info.can_shift and body.truncate is not False and body.shift is not False
@@ -149,7 +147,6 @@ def _shared(body: wire.GenerationFields, info: EngineInfo) -> dict[str, Any]:
 
 
 def _thinking(think: bool | str | None, info: EngineInfo) -> dict[str, Any]:
-    """How much is thought. Raises InvalidRequestError for a model that does not know how to."""
     if think not in (None, False, "none") and not info.can_think:
         raise InvalidRequestError(f"{info.model} does not support thinking", param="think")
     if isinstance(think, str):

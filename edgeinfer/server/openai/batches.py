@@ -52,7 +52,6 @@ class BatchRequest(Wire, frozen=True, kw_only=True):
 
 
 def _place(request: Request) -> tuple[Exchange, Batches, Path]:
-    """The request's exchange, its batches and its key's folder. Raises Problem 404 if none are kept."""
     exchange = exchange_of(request)
     batches = exchange.endpoint.batches
     if batches is None:
@@ -135,7 +134,6 @@ async def create(request: Request) -> Response:
 
 
 def _lines(raw: bytes, url: str) -> list[offline.BatchLine]:
-    """Raises Problem 400 that names the line."""
     decoder = msgspec.json.Decoder(offline.BatchLine)
     lines: dict[str, offline.BatchLine] = {}
     for number, text in enumerate(raw.splitlines(), 1):

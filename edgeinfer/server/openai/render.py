@@ -85,8 +85,6 @@ def _finite(logprob: float) -> float:
 
 
 class _OpenAI:
-    """What both of OpenAI's shapes share: `n` answers to each prompt, `count` in all."""
-
     def __init__(
         self, request_id: str, model: str, *, include_usage: bool, fingerprint: str, n: int, count: int
     ) -> None:
@@ -134,7 +132,6 @@ class _OpenAI:
         return sse_comment(said) + self._nothing(waits)
 
     def _nothing(self, index: int) -> bytes:
-        """A chunk of answer `index` that adds nothing."""
         raise NotImplementedError
 
 
@@ -386,7 +383,6 @@ class CompletionRenderer(_OpenAI):
         )
 
     def _prompt_logprobs(self, prompt: PromptLogprobs, text: str) -> wire.CompletionLogprobs | None:
-        """The log-probabilities of an echo; None without an echo, or if they are not asked for."""
         top = self._body.logprobs
         if top is None or not self._body.echo:
             return None

@@ -141,7 +141,6 @@ def _count(engine: Engine, texts: Sequence[str | tuple[int, ...]]) -> int:
 def _embedded(
     vectors: Sequence[Sequence[float]], tokens: int, model: str, encoding: str | None
 ) -> replies.EmbeddingReply:
-    """The answer. `vectors` are float32[n_embd] each."""
     data = [
         replies.Embedding(index=i, embedding=_base64(v) if encoding == "base64" else list(v))
         for i, v in enumerate(vectors)
@@ -151,7 +150,6 @@ def _embedded(
 
 
 def _base64(vector: Sequence[float]) -> str:
-    """Little-endian float32, as OpenAI's clients ask for by default."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 

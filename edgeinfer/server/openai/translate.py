@@ -120,7 +120,6 @@ def prompt_logprobs(prompt: str | tuple[int, ...], body: wire.CompletionRequest)
 def _asked(
     prompt: str | tuple[int, ...], body: wire.CompletionRequest, info: EngineInfo
 ) -> dict[str, Any]:
-    """A prompt to go on with, or what is before a gap. Raises InvalidRequestError."""
     if not body.suffix:
         return {"prompt": prompt}
     refuse_infill(info, "suffix")
@@ -288,7 +287,6 @@ def limit_of(max_tokens: int | None) -> int | None:
 
 
 def _shared(body: wire.GenerationFields, info: EngineInfo, limit: Constraint | None) -> dict[str, Any]:
-    """Fields of GenerateRequest that chat and plain completions fill alike."""
     return {
         "sampling": sampling_of(body, info.sampling),
         "stop": stop_strings(body.stop),

@@ -108,7 +108,6 @@ class ResponseRenderer:
         )
 
     def _into(self, kind: str, number: int) -> bytes:
-        """Make (kind, number) the item being written."""
         if self._items and self._items[-1] == (kind, number):
             return b""
         out = self._finish_item()

@@ -78,8 +78,6 @@ async def delete_response(request: Request) -> Response:
 
 
 class _Again(Response):
-    """A kept stream for another reader."""
-
     def __init__(self, kept: Kept, cut: Cut) -> None:
         super().__init__()
         self._kept = kept

@@ -36,14 +36,10 @@ class Stored(msgspec.Struct):
 
 
 class _Told(msgspec.Struct):
-    """An event of a stream that tells the whole response, or none."""
-
     response: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Output(msgspec.Struct):
-    """What of a response the next one goes on from."""
-
     output: list[dict[str, Any]]
 
 
@@ -175,7 +171,6 @@ def reply_of(kept: Kept) -> bytes:
 
 
 def _failed(kept: Kept) -> bytes:
-    """The response whose making was ended by an error."""
     cause = kept.error
     problem = from_error(cause) if isinstance(cause, EdgeInferError) else cause
     if not isinstance(problem, Problem):
@@ -206,7 +201,6 @@ def _about(kept: Kept) -> Stored:
 
 
 def _told(stream: bytes) -> msgspec.Raw:
-    """The last response that a stream's events tell."""
     for event in reversed(stream.split(b"\n\n")):
         data = event.rpartition(b"\ndata: ")[2]
         if data.startswith(b"{"):
@@ -223,7 +217,6 @@ def _own(body: wire.ResponsesRequest) -> list[wire.Item]:
 
 
 def _output(kept: Kept) -> list[wire.Item]:
-    """What was answered, as items of a request."""
     output = msgspec.json.decode(reply_of(kept), type=_Output).output
     if not output:
         return []

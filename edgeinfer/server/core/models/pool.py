@@ -332,7 +332,6 @@ class Models:
         return files + files // 4 + (256 << 20)
 
     async def _make_room(self, entry: Entry) -> None:
-        """Evict the least recently used until `entry` fits. Raises OutOfMemoryError."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._room_s
         while not self._fits(entry):
@@ -392,7 +391,6 @@ class Models:
 
 
 def _where_to_get(missing: str) -> str:
-    """What helps who named a model that is not here: pulling it, or another name."""
     from edgeinfer.catalog.models import load_catalog  # on a mistake alone
 
     if "/" in missing or missing.partition(":")[0] in load_catalog().models:
