@@ -29,7 +29,7 @@ from edgeinfer.system import paths
 from edgeinfer.tui.conversation.carrying import unpacked
 from edgeinfer.tui.screens.choice import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
-from edgeinfer.tui.widgets.completions import Completions
+from edgeinfer.tui.widgets.composer import Completions
 
 
 def gated(*before, after=("done",)):

@@ -6,9 +6,9 @@ import pytest
 from rich.cells import cell_len
 
 from edgeinfer.chat.history.values import Attachment, Turn
-from edgeinfer.tui.drawing.body import Body
 from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, Welcome
 from edgeinfer.tui.drawing.lines import Line, Span, clean, fold, wrap
+from edgeinfer.tui.drawing.markdown import Body
 
 DOCUMENT = """# Title
 

@@ -13,8 +13,7 @@ from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.settings.config import load_config
 from edgeinfer.tui import bindings
 from edgeinfer.tui.screens import model_picker
-from edgeinfer.tui.screens.ask import AskScreen
-from edgeinfer.tui.screens.choice import ChoiceScreen
+from edgeinfer.tui.screens.choice import AskScreen, ChoiceScreen
 from edgeinfer.tui.screens.help import HelpScreen, help_content
 from edgeinfer.tui.screens.model_picker import ModelScreen, pull_text
 from edgeinfer.tui.screens.sessions import SessionScreen, ago

@@ -20,7 +20,7 @@ from edgeinfer.chat import context
 from edgeinfer.chat.commands.complete import complete
 from edgeinfer.chat.commands.slash import is_command
 from edgeinfer.chat.history import library
-from edgeinfer.chat.history.purging import purge_deleted
+from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
@@ -30,12 +30,10 @@ from edgeinfer.tui.conversation.attaching import Attaching
 from edgeinfer.tui.conversation.carrying import Carried, Carrying
 from edgeinfer.tui.conversation.front import AppFront
 from edgeinfer.tui.conversation.loading import Loader
-from edgeinfer.tui.conversation.queueing import Queue
 from edgeinfer.tui.conversation.streaming import Streaming
 from edgeinfer.tui.conversation.turn_actions import TurnActions
 from edgeinfer.tui.conversation.view import View
-from edgeinfer.tui.widgets.completions import Completions
-from edgeinfer.tui.widgets.composer import Composer
+from edgeinfer.tui.widgets.composer import Completions, Composer, Queue
 from edgeinfer.tui.widgets.transcript import Transcript
 
 #: Ways out when the context is full and there are older turns: command, label, what it means.

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from textual.app import App
+from textual.app import App, SuspendNotSupported
 
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commands.commander import Commander, stats_text
@@ -15,7 +21,6 @@ from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.presets import describe
 from edgeinfer.errors import EdgeInferError, UsageError
-from edgeinfer.tui.conversation import clipboard, editing
 from edgeinfer.tui.conversation.answering import Answering
 from edgeinfer.tui.conversation.attaching import Attaching
 from edgeinfer.tui.conversation.view import View
@@ -74,7 +79,7 @@ class AppFront:
         self._attaching.add(attachment)
 
     def copy(self, text: str, what: str) -> None:
-        clipboard.copy(self._app, text)
+        _copy(self._app, text)
         self._app.notify(f"Copied {what}.", timeout=2)
 
     def fold_reasoning(self) -> None:
@@ -167,7 +172,7 @@ class AppFront:
 
     def edit_outside(self) -> None:
         composer = self._view.composer
-        composer.fill(editing.edit(self._app, composer.text))
+        composer.fill(_edit(self._app, composer.text))
 
     def leave(self) -> None:
         self._leave()
@@ -200,3 +205,46 @@ class AppFront:
 
     def _themes(self) -> Sequence[tuple[str, str]]:
         return [(name, "") for name in sorted(self._app.available_themes)]
+
+
+def _copy(app: App[Any], text: str) -> None:
+    """Copy `text` by the terminal's own sequence (OSC 52), which works over SSH.
+
+    Inside tmux, which swallows that sequence, by tmux as well.
+    """
+    app.copy_to_clipboard(text)
+    if os.environ.get("TMUX") and (tmux := shutil.which("tmux")):
+        subprocess.run(
+            [tmux, "load-buffer", "-w", "-"],
+            input=text.encode(),
+            timeout=2,
+            check=False,
+            capture_output=True,
+        )
+
+
+def _edit(app: App[Any], text: str) -> str:
+    """Return what the user made of `text` in $VISUAL, $EDITOR or vi.
+
+    Raises UsageError when the editor cannot be run or fails, or the app cannot leave the terminal.
+    """
+    command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+    fd, name = tempfile.mkstemp(prefix="edgeinfer-", suffix=".md")
+    path = Path(name)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as out:
+            out.write(text)
+        with app.suspend():
+            ended = subprocess.run([*command, name], stdin=0, stdout=0, check=False).returncode
+        if ended:
+            raise UsageError(
+                f"{command[0]} ended with {ended}; the text is as it was",
+                hint="set EDITOR to an editor",
+            )
+        return path.read_text("utf-8").rstrip("\n")
+    except SuspendNotSupported as error:
+        raise UsageError("the app cannot leave this terminal", hint="type here") from error
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no editor {command[0]}", hint="set EDITOR to an editor") from error
+    finally:
+        path.unlink(missing_ok=True)

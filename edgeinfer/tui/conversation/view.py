@@ -5,14 +5,13 @@ from __future__ import annotations
 from textual.widgets import Static
 
 from edgeinfer.chat.answer import Answer
-from edgeinfer.chat.history.values import Turn
+from edgeinfer.chat.history.values import Stats, Turn
 from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.tui.conversation.loading import Loader
-from edgeinfer.tui.conversation.statusline import numbers
 from edgeinfer.tui.conversation.streaming import Streaming
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
 from edgeinfer.tui.widgets.composer import Composer
@@ -124,3 +123,31 @@ class View:
         if self.transcript.chosen is not None:
             return [], "e edit · c copy · y code · f fork · Esc"
         return [Part(self.started, 6, shortens=True)], "F1 help"
+
+
+def numbers(session: ChatSession, *, writing: bool, remembered: int = 0) -> list[Part]:
+    """Return context, rate, first token and cached tokens of the last answer.
+
+    While one is being `writing`, the rate is left out: it is shown as it grows. Before the first one in
+    a conversation that was opened, the tokens `remembered` of it stand for all but the context.
+    """
+    answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
+    engine = session.engine
+    if not answers:
+        return [Part(f"context {engine.info.n_ctx:,}", 6)] if engine else []
+    stats = answers[-1].stats
+    n_ctx = engine.info.n_ctx if engine else stats.n_ctx
+    is_opened = session.answer is None and bool(remembered)
+    share = 100 * stats.context_tokens // n_ctx if n_ctx else 0
+    return [
+        Part(f"context {stats.context_tokens:,}/{n_ctx:,}", 8, "$warning" if share >= 80 else ""),
+        *([Part(f"{remembered:,} tokens remembered", 7)] if is_opened else _of_answer(stats, writing)),
+    ]
+
+
+def _of_answer(stats: Stats, writing: bool) -> list[Part]:
+    return [
+        Part("" if writing else f"{stats.tokens_per_s:.1f} tok/s", 7),
+        Part(f"first {stats.ttft_ms:,.0f} ms", 5),
+        Part(f"cached {stats.cached_tokens:,}" if stats.cached_tokens else "", 4),
+    ]

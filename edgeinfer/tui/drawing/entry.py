@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Literal
 
 from edgeinfer.chat.history.values import Turn
-from edgeinfer.tui.drawing.body import Body
 from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, fold, prefixed, right, styled, wrap
+from edgeinfer.tui.drawing.markdown import Body
 
 #: A pasted question longer than this is folded to its first lines.
 _FOLD_LINES = 16

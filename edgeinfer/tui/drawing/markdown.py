@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 
 from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
+from rich.cells import cell_len
 
+from edgeinfer.chat.code import parser
 from edgeinfer.tui.drawing.code import draw_code
 from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, hung, prefixed, styled, wrap
-from edgeinfer.tui.drawing.table import draw_table
 
 _INLINE = {"em": "em", "strong": "strong", "s": "strike"}
 _BULLETS = ("•", "◦", "▪")
@@ -178,3 +179,115 @@ def _table_rows(table: SyntaxTreeNode) -> Iterator[SyntaxTreeNode]:
 def _cell(node: SyntaxTreeNode) -> Line:
     lines = _inline(node)
     return lines[0] if lines else BLANK
+
+
+_GAP = " │ "
+
+
+def draw_table(rows: Sequence[Sequence[Line]], width: int) -> list[Line]:
+    """Header, rule, rows. Every row has as many cells as the header; none is narrower than 4 cells."""
+    if not rows or not rows[0]:
+        return []
+    widths = _column_widths(rows, width)
+    lines = _row(rows[0], widths, "table-header")
+    lines.append(styled("─┼─".join("─" * w for w in widths), "table-line"))
+    for row in rows[1:]:
+        lines += _row(row, widths, "")
+    return lines
+
+
+def _column_widths(rows: Sequence[Sequence[Line]], width: int) -> list[int]:
+    columns = len(rows[0])
+    wanted = [
+        max(1, *(cell_len(row[i].text) if i < len(row) else 0 for row in rows)) for i in range(columns)
+    ]
+    room = width - len(_GAP) * (columns - 1)
+    while sum(wanted) > room and max(wanted) > 4:
+        excess, widest = sum(wanted) - room, max(wanted)
+        second = max((w for w in wanted if w < widest), default=4)
+        share = wanted.count(widest)
+        cut = max(1, min(widest - max(second, 4), -(-excess // share)))
+        wanted = [w - cut if w == widest else w for w in wanted]
+    return wanted
+
+
+def _row(cells: Sequence[Line], widths: Sequence[int], style: str) -> list[Line]:
+    wrapped = [wrap(cells[i], w) if i < len(cells) else [Line()] for i, w in enumerate(widths)]
+    height = max(map(len, wrapped))
+    lines = []
+    for y in range(height):
+        text, spans = "", []
+        for index, (column, w) in enumerate(zip(wrapped, widths, strict=True)):
+            if index:
+                spans.append(Span(len(text), len(text) + len(_GAP), "table-line"))
+                text += _GAP
+            cell = column[y] if y < len(column) else Line()
+            start = len(text)
+            if style:
+                spans.append(Span(start, start + len(cell.text), style))
+            spans += [Span(a + start, b + start, s) for a, b, s in cell.spans]
+            text += cell.text + " " * (w - cell_len(cell.text))
+        lines.append(Line(text.rstrip(), tuple(s for s in spans if s.start < len(text.rstrip()))))
+    return lines
+
+
+class Body:
+    """A document and its lines.
+
+    `settled` blocks can no longer change when text is appended behind them.
+    """
+
+    def __init__(self, source: str, width: int) -> None:
+        self.source = source
+        self.width = width
+        self._lines: list[Line] = []
+        self._settled_lines = 0  # of _lines
+        self._settled_chars = 0  # of source
+        self._settled_codes = 0
+        self._draw()
+
+    @property
+    def lines(self) -> list[Line]:
+        """The drawn lines; do not change them."""
+        return self._lines
+
+    def append(self, text: str) -> int:
+        """Add text at the end. The first line that may have changed."""
+        self.source += text
+        first = self._settled_lines
+        self._draw()
+        return first
+
+    def redraw(self, width: int | None = None) -> None:
+        """Draw everything once more, at another width where one is given."""
+        self.width = self.width if width is None else width
+        self._settled_lines = self._settled_chars = self._settled_codes = 0
+        self._draw()
+
+    def _draw(self) -> None:
+        tail = self.source[self._settled_chars :]
+        tokens = parser().parse(tail)
+        del self._lines[self._settled_lines :]
+        last = next(
+            (
+                i
+                for i in range(len(tokens) - 1, -1, -1)
+                if tokens[i].level == 0 and tokens[i].nesting >= 0
+            ),
+            None,
+        )
+        if last is None:
+            return
+        begin = tokens[last].map
+        drawer = Drawer(self.width, self._settled_codes + 1)
+        if last and begin:
+            self._add(drawer.draw(tokens[:last]))
+            self._settled_lines = len(self._lines)
+            self._settled_codes = drawer.next_code - 1
+            self._settled_chars += sum(map(len, tail.splitlines(keepends=True)[: begin[0]]))
+        self._add(drawer.draw(tokens[last:]))
+
+    def _add(self, lines: list[Line]) -> None:
+        if self._lines and lines:
+            self._lines.append(BLANK)
+        self._lines += lines

@@ -1,4 +1,4 @@
-"""A question with a few answers."""
+"""Questions: with a few answers, or with one line to type (a new title, a file's name, a key)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import OptionList, Static
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 
@@ -42,3 +42,25 @@ class ChoiceScreen(ModalScreen[str | None]):
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option.id)
+
+
+class AskScreen(ModalScreen[str | None]):
+    """The answer is what was typed, None when it was left."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Leave", show=False)]
+
+    def __init__(self, title: str, value: str = "") -> None:
+        super().__init__()
+        self._title, self._value = title, value
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="sheet -small") as sheet:
+            sheet.border_title = self._title
+            sheet.border_subtitle = "Enter takes · Esc leaves"
+            field = Input(self._value)
+            field.cursor_blink = False
+            yield field
+
+    @on(Input.Submitted)
+    def _submitted(self, event: Input.Submitted) -> None:
+        self.dismiss(event.value)

@@ -23,7 +23,7 @@ from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.drawing.lines import clean
-from edgeinfer.tui.screens.ask import AskScreen
+from edgeinfer.tui.screens.choice import AskScreen
 
 
 class SessionScreen(ModalScreen[int | None]):

@@ -1,19 +1,23 @@
-"""Where the user types: several lines, history with Up, completion of commands and paths."""
+"""Where the user types: several lines, history with Up, completions, and messages that wait above."""
 
 from __future__ import annotations
 
 import contextlib
 import unicodedata
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
 from textual import events
 from textual.binding import Binding
+from textual.content import Content
 from textual.message import Message
 from textual.reactive import reactive
-from textual.widgets import TextArea
+from textual.widgets import OptionList, Static, TextArea
+from textual.widgets.option_list import Option
 from textual.widgets.text_area import Selection
 
+from edgeinfer.chat.commands.complete import Completion
 from edgeinfer.tui.bindings import bindings
 
 #: A paste with more lines or characters than this is attached instead of being typed.
@@ -215,3 +219,74 @@ class Composer(TextArea):
         if len(event.text) > _LONG_PASTE or event.text.count("\n") >= _LONG_PASTE_LINES:
             event.prevent_default()  # Textual goes on with TextArea's handler otherwise
             self.post_message(self.Pasted(event.text))
+
+
+class Queue:
+    """Shows the messages that wait in `line`; taking one back puts it into the composer."""
+
+    def __init__(self, line: Static, composer: Composer) -> None:
+        self._line = line
+        self._composer = composer
+        self._waiting: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Queue a message behind the others."""
+        self._waiting.append(text)
+        self._show()
+
+    def next(self) -> str:
+        """Remove and return the first message, "" if none waits."""
+        text = self._waiting.pop(0) if self._waiting else ""
+        self._show()
+        return text
+
+    def take_back(self) -> bool:
+        """Put the last message before what is typed; return False if none waits."""
+        if not self._waiting:
+            return False
+        typed = [self._waiting.pop(), self._composer.text]
+        self._composer.fill("\n".join(text for text in typed if text))
+        self._show()
+        return True
+
+    def take_back_all(self) -> None:
+        """Put every message before what is typed."""
+        while self.take_back():
+            pass
+
+    def _show(self) -> None:
+        lines = ["queued: " + " ".join(text.split()) for text in self._waiting]
+        self._line.update("\n".join([*lines, "Esc or ↑ takes the last one back"]))
+        self._line.display = self._composer.has_queue = bool(lines)
+
+
+class Completions(OptionList, can_focus=False):
+    """Shows what completes the input, while there is any; the composer keeps the focus."""
+
+    def __init__(self, id: str | None = None) -> None:
+        super().__init__(id=id, compact=True)
+        self.found: list[Completion] = []
+
+    def offer(self, found: Sequence[Completion]) -> None:
+        """Show these, the first one chosen; none hides the list."""
+        if list(found) == self.found:
+            return
+        self.found = list(found)
+        self.clear_options()
+        width = max((len(c.label) for c in self.found), default=0)
+        self.add_options(
+            Option(Content.assemble(c.label.ljust(width + 2), (c.summary, "dim"))) for c in self.found
+        )
+        self.display = bool(self.found)
+        if self.found:
+            self.highlighted = 0
+
+    def step(self, by: int) -> None:
+        """Choose the next or the one before, around the ends."""
+        if self.found:
+            self.highlighted = ((self.highlighted or 0) + by) % len(self.found)
+
+    @property
+    def choice(self) -> Completion | None:
+        """The chosen one."""
+        return self.found[self.highlighted] if self.found and self.highlighted is not None else None
