@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from ray.serve import metrics
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
@@ -19,7 +21,6 @@ from starlette.responses import Response
 from edgeinfer.cluster import settings as options
 from edgeinfer.cluster.asking import Asked, Part
 from edgeinfer.cluster.front import Front
-from edgeinfer.cluster.mirror import Mirror
 from edgeinfer.cluster.replica import Replica
 
 _MANY = 10_000
@@ -113,3 +114,20 @@ def _deployment(one: options.ModelSettings, of: type[ModelDeployment]) -> Any:
         health_check_period_s=5.0,
     )(of)
     return made.bind(one)
+
+
+class Mirror:
+    """Shows what was scraped last. Ray puts `ray_` before names, and adds deployment and replica."""
+
+    def __init__(self) -> None:
+        self._gauges: dict[str, metrics.Gauge] = {}
+
+    def show(self, text: str) -> None:
+        """Show every series of Prometheus text as a gauge; of counters and histograms they are sums."""
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                gauge = self._gauges.get(sample.name)
+                if gauge is None:
+                    gauge = metrics.Gauge(sample.name, family.documentation, tuple(sample.labels))
+                    self._gauges[sample.name] = gauge
+                gauge.set(sample.value, tags=dict(sample.labels))

@@ -7,10 +7,11 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from edgeinfer.cluster import naming
+from edgeinfer import beginnings
 from edgeinfer.cluster.asking import Accepted, Asked, Head, Part, passed_on
 from edgeinfer.server import operations
 from edgeinfer.server.core.dialect import Dialect
@@ -57,8 +58,8 @@ class Front:
         if request.method == "GET" and place is operations.find("/v1/models"):
             return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
         body = await request.body()
-        fields = naming.decoded(body)
-        named = place.params.get("model", "") or naming.model_named(fields) or self._first
+        fields = decoded(body)
+        named = place.params.get("model", "") or model_named(fields) or self._first
         if named not in self._models:
             return _refusal(place.dialect, _unknown(named, self._models))
         asked = Asked(
@@ -66,7 +67,7 @@ class Front:
             path + (f"?{request.url.query}" if request.url.query else ""),
             passed_on(tuple(request.headers.items())),
             body,
-            naming.names(fields),
+            names(fields),
         )
         return await self._ask(named, asked, place.dialect)
 
@@ -137,3 +138,28 @@ def _refusal(dialect: Dialect, problem: Problem) -> Response:
 
 def _card(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "edgeinfer"}
+
+
+#: What a model reads, in the order in which templates write it; in every dialect.
+_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
+
+
+def decoded(body: bytes) -> object:
+    """The body as JSON, None where it is none: what is wrong with it is the endpoint's to say."""
+    try:
+        return msgspec.json.decode(body) if body else None
+    except msgspec.DecodeError:
+        return None
+
+
+def names(body: object) -> tuple[int, ...]:
+    """The names of a request's beginnings (`beginnings.names`). `body` is the decoded JSON."""
+    if not isinstance(body, dict):
+        return ()
+    return beginnings.names([body[field] for field in _FIELDS if field in body])
+
+
+def model_named(body: object) -> str:
+    """The model that a request names, "" for none."""
+    named = body.get("model") if isinstance(body, dict) else None
+    return named if isinstance(named, str) else ""

@@ -9,13 +9,13 @@ import pytest
 from starlette.requests import Request
 
 from edgeinfer import beginnings
-from edgeinfer.cluster import naming, settings
+from edgeinfer.cluster import front, settings
 from edgeinfer.cluster.front import Deployment, Front
 from edgeinfer.errors import UsageError
 
 
 def _named(text: str, **more) -> tuple[int, ...]:
-    return naming.names({"messages": [{"role": "user", "content": text}], **more})
+    return front.names({"messages": [{"role": "user", "content": text}], **more})
 
 
 def test_requests_share_as_many_names_as_strides() -> None:
@@ -27,11 +27,11 @@ def test_requests_share_as_many_names_as_strides() -> None:
 
 
 def test_bodies_that_are_no_requests_have_no_names() -> None:
-    assert naming.names(naming.decoded(b"")) == ()
-    assert naming.names(naming.decoded(b"{broken")) == ()
-    assert naming.names(naming.decoded(b"[1]")) == ()
+    assert front.names(front.decoded(b"")) == ()
+    assert front.names(front.decoded(b"{broken")) == ()
+    assert front.names(front.decoded(b"[1]")) == ()
     assert len(_named("x" * 10_000_000)) == 256
-    assert naming.model_named({"model": 3}) == ""
+    assert front.model_named({"model": 3}) == ""
 
 
 def test_the_longest_beginning_decides_and_the_oldest_is_forgotten() -> None:
