@@ -19,7 +19,7 @@ from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commands import slash
 from edgeinfer.chat.commands.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.commands.settings import save
-from edgeinfer.chat.history.purging import purge_deleted
+from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.opening import Launch, started
 from edgeinfer.chat.read_ahead import ReadAhead

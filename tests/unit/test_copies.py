@@ -19,9 +19,9 @@ from edgeinfer.runtime.options import Adapter, CopiesInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.settings.config import copies_range, load_config
 from edgeinfer.workers.client import RemoteEngine
+from edgeinfer.workers.copies.copies_engine import Copy
 from edgeinfer.workers.copies.growth import Bounds, Growth, Seen
 from edgeinfer.workers.copies.minding import Minder
-from edgeinfer.workers.copies.one_copy import Copy
 from edgeinfer.workers.copies.ticket import Ticket
 from edgeinfer.workers.server import serve
 

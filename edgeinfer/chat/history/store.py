@@ -8,19 +8,20 @@ log).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.chat.history.migrate import migrate
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Turn
-from edgeinfer.errors import StoreError
+from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.system import paths
 
 #: An answer without a new piece for so long was left behind by a process that died.
@@ -46,7 +47,7 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
-@contextmanager
+@contextlib.contextmanager
 def speaking(name: str) -> Iterator[None]:
     """Turn sqlite3's errors into StoreError with a step a person can take."""
     try:
@@ -322,7 +323,7 @@ class Store:
         ).fetchall()
         return "".join(r[0] for r in rows), "".join(r[1] for r in rows)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         with speaking(self.name):
             self._db.execute("BEGIN IMMEDIATE")
@@ -359,3 +360,20 @@ def _turn(row: tuple[Any, ...]) -> Turn:
         cut_summary=row[11],
         created_ms=row[12],
     )
+
+
+def purge_deleted(open_store: Callable[[], Store] | None = None) -> None:
+    """Purge what can no longer be undone. What fails is left to the next purge.
+
+    Blocks go first: a purge that is killed midway finds its conversations again.
+    """
+    if open_store is None and not store_path().exists():
+        return
+    with (
+        contextlib.suppress(EdgeInferError, OSError),
+        contextlib.closing((open_store or Store.open)()) as store,
+    ):
+        overdue = store.overdue()
+        for conversation in overdue:
+            forget_conversation(paths.blocks_dir(), conversation.owner)
+        store.purge(overdue)

@@ -14,7 +14,7 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.chat.attachments import read, with_attachments
-from edgeinfer.chat.history.purging import purge_deleted
+from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.result import Result

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 import msgspec
 
 from edgeinfer import requesting
-from edgeinfer.chat.history.purging import purge_deleted
+from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.commands.catalog.model_shelf import ModelShelf
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
@@ -38,8 +38,8 @@ from edgeinfer.settings.config import ServeConfig, copies_range, offline
 from edgeinfer.system import paths, places
 from edgeinfer.system.machine import read_processors
 from edgeinfer.workers.copies import minding
+from edgeinfer.workers.copies.copies_engine import Copy, CopyEngine
 from edgeinfer.workers.copies.growth import Bounds
-from edgeinfer.workers.copies.one_copy import Copy, CopyEngine
 
 if TYPE_CHECKING:
     from edgeinfer.catalog.found.model import Found

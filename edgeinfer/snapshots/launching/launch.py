@@ -20,15 +20,7 @@ import time
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.snapshots import frames
-from edgeinfer.snapshots.launching import (
-    ending,
-    guard,
-    hand_over,
-    supervise,
-    surroundings,
-    taking,
-    warming,
-)
+from edgeinfer.snapshots.launching import ending, guard, hand_over, supervise, surroundings, warming
 from edgeinfer.snapshots.launching.apps import App, Apps, Verb, hint_at, quietly
 
 TYPE_CHECKING = False
@@ -196,7 +188,7 @@ class Launcher:
         elif op == b"warm-now":
             self._warming.start_now(fields, fds)
         elif op == b"take":
-            self._warming.watch(taking.start(fields, fds))
+            self._warming.take(fields, fds)
         elif op == b"warm-stop":
             self._warming.stop_now()
         elif op == b"warm":

@@ -1,4 +1,4 @@
-"""Snapshots that a launch has built: in the background for the next start, or now for the chat.
+"""Snapshots that a launch has built: in the background for the next start, or now for its app.
 
 Standard library only, and of that what is cheap: the launcher imports this.
 """
@@ -60,18 +60,12 @@ class Warming:
     def start_now(self, fields: dict[str, bytes], fds: list[int]) -> None:
         """Run `edgeinfer warm` outside the app's namespaces; its talk goes to `fds`."""
         self.stop_now()
+        self._now = _start(["warm", *frames.split(fields["argv"])], fds, (1, 2))
 
-        def prepare() -> None:
-            process.die_with_parent()
-            os.setsid()
-            process.silence()
-            for stream in (1, 2):
-                os.dup2(fds[0], stream)
-
-        command = process.child_command("edgeinfer", "warm", *frames.split(fields["argv"]))
-        self._now = process.fork_and_exec(command, prepare)
-        for fd in fds:
-            os.close(fd)
+    def take(self, fields: dict[str, bytes], fds: list[int]) -> None:
+        """Run `edgeinfer snapshots take` of this launch; its JSON goes to the first of `fds`."""
+        own = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
+        self.watch(_start([*own, *frames.split(fields["words"])], fds, (1,)))
 
     def stop_now(self) -> None:
         """Stop the warming an app asked for, if it still runs."""
@@ -79,3 +73,19 @@ class Warming:
             quietly(os.kill, self._now, _signal.SIGINT)
             quietly(os.waitpid, self._now, 0)
             self._now = 0
+
+
+def _start(words: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
+    """Run a verb outside the app's namespaces until this process ends; close `fds`, return its pid."""
+
+    def prepare() -> None:
+        process.die_with_parent()
+        os.setsid()
+        process.silence()
+        for stream in streams:
+            os.dup2(fds[0], stream)
+
+    pid = process.fork_and_exec(process.child_command("edgeinfer", *words), prepare)
+    for fd in fds:
+        os.close(fd)
+    return pid

@@ -12,16 +12,16 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from edgeinfer import beginnings
 from edgeinfer.errors import EngineClosedError, EngineError
 from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, CopiesInfo, CopyInfo, EngineInfo, EngineMetrics
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
-from edgeinfer.workers.copies.one_copy import Copy, CopyEngine
 from edgeinfer.workers.copies.ticket import Ticket
 
 T = TypeVar("T")
@@ -353,3 +353,34 @@ class CopiesEngine:
 
 def _closed() -> EngineClosedError:
     return EngineClosedError("no copy of the model runs", hint="ask again: it is started anew")
+
+
+class CopyEngine(Engine, Protocol):
+    """What the engine of a copy does besides."""
+
+    def submit(self, request: GenerateRequest) -> EventStream: ...
+
+    def use_threads(self, n_threads: int) -> None: ...
+
+
+class Copy:
+    """One of them. `how` it came to be: "resumed" or "cold"."""
+
+    def __init__(self, engine: CopyEngine, how: str, n_threads: int) -> None:
+        self.engine = engine
+        self.how = how
+        self.n_threads = n_threads
+        self.number = 0
+        self.tickets: set[Ticket] = set()
+        self.calls = 0
+        self.is_leaving = False
+
+    @property
+    def inside(self) -> int:
+        """Requests that run or wait in it."""
+        return len(self.tickets) + self.calls
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be given requests."""
+        return self.engine.is_open and not self.is_leaving

@@ -10,9 +10,8 @@ from edgeinfer.errors import EdgeInferError, OutOfMemoryError
 from edgeinfer.runtime.options import CopiesInfo, CopyInfo, EngineInfo
 from edgeinfer.system.machine import read_memory
 from edgeinfer.units import format_bytes
-from edgeinfer.workers.copies.copies_engine import CopiesEngine
+from edgeinfer.workers.copies.copies_engine import CopiesEngine, Copy
 from edgeinfer.workers.copies.growth import Bounds, Growth, Seen
-from edgeinfer.workers.copies.one_copy import Copy
 
 #: Seconds between two looks at what waits.
 _LOOK_S = 0.25
