@@ -95,10 +95,7 @@ def relocate(moved: dict[str, str]) -> None:
 
 
 def own_pages(path: str) -> None:
-    """Make every page of this process's private mappings of a file its own: a dump holds them then.
-
-    Raises OSError.
-    """
+    """Privatise every page of this process's private file mappings, for a dump. Raises OSError."""
     for area in list(areas()):
         if area.path == path and area.permissions.endswith("p"):
             linux.own_pages(area.low, area.high - area.low, area.permissions)

@@ -25,10 +25,7 @@ _WARM = "`edgeinfer warm` builds it now"
 
 
 class App:
-    """A running app: its supervisor and its link.
-
-    `fds` are what its request carries, kept for a cold start after a resume that failed.
-    """
+    """A running app: supervisor, link, and the `fds` of its request, kept for a cold start instead."""
 
     def __init__(self, child: supervise.Child, link: _socket.socket, role: str) -> None:
         self.child = child

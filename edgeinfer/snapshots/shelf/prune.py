@@ -25,9 +25,7 @@ def drop_older(root: Path, name: str) -> None:
 
 
 def by_last_use(root: Path, keep: str = "") -> list[Path]:
-    """List all but our `keep`, the first to go first: those whose program is gone, those that nobody
-    named, the longest unused.
-    """
+    """List all but our `keep`, by order of removal: orphans, unnamed ones, then the longest unused."""
     own = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
     folders = [
         Path(f) for found in format.generations(str(root)).values() for f in found if f not in own
