@@ -71,7 +71,6 @@ def first_request(agent: Agent, target: Target) -> Captured:
 def _wait(
     heard: queue.SimpleQueue[Captured], process: subprocess.Popen[bytes], until: float
 ) -> list[Captured]:
-    """What comes next; nothing when the agent ends, or it takes too long."""
     while time.monotonic() < until:
         with contextlib.suppress(queue.Empty):
             return [heard.get(timeout=0.1)]

@@ -27,8 +27,6 @@ _CLOCK = re.compile(
 
 
 def _line(pattern: re.Pattern[str]) -> Callable[[str], Split]:
-    """Find all lines that match."""
-
     def split(text: str) -> Split:
         found = "".join(f"{line.strip()}\n" for line in pattern.findall(text))
         return (pattern.sub("", text), found) if found else (text, "")
@@ -191,9 +189,7 @@ def settle(
 
 
 def _bring_forward(system: list[Message], others: list[Message]) -> bool:
-    """Put system turns behind the first words of a person into the system turn before; whether there
-    were any.
-    """
+    """Merge system turns before the first answer into the system turn; return whether any moved."""
     end = next((i for i, t in enumerate(others) if t.role in ("assistant", "tool")), len(others))
     standing = [turn for turn in others[:end] if turn.role in ("system", "developer")]
     if not standing or not system:
@@ -204,9 +200,7 @@ def _bring_forward(system: list[Message], others: list[Message]) -> bool:
 
 
 def _apply(rule: Rule, system: list[Message], others: list[Message], ahead: list[str]) -> bool:
-    """Apply one rule in place, but for what goes into the first user turn, which is added to `ahead`;
-    whether it found anything.
-    """
+    """Apply one rule in place, text for the first user turn to `ahead`; return whether it matched."""
     split = [rule.split(turn.content) for turn in system]
     found = "".join(one for _, one in split)
     target = _target(rule, others)
@@ -233,7 +227,6 @@ def _put_ahead(others: list[Message], found: str) -> None:
 
 
 def _folders_last(others: list[Message]) -> bool:
-    """Put the parts that name a folder last in Codex's turn about it; whether there is one."""
     place = next((i for i, t in enumerate(others) if t.content.startswith(_CONTEXT)), None)
     if place is None or any(turn.role != "user" for turn in others[: place + 1]):
         return False
@@ -250,7 +243,6 @@ def _folders_last(others: list[Message]) -> bool:
 
 
 def _note_last(others: list[Message]) -> bool:
-    """Put goose's note behind the last turn; whether there is one."""
     found = ""
     settled = []
     for turn in others:
@@ -273,7 +265,6 @@ def _later(text: str, at: int, part: str, before: str) -> str:
 
 
 def _target(rule: Rule, others: Sequence[Message]) -> int | None:
-    """The turn of `others` that takes what is moved; None where there is none."""
     if rule.to == "nowhere":
         return 0
     if rule.to == "first user turn":

@@ -50,7 +50,6 @@ def _on(day: date, line: str) -> str:
 
 
 def _answer(line: str, is_repository: bool) -> str:
-    """The word for it that the line has, of two."""
     words = ("true", "false") if line.endswith(("true", "false")) else ("yes", "no")
     return words[0] if is_repository else words[1]
 

@@ -43,7 +43,6 @@ def run(agent: Agent, target: Target, arguments: Sequence[str]) -> int:
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Raises UsageError where the program cannot be run."""
     try:
         return subprocess.Popen(command, env={**os.environ, **environment})
     except OSError as error:

@@ -22,10 +22,7 @@ MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))')
 
 
 def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
-    """The files that `text` names with `@`, in order, once each.
-
-    A mention that is no file (`@home`) is left as text.
-    """
+    """List the files that `text` names with `@`, once each; other mentions (`@home`) stay text."""
     found: dict[Path, None] = {}
     for match in MENTION.finditer(text):
         path = (cwd or Path.cwd()) / Path(match[1] or match[2]).expanduser()
@@ -35,10 +32,7 @@ def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def read(path: Path) -> Attachment:
-    """The file as an attachment, uncounted.
-
-    Raises UsageError when it is too large, not text, or cannot be read.
-    """
+    """Read a file as an attachment, uncounted. Raises UsageError: too large, not text, unreadable."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UsageError(f"{path} is larger than {MAX_BYTES >> 20} MiB", hint="attach a part of it")

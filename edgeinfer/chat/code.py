@@ -21,10 +21,7 @@ class Code(msgspec.Struct, frozen=True):
 
 @cache
 def parser() -> MarkdownIt:
-    """Return the parser of what models write: GitHub's Markdown without HTML.
-
-    It keeps no state between parses: safe to share.
-    """
+    """Return a stateless parser of GitHub's Markdown without HTML, safe to share."""
     from markdown_it import MarkdownIt  # 30 ms, and `run` needs none of it
 
     return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])

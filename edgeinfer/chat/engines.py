@@ -12,10 +12,7 @@ from edgeinfer.runtime.options import Adapter, LoadOptions
 
 
 class Engines:
-    """At most one engine besides the one this process was resumed with.
-
-    Blocking: call it from a thread of its own.
-    """
+    """At most one engine besides the resumed one. Its calls block: use a thread of their own."""
 
     def __init__(self, host: Host, options: LoadOptions) -> None:
         self.host = host
@@ -55,10 +52,7 @@ class Engines:
         return new
 
     def _part(self, engine: Engine) -> None:
-        """A resumed engine costs no private memory and is there again at once: it is kept.
-
-        Others are closed.
-        """
+        """Close an engine unless it is resumed: that costs no private memory and returns at once."""
         if engine is self._home:
             if self.host.start.how == "resumed":
                 return

@@ -102,7 +102,6 @@ class ReadAhead:
         self._state = self._state_of(attachments, editing)
 
     def _state_of(self, attachments: Sequence[Attachment], editing: int | None) -> tuple[object, ...]:
-        """What the words stand behind."""
         session = self._session
         said = (session.conversation.head_id, session.conversation.system_prompt)
         return (session.engine, session.busy, *said, *attachments, editing)

@@ -28,10 +28,7 @@ _TITLE_CELLS = 60
 
 
 class ChatSession:
-    """One open conversation.
-
-    `engine` may come later than the first turn; `answer` is the generation that runs, if any.
-    """
+    """One open conversation. `engine` may come after the first turn; `answer` is being generated."""
 
     def __init__(
         self, open_store: Callable[[], Store], model: str = "", engine: Engine | None = None
@@ -138,10 +135,7 @@ class ChatSession:
         return head.id if head else None
 
     def edit(self, turn_id: int, text: str) -> Turn:
-        """Store `text` as an alternative of a user's turn and move to it: a fork.
-
-        What followed stays in its branch.
-        """
+        """Fork: store `text` as an alternative of a user's turn; what followed stays in its branch."""
         turn = self.turn(turn_id)
         if turn.role != "user":
             raise UsageError(

@@ -25,10 +25,7 @@ _N_CTX = 4096
 
 
 class Shelved(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in the picker.
-
-    Bytes are 0 where nobody knows; `guessed` says that they are a guess from its parameters.
-    """
+    """A model in the picker. Bytes are 0 if unknown, `guessed` if estimated from its parameters."""
 
     name: str
     title: str

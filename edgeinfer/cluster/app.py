@@ -71,8 +71,6 @@ class FrontDeployment:
 
 
 class _Handle:
-    """A deployment, asked for a stream."""
-
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle.options(stream=True)
 
@@ -84,10 +82,7 @@ class _Handle:
 def application(
     arguments: Mapping[str, object], of: type[ModelDeployment] = ModelDeployment
 ) -> serve.Application:
-    """Make a Serve application of `{"models": [...]}`, or of the fields of one model (`settings`).
-
-    Raises UsageError.
-    """
+    """Make an application of `{"models": [...]}` or one model's fields. Raises UsageError."""
     settings = options.read(arguments)
     models = {one.model: _deployment(one, of) for one in settings.models}
     front = serve.deployment(

@@ -24,10 +24,7 @@ class Asked(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """A replica has the request: what comes is its answer, however long that takes.
-
-    `replica` is Ray's id of it.
-    """
+    """A replica (Ray's id) has the request; its answer follows, however long that takes."""
 
     replica: str
 

@@ -102,7 +102,6 @@ def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
 
 
 def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
-    """Write the whole application to a folder of its own, then rename it."""
     with shipped.path.open("rb") as file:
         index = payload.read_index(file, shipped)
         free = disk.free_bytes(folder.parent)
@@ -129,8 +128,6 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
 
 
 class _Unpacking:
-    """Unpacks independent blocks with as many threads as cores, four at most."""
-
     def __init__(
         self, shipped: Shipped, index: Index, scratch: Path, folder: Path, progress: Progress
     ) -> None:

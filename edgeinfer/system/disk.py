@@ -111,10 +111,7 @@ def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
 
 def open_own(path: Path) -> int:
-    """Open a regular file that is this user's alone, to read; its descriptor.
-
-    A FIFO is refused, not waited for. Raises OSError.
-    """
+    """Open a regular file of this user's alone to read, never waiting on a FIFO. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:

@@ -204,6 +204,5 @@ def _text(path: Path) -> str:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Read a file of lines that begin with a key and a number."""
     pairs = (line.split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdecimal()}

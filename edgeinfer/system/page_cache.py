@@ -63,8 +63,6 @@ def read_in(files: Sequence[Path], progress: Callable[[int], None]) -> int:
 
 
 class _Reading:
-    """Blocks of files in order, each taken by one of several threads."""
-
     def __init__(self, files: Sequence[Path]) -> None:
         self.done = 0
         self.failure: OSError | None = None

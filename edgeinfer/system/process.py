@@ -49,10 +49,7 @@ def fork_and_exec(
 
 
 def open_missing_streams() -> None:
-    """Open standard streams that are closed on /dev/null: a pipe or socket would get their numbers.
-
-    Raises OSError.
-    """
+    """Open closed standard streams on /dev/null: files would get their numbers. Raises OSError."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open("/dev/null", os.O_RDWR)
@@ -83,10 +80,7 @@ def close_all_but(*keep: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however it ends; Linux only.
-
-    The parent is the thread that started it. Raises OSError.
-    """
+    """Have Linux kill this process when its parent thread ends, however it ends. Raises OSError."""
     if sys.platform != "linux":
         return
     import ctypes  # 1.7 ms; what supervises an app has it

@@ -120,7 +120,6 @@ class ChatApp(App[None]):
 
     @property
     def _terminal(self) -> TerminalDriver:
-        """The driver, of a launch that may be succeeded or succeeds."""
         return cast("TerminalDriver", self._driver)
 
     async def _take(self, taking: Taking) -> None:

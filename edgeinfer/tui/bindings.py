@@ -1,7 +1,4 @@
-"""Every key of the chat: an id to rebind it by (`[chat.keys]`), what it does, and why.
-
-Help and settings read this.
-"""
+"""Every key of the chat: its id for `[chat.keys]`, action and reason; help and settings read this."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ Where = Literal["chat", "composer", "turn", "models", "sessions"]
 
 
 class Key(NamedTuple):
-    """One binding.
-
-    `keys` are comma-separated; `priority` takes the key even where a text field has the focus.
-    """
+    """One binding. `keys` are comma-separated; `priority` overrides a focused text field."""
 
     id: str
     keys: str

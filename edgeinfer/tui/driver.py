@@ -25,10 +25,7 @@ from edgeinfer.tui.textual_internals import XTermParser
 
 
 class TerminalDriver(LinuxDriver):
-    """LinuxDriver on the terminal that `claim_terminal` found.
-
-    `heard` counts the bytes that came from it.
-    """
+    """LinuxDriver on the terminal of `claim_terminal`. `heard` counts the bytes that came from it."""
 
     out: ClassVar[TextIO | None] = None
 

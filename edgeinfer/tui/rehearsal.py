@@ -128,11 +128,7 @@ async def _perform(app: ChatApp, pilot: Pilot[Any]) -> None:
 
 
 async def _wait_painted(app: ChatApp) -> None:
-    """Wait until a key has had its effect and that is painted.
-
-    `Pilot.press` waits for the process to be idle, by its processor time: a second for every key while
-    another thread loads a model.
-    """
+    """Wait until a key's effect is painted; `Pilot.press` takes 1 s a key while a model loads."""
     for _ in range(_REFRESHES):
         painted = asyncio.Event()
         app.screen.call_after_refresh(painted.set)

@@ -62,8 +62,6 @@ def serve(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engi
 
 
 class _Server:
-    """Answers the frames of one client with one engine."""
-
     def __init__(self, wire: Wire, engine: Engine) -> None:
         self._wire, self._engine = wire, engine
         self._running: dict[int, Any] = {}

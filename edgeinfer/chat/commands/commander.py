@@ -1,7 +1,4 @@
-"""What each `/` command does to the session, for any front.
-
-A front shows things; it decides nothing here.
-"""
+"""What each `/` command does to the session, for any front end, which only shows things."""
 
 from __future__ import annotations
 
@@ -86,10 +83,7 @@ class Commander:
         self.deleted: int | None = None
 
     def run(self, line: str) -> None:
-        """Run one command line.
-
-        Raises EdgeInferError with the words to show; nothing has changed then.
-        """
+        """Run one command line. Raises EdgeInferError with the words to show, and changes nothing."""
         typed = slash.parse(line)
         handler = getattr(self, f"_{typed.name.replace('-', '_')}")
         handler(typed.argument)

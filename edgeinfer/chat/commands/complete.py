@@ -20,10 +20,7 @@ LIMIT = 60
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Replace the last `length` characters before the cursor by `text`.
-
-    `whole` says the line needs nothing more.
-    """
+    """Replaces the last `length` characters before the cursor by `text`; `whole` completes the line."""
 
     text: str
     length: int
@@ -91,7 +88,6 @@ def _settings() -> Sequence[tuple[str, str]]:
 
 
 def _adapters() -> Sequence[tuple[str, str]]:
-    """Those that were pulled."""
     try:
         files = sorted(os.listdir(places.adapters()))
     except OSError:

@@ -51,10 +51,7 @@ def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Write an export beside nothing else: a new file, 0600, whole or not at all.
-
-    Raises StoreError; never overwrites.
-    """
+    """Write a new export file (0600), whole or not at all, overwriting none. Raises StoreError."""
     target = path.expanduser()
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -12,11 +12,7 @@ from edgeinfer.settings.config import config_path, load_config
 
 
 def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
-    """Set one key, e.g.
-
-    `("chat", "theme")`, in config.toml; None removes it. Raises ConfigError, and then changes
-    nothing.
-    """
+    """Set a key, e.g. `("chat", "theme")`; None removes it. Raises ConfigError, and changes nothing."""
     import tomlkit  # 30 ms, and only a changed setting needs it
 
     file = path or config_path()
@@ -39,7 +35,6 @@ def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write beside, check that it loads, rename over."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=file.parent, prefix=".config-", suffix=".toml")
     try:

@@ -1,7 +1,4 @@
-"""The `/` commands: one table that parsing, completion, help and documentation all read.
-
-It runs none of them.
-"""
+"""The `/` commands: one table for parsing, completion, help and documentation. It runs none of them."""
 
 from __future__ import annotations
 
@@ -108,19 +105,13 @@ BY_NAME: dict[str, Slash] = {name: c for c in COMMANDS for name in (c.name, *c.a
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is meant as a command: `/word`, on one line.
-
-    `//` and paths (`/usr/bin`) are text.
-    """
+    """Whether a line is a command: `/word` on one line. `//` and paths (`/usr/bin`) are text."""
     word = line[1:].split(None, 1)[0] if len(line) > 1 and not line[1].isspace() else ""
     return line.startswith("/") and bool(word) and "/" not in word and "\n" not in line
 
 
 def parse(line: str) -> Typed:
-    """A line that `is_command`.
-
-    Raises UsageError naming the nearest command, or the argument that is missing or too much.
-    """
+    """Parse a command line. Raises UsageError with the nearest command, or the argument at fault."""
     word, _, argument = line[1:].strip().partition(" ")
     argument = argument.strip()
     command = BY_NAME.get(word.lower())

@@ -70,10 +70,7 @@ def search(store: Store, words: str, limit: int = 60) -> list[Summary]:
 
 
 def match_query(words: str) -> str:
-    """What a person typed as an FTS5 expression: every word, the last as a prefix.
-
-    "" when there is no word in it.
-    """
+    """Return the FTS5 expression of typed words, the last one as a prefix; "" for no words."""
     found = _WORD.findall(words)
     return " ".join(f'"{w}"' for w in found) + "*" if found else ""
 

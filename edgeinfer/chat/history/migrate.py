@@ -17,10 +17,7 @@ _NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
 
 
 def available(folder: Path = FOLDER) -> list[Path]:
-    """The migrations, in order.
-
-    Raises StoreError when the numbers have a gap: one was left out of the build.
-    """
+    """List the migrations in order. Raises StoreError if one is missing from the build."""
     found = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
     if not found or list(found) != list(range(1, len(found) + 1)):
         raise StoreError(f"the migrations in {folder} are incomplete", hint="install edgeinfer again")

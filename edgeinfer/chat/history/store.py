@@ -73,10 +73,7 @@ class Store:
 
     @classmethod
     def open(cls, path: Path | None = None, clock: Callable[[], int] = now_ms) -> Store:
-        """Open the file, made 0600 when it is not there, and bring it to the newest schema.
-
-        Raises StoreError.
-        """
+        """Open the file (created 0600) and migrate it to the newest schema. Raises StoreError."""
         file = path or store_path()
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -211,10 +208,7 @@ class Store:
         return msgspec.structs.replace(turn, id=row_id or 0, created_ms=now)
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
-        """All turns of a conversation by id, all branches.
-
-        One that was being written is joined with its journal.
-        """
+        """Return all turns of a conversation by id, unfinished ones joined with their journal."""
         with speaking(self.name):
             rows = self._db.execute(
                 f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", (conversation_id,)
@@ -236,20 +230,14 @@ class Store:
             self._fold(turn_id, "streaming")
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
-        """Add a piece of an answer that is being written.
-
-        About 0.05 ms; nothing is shown before it returns.
-        """
+        """Add a piece of an answer being written (0.05 ms); nothing is shown before it returns."""
         self._write(
             "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
             (turn_id, content, reasoning, self.clock()),
         )
 
     def finish(self, turn: Turn) -> None:
-        """Write a turn's end: whole content, status, stats.
-
-        Its journal is dropped in the same transaction.
-        """
+        """Write a turn's end (content, status, stats) and drop its journal in the same transaction."""
         with self._transaction():
             self._db.execute(
                 "UPDATE turn SET content = ?, reasoning = ?, status = ?, error = ?, model = ?, stats = "
@@ -271,10 +259,7 @@ class Store:
             )
 
     def cut(self, turn_id: int, summary: str | None) -> None:
-        """What precedes this turn is no longer sent; `summary` stands for it.
-
-        None takes the cut back.
-        """
+        """Stop sending what precedes this turn; `summary` stands for it. None undoes the cut."""
         self._write("UPDATE turn SET cut_summary = ? WHERE id = ?", (summary, turn_id))
 
     def clean_up(self) -> int:

@@ -1,7 +1,4 @@
-"""The tree of a conversation's turns: paths, siblings, and the leaf a branch ends in.
-
-Pure functions over values.
-"""
+"""Pure functions over the tree of a conversation's turns: paths, siblings, the leaf of a branch."""
 
 from __future__ import annotations
 

@@ -47,10 +47,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn.
-
-    `cut_summary` is None unless the turns before this one are no longer sent; then it stands for them.
-    """
+    """One turn. `cut_summary`, if not None, stands for the turns before it, no longer sent."""
 
     id: int = 0
     conversation_id: int = 0
@@ -93,10 +90,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation.
-
-    `sampling` holds only what the user set; the model's own defaults fill the rest.
-    """
+    """One conversation. `sampling` holds what the user set; the model's defaults fill the rest."""
 
     id: int = 0
     title: str = ""

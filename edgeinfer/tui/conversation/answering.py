@@ -18,10 +18,7 @@ from edgeinfer.tui.drawing.entry import AnswerEntry
 
 
 class Answering:
-    """Has questions answered, and shows the answers as they come.
-
-    `unanswered` says that the last question waits for its model.
-    """
+    """Streams answers to questions. `unanswered`: the last question waits for its model."""
 
     class RoomWanted(Message):
         """The context is full: the user must choose what to leave out."""

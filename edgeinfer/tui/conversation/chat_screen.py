@@ -1,7 +1,4 @@
-"""The chat itself: header, conversation, completions, composer, status.
-
-Keys and messages arrive here and go to the helper they concern.
-"""
+"""The chat screen: passes keys and messages to the helper they concern."""
 
 from __future__ import annotations
 
@@ -90,7 +87,6 @@ class ChatScreen(Screen[None]):
         self.call_after_refresh(self._begin)
 
     def _begin(self) -> None:
-        """After the first paint, show what was said before, and load the model."""
         try:
             if self._carried is None:
                 self._open()
@@ -279,7 +275,6 @@ class ChatScreen(Screen[None]):
         self._choose_way("The context is full", error.message, choices)
 
     def _larger_context(self, n_tokens: int) -> list[tuple[str, str, str]]:
-        """Return the way out that loads the model anew, if it was trained for so long a context."""
         engine = self.session.engine
         n_ctx = context.larger_context(engine, n_tokens) if engine is not None else 0
         meaning = "the model is loaded again and needs more memory"

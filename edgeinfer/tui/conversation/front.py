@@ -28,10 +28,7 @@ from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark
 
 
 class AppFront:
-    """Does what commands ask; `leave` ends the app.
-
-    Screens are imported when first shown: `tui.preload` has them in a parked process.
-    """
+    """Does what commands ask. Screens are imported when first shown (parked ones: `tui.preload`)."""
 
     def __init__(
         self,
@@ -208,10 +205,7 @@ class AppFront:
 
 
 def _copy(app: App[Any], text: str) -> None:
-    """Copy `text` by the terminal's own sequence (OSC 52), which works over SSH.
-
-    Inside tmux, which swallows that sequence, by tmux as well.
-    """
+    """Copy by OSC 52, which works over SSH; and by tmux, which swallows that sequence."""
     app.copy_to_clipboard(text)
     if os.environ.get("TMUX") and (tmux := shutil.which("tmux")):
         subprocess.run(

@@ -69,8 +69,6 @@ class Loader:
         return True
 
     def _load(self, model: str, n_ctx: int | None, serial: int) -> None:
-        """Load in this thread, and post how it ended."""
-
         def progress(stage: str, fraction: float | None) -> None:
             done = "" if fraction is None else f" {fraction:.0%}"
             if serial == self._serial:

@@ -110,7 +110,6 @@ class View:
         return numbers(self.session, writing=writing, remembered=self.remembered)
 
     def _state(self) -> tuple[list[Part], str]:
-        """Return what goes on now, and the hint at the right edge."""
         if self.streaming is not None:
             rate = self.streaming.tokens_per_s
             return [

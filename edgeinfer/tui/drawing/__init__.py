@@ -1,4 +1,1 @@
-"""Conversations as lines of styled text: wrapped, but without a colour and without a widget.
-
-Pure functions and values.
-"""
+"""Conversations as wrapped lines of styled text, without colours or widgets: pure functions, values."""

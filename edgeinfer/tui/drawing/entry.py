@@ -56,10 +56,7 @@ def _rows(text: str, width: int) -> int:
 
 
 class Question(Entry):
-    """A user's turn: its words as typed, its attachments as names.
-
-    `page` is (which, of how many) alternatives.
-    """
+    """A user's turn as typed, its attachments as names. `page` is (which, of how many) alternatives."""
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1)) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""Markdown as lines of a given width: headings, paragraphs, lists, quotes, tables, code.
-
-Every block a small function.
-"""
+"""Markdown as lines of a given width: headings, paragraphs, lists, quotes, tables, code."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ _LINKS = ("http://", "https://", "mailto:")
 
 
 class Drawer:
-    """Draws blocks, counting the code blocks it meets so that each has its number.
-
-    `first_code` is the next one's.
-    """
+    """Draws blocks and numbers its code blocks, from `first_code` on."""
 
     def __init__(self, width: int, first_code: int = 1) -> None:
         self.width = max(width, 10)
@@ -167,7 +161,6 @@ def _under(line: Line, style: str) -> Line:
 
 
 def _rows(table: SyntaxTreeNode) -> list[list[Line]]:
-    """The cells of a table, header first, each one unwrapped line."""
     return [[_cell(cell) for cell in row.children] for row in _table_rows(table)]
 
 
@@ -232,10 +225,7 @@ def _row(cells: Sequence[Line], widths: Sequence[int], style: str) -> list[Line]
 
 
 class Body:
-    """A document and its lines.
-
-    `settled` blocks can no longer change when text is appended behind them.
-    """
+    """A document and its lines. `settled` blocks can no longer change when text is appended."""
 
     def __init__(self, source: str, width: int) -> None:
         self.source = source

@@ -43,10 +43,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 def help_content(command: str, rebound: dict[str, str], width: int) -> Content:
-    """Return commands and keys, or one command where it is named.
-
-    `rebound` holds the keys that the user has bound otherwise.
-    """
+    """Return help on all commands and keys, or on one command; `rebound` are the user's own keys."""
     commands = [c for c in slash.COMMANDS if not command or command in (c.name, *c.aliases)] or list(
         slash.COMMANDS
     )
@@ -78,7 +75,6 @@ def _also(command: slash.Slash) -> str:
 
 
 def _row(label: str, words: str, note: str, width: int) -> list[tuple[str, str]]:
-    """A label and its words beside it, hanging; below it where the label is long."""
     column = 30 if width >= 80 else 24
     lines = wrap(Line(f"{words}  {note}".rstrip()), max(width - column - 2, 20))
     parts = [(f"  {label}".ljust(column), "$accent")]

@@ -105,7 +105,6 @@ class ModelScreen(ModalScreen[str | None]):
         self._list(self.chosen.name if self.chosen else self.wanted)
 
     def _list(self, chosen: str) -> None:
-        """List what fits the words typed; before any are, on a first run, what is offered."""
         words = self.query_one(Input).value.lower().split()
         by_name = {row.name: row for row in self._all}
         self.rows = [by_name[name] for name in self.offered if name in by_name and not words] or [
@@ -132,7 +131,6 @@ class ModelScreen(ModalScreen[str | None]):
             listed.highlighted = min(max((listed.highlighted or 0) + by, 0), len(self.rows) - 1)
 
     def _found_elsewhere(self, rows: list[Shelved]) -> str:
-        """Offer what another program has here, which needs no fetching; "" when none has any."""
         found = [row for row in rows if row.store]
         if not found:
             return ""

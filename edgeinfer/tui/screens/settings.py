@@ -1,7 +1,4 @@
-"""Settings: theme, sampling preset, system prompt, and every key.
-
-What is changed is written to config.toml.
-"""
+"""Settings: theme, sampling preset, system prompt, and every key; changes go to config.toml."""
 
 from __future__ import annotations
 

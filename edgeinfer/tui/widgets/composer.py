@@ -164,7 +164,6 @@ class Composer(TextArea):
             super().action_cursor_down(select)
 
     def _at_edge(self, step: int) -> bool:
-        """Whether up or down would leave the text."""
         here = self.cursor_location
         there = self.get_cursor_up_location() if step < 0 else self.get_cursor_down_location()
         return there[0] == here[0] and (here[0] == (0 if step < 0 else self.document.line_count - 1))

@@ -1,7 +1,4 @@
-"""The one status line: model, how this launch started, context, speed.
-
-What does not fit is left out, least important first.
-"""
+"""The status line: model, start, context, speed; least important parts go first if narrow."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from textual.widget import Widget
 
 
 class Part(NamedTuple):
-    """A piece of the line.
-
-    Higher `weight` stays longer when room is short; `shortens` may lose its end.
-    """
+    """A piece of the line: a higher `weight` stays longer; `shortens` may lose its end."""
 
     text: str
     weight: int

@@ -65,10 +65,7 @@ _NAMES = (
 
 
 class Transcript(ScrollView, can_focus=True):
-    """Entries, top to bottom.
-
-    `cursor` is the index of the chosen entry while the user walks among turns, else None.
-    """
+    """Entries, top to bottom. `cursor`: index of the entry chosen while walking the turns, or None."""
 
     FOCUS_ON_CLICK = False  # whoever clicks to mark text goes on typing where they typed
 
@@ -146,7 +143,6 @@ class Transcript(ScrollView, can_focus=True):
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
 
     def _draw_in_view(self) -> None:
-        """Draw what is in view and a screen around it, and keep the view still."""
         width, height = self.text_width, max(self.size.height, 1)
         if not self._bottoms or not self.is_attached:
             return

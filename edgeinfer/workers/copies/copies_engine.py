@@ -143,7 +143,6 @@ class CopiesEngine:
         return self.describe(running)
 
     def _asked(self) -> Iterator[tuple[Copy, EngineMetrics]]:
-        """What each copy that runs counts."""
         with self._changed:
             copies = list(self._copies)
         for copy in copies:

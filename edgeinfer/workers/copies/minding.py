@@ -175,7 +175,6 @@ class Minder:
         self._tell()
 
     def _share(self, at: int, n: int) -> int:
-        """The threads of copy number `at` of `n`."""
         return max(1, self._growth.cores // n + (at < self._growth.cores % n))
 
     def _tell(self) -> None:
