@@ -15,8 +15,7 @@ from common import add_out, model_path, write_figure
 from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.quantizing import imatrix
-from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, run_quantizer
-from edgeinfer.catalog.quantizing.score import scored
+from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, run_quantizer, scored
 
 
 def figures(source: Path, kind: str, matrix: str, folder: Path) -> tuple[str, str, str]:

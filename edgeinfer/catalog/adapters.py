@@ -15,12 +15,11 @@ import msgspec
 
 from edgeinfer.catalog import gguf, names, sources, store
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG
-from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.lock import changing
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.names import Reference
-from edgeinfer.catalog.plan import plan
+from edgeinfer.catalog.plan import Fetched, plan
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.catalog.pull import PullOptions, first_that_works
 from edgeinfer.catalog.quantizing.quantize import publish
@@ -114,7 +113,7 @@ def _converted(
     fetched: Sequence[Fetched], header: gguf.GgufHeader, base: str, target: Path, work: Path
 ) -> None:
     from edgeinfer.catalog.converting.adapter import convert_adapter  # 150 ms: numpy, gguf
-    from edgeinfer.catalog.converting.fetched import linked
+    from edgeinfer.catalog.converting.files import linked
 
     first = fetched[0]
     folder = first.path if first.path.is_dir() else linked(list(fetched), work / "adapter")

@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.names import Reference
+from edgeinfer.catalog.plan import Fetched
 from edgeinfer.errors import CatalogError
 from edgeinfer.system import paths
 from edgeinfer.system.disk import write_whole

@@ -7,28 +7,25 @@ record that makes the folder a model.
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 from edgeinfer.catalog import gguf, names, pins, sources, store
-from edgeinfer.catalog.converting.fetched import DIRECT, convert_fetched
+from edgeinfer.catalog.converting.files import DIRECT, convert_fetched
 from edgeinfer.catalog.fetching.fetch import fetch
-from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.lock import changing
 from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.plan import Plan, plan
+from edgeinfer.catalog.plan import Fetched, Plan, plan
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress, Patience
-from edgeinfer.catalog.store import PulledFile, PulledModel
+from edgeinfer.catalog.store import PulledModel
 from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, UsageError
 from edgeinfer.system import paths
-from edgeinfer.system.disk import sha256_of, sync
+from edgeinfer.system.disk import sha256_of
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,40 +227,8 @@ def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: J
 
         fetched = quantize_fetched(fetched, todo.quantize, work, job)
         header = gguf.check(fetched[0].path)
-    folder = store.folder_of(todo.ref)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (folder / store.RECORD).unlink(missing_ok=True)
-    files = tuple(_placed(one, folder) for one in fetched)
-    sync(folder)
-    record = PulledModel(
-        name=str(todo.ref),
-        base=todo.ref.name,
-        files=files,
-        source=source,
-        quantization=header.quantization,
-        architecture=header.architecture,
-        n_params=store.total_params([folder / file.path for file in files]),
-        n_ctx_train=header.n_ctx_train,
-        pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        requantized_from=original if original != header.quantization else "",
-    )
-    store.write_record(record)
-    store.remove_strangers(folder, record)
+    requantized_from = original if original != header.quantization else ""
+    record = store.publish(todo.ref, fetched, header, todo.ref.name, source, requantized_from)
     shutil.rmtree(work, ignore_errors=True)
     job.begin("done", fetched[0].file_name, done=record.size_bytes, total=record.size_bytes)
     return record
-
-
-def _placed(one: Fetched, folder: Path) -> PulledFile:
-    path = one.path
-    if one.ours:
-        sync(one.path)
-        path = folder / one.file_name
-        os.replace(one.path, path)
-    info = path.stat()
-    return PulledFile(
-        path=path.name if one.ours else str(path),
-        size_bytes=info.st_size,
-        sha256=one.found_sha256,
-        mtime_ns=info.st_mtime_ns,
-    )

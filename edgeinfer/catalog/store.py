@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -23,6 +24,7 @@ from edgeinfer.catalog import gguf, lock, names, sources
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import Catalog, Model, load_catalog, nearest
 from edgeinfer.catalog.names import Reference
+from edgeinfer.catalog.plan import Fetched
 from edgeinfer.errors import (
     CatalogError,
     InvalidGgufError,
@@ -34,7 +36,7 @@ from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.settings.load_options import LORA
 from edgeinfer.system import paths
-from edgeinfer.system.disk import is_locked, write_whole
+from edgeinfer.system.disk import is_locked, sync, write_whole
 
 RECORD = "model.json"
 PARTIAL = ".partial"
@@ -288,9 +290,50 @@ def _files_of_path(path: Path) -> ModelFiles:
     return ModelFiles(name=path.stem, paths=tuple(map(str, parts)))
 
 
-def total_params(files: list[Path]) -> int:
-    """Parameters of a model over all its files."""
-    return sum(gguf.read_header(path).n_params for path in files)
+def publish(
+    ref: Reference,
+    fetched: list[Fetched],
+    header: gguf.GgufHeader,
+    base: str,
+    source: str,
+    requantized_from: str,
+) -> PulledModel:
+    """Store verified files, the first of which has `header`, as the model `ref`. Return its record."""
+    folder = folder_of(ref)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / RECORD).unlink(missing_ok=True)
+    files = tuple(_placed(one, folder) for one in fetched)
+    sync(folder)
+    record = PulledModel(
+        name=str(ref),
+        base=base,
+        files=files,
+        source=source,
+        quantization=header.quantization,
+        architecture=header.architecture,
+        n_params=sum(gguf.read_header(folder / file.path).n_params for file in files),
+        n_ctx_train=header.n_ctx_train,
+        pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        requantized_from=requantized_from,
+    )
+    write_record(record)
+    remove_strangers(folder, record)
+    return record
+
+
+def _placed(one: Fetched, folder: Path) -> PulledFile:
+    path = one.path
+    if one.ours:
+        sync(one.path)
+        path = folder / one.file_name
+        os.replace(one.path, path)
+    info = path.stat()
+    return PulledFile(
+        path=path.name if one.ours else str(path),
+        size_bytes=info.st_size,
+        sha256=one.found_sha256,
+        mtime_ns=info.st_mtime_ns,
+    )
 
 
 def unfinished() -> dict[str, int]:
@@ -309,3 +352,45 @@ def remove_strangers(folder: Path, record: PulledModel) -> None:
     for child in folder.iterdir():
         if child.is_file() and child.name not in ours:
             child.unlink()
+
+
+def copy(text: str, name: str) -> PulledModel:
+    """Make the model `text` be here as `name` too; either can be removed without the other.
+
+    Raises UsageError when `name` is taken or no name, UnknownModelError, ModelNotPulledError,
+    ModelBusyError.
+    """
+    ref = names.reference(name)
+    source = find_pulled(text)
+    if source is None:
+        raise _not_ours(text)
+    with lock.model_lock(ref):
+        folder = folder_of(ref)
+        if read_record(folder) is not None:
+            raise UsageError(f"a model is called {ref} already", hint=f"`edgeinfer rm {ref}`")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        record = msgspec.structs.replace(
+            source, name=str(ref), files=tuple(_linked(source, file, folder) for file in source.files)
+        )
+        sync(folder)
+        write_record(record)
+    return record
+
+
+def _not_ours(text: str) -> CatalogError | UsageError:
+    found = stores.find(text)
+    if found is None:
+        return missing(text, load_catalog())
+    return UsageError(f"{found.name} belongs to {found.store}: it is used where it is, under its name")
+
+
+def _linked(source: PulledModel, file: PulledFile, folder: Path) -> PulledFile:
+    if os.path.isabs(file.path):
+        return file
+    place = folder / file.path
+    try:
+        place.unlink(missing_ok=True)
+        os.link(source.folder / file.path, place)
+    except OSError as error:
+        raise CatalogError(f"{place}: {error.strerror or error}") from error
+    return file

@@ -8,12 +8,11 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.catalog import gguf
+from edgeinfer.catalog import fits, gguf
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.memory import header_plan
 from edgeinfer.catalog.models import Model, load_catalog
-from edgeinfer.catalog.rates import fits
 from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.options import LoadOptions

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from edgeinfer.catalog import fits
 from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.rates import fits
 from edgeinfer.cli import main
 from edgeinfer.commands.catalog import list as list_verb
 from edgeinfer.system.machine import Memory

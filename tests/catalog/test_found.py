@@ -18,7 +18,7 @@ from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, 
 from made_gguf import entry, gguf_bytes, model_entries, text
 
 from edgeinfer.catalog import store as own
-from edgeinfer.catalog.found import stores, verified
+from edgeinfer.catalog.found import model, stores
 from edgeinfer.cli import main
 from edgeinfer.commands.answering.serve import pulled_models
 from edgeinfer.errors import (
@@ -100,7 +100,7 @@ def test_a_digest_is_checked_once_and_again_when_the_file_changed(home: Path, mo
         read.append(path)
         return disk.sha256_of(path, progress)
 
-    monkeypatch.setattr(verified, "sha256_of", counted)
+    monkeypatch.setattr(model, "sha256_of", counted)
     heard = []
     own.model_files(made.name, heard=lambda stage, fraction: heard.append((stage, fraction)))
     own.model_files(made.name)

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from edgeinfer.catalog.rates.fits import FirstRunChoice
+from edgeinfer.catalog.fits import FirstRunChoice
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved

@@ -1,10 +1,15 @@
-"""The files of a checkpoint: which they are, in a folder or a repository."""
+"""The files of a checkpoint: which they are, in a folder or a repository, and one GGUF made of them."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
-from edgeinfer.errors import SourceNotFoundError
+from edgeinfer.catalog.plan import Fetched
+from edgeinfer.catalog.progress.job import Job
+from edgeinfer.errors import SourceNotFoundError, UsageError
+from edgeinfer.system.disk import sha256_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -12,6 +17,9 @@ INDEX = "model.safetensors.index.json"
 #: What PEFT writes.
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+#: What is written without llama.cpp's quantizer.
+DIRECT = ("F32", "F16", "BF16", "Q8_0")
+_FOLDER = "checkpoint"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 #: Beside the weights, what a conversion reads; `1_Pooling` is sentence-transformers'.
 _WORDS = (
@@ -58,3 +66,34 @@ def checkpoint_files(paths: list[str]) -> list[str]:
 def flat_name(path: str) -> str:
     """A file's name in one folder for all."""
     return path.replace("/", "-")
+
+
+def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> Fetched:
+    """Convert verified files, or the folder a person named, to one GGUF in `work`.
+
+    `type_name` is one of DIRECT, or "" for the checkpoint's own. Raises ConversionError,
+    DiskFullError, InterruptedByUser; what was fetched is kept.
+    """
+    from edgeinfer.catalog.converting.convert import convert  # 150 ms: numpy, gguf
+
+    if any(one.file_name == ADAPTER_CONFIG for one in fetched):
+        raise UsageError(
+            "the repository holds a LoRA adapter, which is made for one model",
+            hint="say which it is here: `edgeinfer pull OWNER/REPO --base MODEL`",
+        )
+    first = fetched[0]
+    folder = first.path if first.path.is_dir() else linked(fetched, work / _FOLDER)
+    name = f"{first.file_name if first.path.is_dir() else 'model'}.gguf"
+    target = work / (name + ".part")
+    convert(folder, target, type_name, job)
+    job.begin("verifying", name, total=target.stat().st_size)
+    return Fetched(path=target, file_name=name, pinned=False, found_sha256=sha256_of(target, job.at))
+
+
+def linked(fetched: list[Fetched], folder: Path) -> Path:
+    """A folder that has the files under the names they are published by."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    for one in fetched:
+        (folder / one.file_name).symlink_to(one.path.absolute())
+    return folder

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 import msgspec
 
-from edgeinfer.catalog.fetching import answers, ranges, spans, web
-from edgeinfer.catalog.fetching.answers import AgainError, WholeOnlyError
+from edgeinfer.catalog.fetching import ranges, spans, web
+from edgeinfer.catalog.fetching.web import AgainError, WholeOnlyError
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job
 from edgeinfer.errors import ChecksumError, DownloadError
 from edgeinfer.system.disk import need_room, room_errors, write_whole
@@ -84,7 +84,7 @@ def _attempt(client: httpx2.Client, remote: Remote, part: Path, job: Job, *, alo
 
     @contextmanager
     def opened(start: int, end: int | None, validator: str) -> Iterator[httpx2.Response]:
-        headers = remote.headers | answers.range_headers(start, end, validator)
+        headers = remote.headers | web.range_headers(start, end, validator)
         with client.stream("GET", remote.url, headers=headers) as response:
             yield response
 
@@ -93,17 +93,17 @@ def _attempt(client: httpx2.Client, remote: Remote, part: Path, job: Job, *, alo
             if response.status_code == 416 and start:
                 _after_416(remote, response, part, start)
                 return
-            answers.refuse_status(remote.origin, response)
+            web.refuse_status(remote.origin, response)
             _receive(remote, response, part, start, job, None if alone else opened)
     except (httpx2.TransportError, httpx2.DecodingError) as error:
-        if answers.is_untrusted(error):
+        if web.is_untrusted(error):
             raise DownloadError(
-                f"{remote.origin}: {answers.describe_trouble(error)}",
+                f"{remote.origin}: {web.describe_trouble(error)}",
                 hint="SSL_CERT_FILE=FILE names the certificates to trust, as a company's proxy needs",
             ) from error
         if isinstance(error, httpx2.ConnectError) and web.is_loopback(error.request.url.host):
             raise DownloadError(f"{remote.origin}: nothing listens there ({error})") from error
-        raise AgainError(answers.describe_trouble(error)) from error
+        raise AgainError(web.describe_trouble(error)) from error
     except httpx2.TooManyRedirects as error:
         raise DownloadError(f"{remote.origin}: the server redirects for ever") from error
 
@@ -132,7 +132,7 @@ def _receive(
     job: Job,
     opened: ranges.Opened | None,
 ) -> None:
-    offset, total = answers.placement(response, start)
+    offset, total = web.placement(response, start)
     if remote.size_bytes and total is not None and total != remote.size_bytes:
         raise ChecksumError(
             f"{remote.origin} has {total} bytes, not the promised {remote.size_bytes}; nothing was "
@@ -140,7 +140,7 @@ def _receive(
         )
     if total is not None:
         need_room(part.parent, total - spans.fetched_bytes(part), remote.file_name)
-    validator = answers.validator(response)
+    validator = web.validator(response)
     if offset == 0 and _read_partial(part).validator not in ("", validator):
         spans.drop(part)  # the server has another file now
     state = _Partial(origin=remote.origin, sha256=remote.sha256, validator=validator)
@@ -162,9 +162,9 @@ def _in_ranges(remote: Remote, response: httpx2.Response, total: int, part: Path
     """Whether several connections are of use: much is missing, and no two files can be mixed."""
     missing = total - spans.fetched_bytes(part)
     many = missing >= job.patience.parallel_bytes
-    known = bool(remote.sha256 or answers.validator(response))
+    known = bool(remote.sha256 or web.validator(response))
     begun = spans.place(part).exists()
-    return (many or begun) and known and answers.has_ranges(response)
+    return (many or begun) and known and web.has_ranges(response)
 
 
 def _receive_whole(
@@ -173,7 +173,7 @@ def _receive_whole(
     job.at(offset, total)
     existing = "r+b" if part.exists() else "w+b"
     with (
-        job.waking(lambda: answers.hang_up(response)),
+        job.waking(lambda: web.hang_up(response)),
         room_errors(part, FETCHED_IS_KEPT),
         open(part, existing, buffering=0) as file,
     ):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.catalog import names, sources
 from edgeinfer.catalog.fetching import local
-from edgeinfer.catalog.fetching.fetched import Fetched
-from edgeinfer.catalog.plan import Plan
+from edgeinfer.catalog.plan import Fetched, Plan
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
 from edgeinfer.settings.config import refuse_offline

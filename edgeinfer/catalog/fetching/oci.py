@@ -17,7 +17,7 @@ from typing import Any
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 
 from edgeinfer.catalog import names
-from edgeinfer.catalog.fetching import answers, web
+from edgeinfer.catalog.fetching import web
 from edgeinfer.catalog.fetching.download import Remote
 from edgeinfer.catalog.sources import OciArtifact
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
@@ -61,7 +61,7 @@ def resolve(source: OciArtifact) -> list[Remote]:
             file_names = _file_names(source, layers)
             return [registry.blob(*pair) for pair in zip(layers, file_names, strict=True)]
     except httpx2.TransportError as error:
-        raise DownloadError(f"{source}: {answers.describe_trouble(error)}") from error
+        raise DownloadError(f"{source}: {web.describe_trouble(error)}") from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise DownloadError(f"{source}: the registry's manifest is none: {error!r}") from error
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx2
 import msgspec
 
-from edgeinfer.catalog.fetching import answers, spans
-from edgeinfer.catalog.fetching.answers import AgainError, WholeOnlyError
+from edgeinfer.catalog.fetching import spans, web
+from edgeinfer.catalog.fetching.web import AgainError, WholeOnlyError
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, Patience
 from edgeinfer.errors import AuthenticationError, DownloadError
 from edgeinfer.system.disk import room_errors
@@ -155,7 +155,7 @@ class _Crew:
         with self._state:
             self._stopped.set()
             for response in self._answers:
-                answers.hang_up(response)
+                web.hang_up(response)
         until = time.monotonic() + _FAREWELL_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -265,13 +265,13 @@ class _Crew:
     def _refuse(self, response: httpx2.Response, start: int) -> None:
         if response.status_code == 416:
             raise _ChangedError
-        answers.refuse_status(self._whole.origin, response)
-        now = answers.validator(response)
+        web.refuse_status(self._whole.origin, response)
+        now = web.validator(response)
         if self._whole.validator and now != self._whole.validator:
             raise _ChangedError
         if response.status_code == 200 and start:
             raise WholeOnlyError("the server gives the file as a whole only")
-        _, total = answers.placement(response, start)
+        _, total = web.placement(response, start)
         if total != self._whole.size_bytes:
             raise _ChangedError
 
@@ -334,5 +334,5 @@ def _gaps(there: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
 
 def _describe(error: Exception) -> str:
     if isinstance(error, httpx2.TransportError):
-        return answers.describe_trouble(error)
+        return web.describe_trouble(error)
     return str(error)

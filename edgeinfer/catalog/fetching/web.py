@@ -1,17 +1,21 @@
-"""The one HTTP client that models and snapshots come and go through.
+"""The one HTTP client that models and snapshots come and go through, and what its answers mean.
 
 It asks the offline switch, and its redirects stay on HTTP and encrypted.
 """
 
 from __future__ import annotations
 
+import socket
+import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 
-from edgeinfer.errors import DownloadError
+from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError
 from edgeinfer.settings.config import refuse_offline
+
+_AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
 @contextmanager
@@ -44,3 +48,110 @@ def is_loopback(host: str) -> bool:
     """Whether a host, with or without a port, is this machine by its name."""
     name = host.rpartition(":")[0] if host.count(":") == 1 else host
     return name == "localhost" or name.startswith("127.") or name in ("::1", "[::1]")
+
+
+class AgainError(Exception):
+    """This attempt failed in a way another may not. `wait_s` is what the server asked for."""
+
+    def __init__(self, what: str, wait_s: float = 0.0) -> None:
+        super().__init__(what)
+        self.wait_s = wait_s
+
+
+class WholeOnlyError(AgainError):
+    """The server gives the file as a whole only, whatever it said before."""
+
+
+def range_headers(start: int, end: int | None, validator: str) -> dict[str, str]:
+    """Ask for the bytes from `start` to before `end` (None: to the last), if `validator` holds."""
+    headers = {"Accept-Encoding": "identity", "User-Agent": "edgeinfer"}
+    if start or end is not None:
+        headers["Range"] = f"bytes={start}-{end - 1 if end is not None else ''}"
+        if validator:
+            headers["If-Range"] = validator
+    return headers
+
+
+def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
+    """(where the body begins, the whole file's length or None), from the response's own words.
+
+    Raises DownloadError, AgainError.
+    """
+    if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
+        raise DownloadError(f"{response.url.host} sends the file in an encoding that was not asked for")
+    length = response.headers.get("Content-Length", "")
+    if response.status_code == 200:
+        return 0, int(length) if length.isdecimal() else None
+    unit, _, rest = response.headers.get("Content-Range", "").partition(" ")
+    span, _, total = rest.partition("/")
+    first, _, _last = span.partition("-")
+    if unit != "bytes" or not first.isdecimal() or int(first) != start:
+        raise AgainError(
+            f"asked to go on at byte {start}, the server answers {rest or 'without saying where'}"
+        )
+    if total.isdecimal():
+        return start, int(total)
+    return start, start + int(length) if length.isdecimal() else None
+
+
+def has_ranges(response: httpx2.Response) -> bool:
+    """Whether the server gives parts of the file: it just did, or says so."""
+    return response.status_code == 206 or response.headers.get("Accept-Ranges", "").lower() == "bytes"
+
+
+def validator(response: httpx2.Response) -> str:
+    """What If-Range may carry: a strong ETag, else Last-Modified, else nothing."""
+    etag = response.headers.get("ETag", "")
+    if etag.startswith('"'):
+        return etag
+    return response.headers.get("Last-Modified", "")
+
+
+def refuse_status(origin: str, response: httpx2.Response) -> None:
+    """Raise for an answer without a body of the file: DownloadError and its kin, AgainError."""
+    status = response.status_code
+    if status in (200, 206):
+        return
+    if status in (401, 403):
+        raise AuthenticationError(
+            f"{origin}: the server refuses ({status}): a token or an accepted licence is missing"
+        )
+    if status in (404, 410):
+        raise SourceNotFoundError(
+            f"{origin}: the server has no such file ({status})", hint="check the address"
+        )
+    if status in _AGAIN:
+        after = response.headers.get("Retry-After", "")
+        raise AgainError(f"the server answers {status}", float(after) if after.isdecimal() else 0.0)
+    raise DownloadError(f"{origin}: the server answers {status}")
+
+
+def hang_up(response: httpx2.Response) -> None:
+    """End a read that waits in another thread. The connection is of no use afterwards."""
+    stream = response.extensions.get("network_stream")
+    connection = stream.get_extra_info("socket") if stream else None
+    if connection is not None:
+        with suppress(OSError):
+            socket.socket.shutdown(
+                connection, socket.SHUT_RDWR
+            )  # the plain one, also under TLS: no farewell to wait for
+
+
+def is_untrusted(error: BaseException | None) -> bool:
+    """Whether the server's certificate was refused: no later attempt finds another."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def describe_trouble(error: Exception) -> str:
+    """A broken connection in a few words."""
+    known: dict[type[Exception], str] = {
+        httpx2.ConnectError: "cannot connect",
+        httpx2.ConnectTimeout: "no answer to the connection",
+        httpx2.ReadTimeout: "the server fell silent",
+        httpx2.RemoteProtocolError: "the connection was dropped",
+        httpx2.ReadError: "the connection was dropped",
+    }
+    what = known.get(type(error), type(error).__name__)
+    return f"{what} ({error})" if str(error) else what

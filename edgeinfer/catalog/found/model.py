@@ -1,10 +1,20 @@
-"""A model in another program's store, as a search finds it."""
+"""A model in another program's store, as a search finds it, and the digests of its files.
+
+Files that were read whole are remembered in the cache, by path; size, modification time and inode must
+be what they were.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
+
+from edgeinfer.errors import ChecksumError
+from edgeinfer.system.cache_files import CacheTable
+from edgeinfer.system.disk import sha256_of
 
 
 class FoundFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,3 +47,37 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def paths(self) -> tuple[str, ...]:
         return tuple(file.path for file in self.files)
+
+
+#: (bytes read, bytes in all), for a person who waits
+OnRead = Callable[[int, int], None]
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+    sha256: str
+
+
+#: By path.
+_VERIFIED = CacheTable("verified.json", dict[str, _Seen])
+
+
+def verify(file: FoundFile, heard: OnRead) -> None:
+    """Compare a file with the digest in its name, once. Raises ChecksumError, OSError."""
+    if not file.sha256:
+        return
+    now = _look(file)
+    if _VERIFIED.read().get(file.path) == now:
+        return
+    found = sha256_of(Path(file.path), lambda done: heard(done, now.size_bytes))
+    if found != file.sha256:
+        raise ChecksumError(f"{file.path} has SHA-256 {found}, not {file.sha256} as its name says")
+    if _look(file) == now:
+        _VERIFIED.put(file.path, now)
+
+
+def _look(file: FoundFile) -> _Seen:
+    info = os.stat(file.path)
+    return _Seen(info.st_size, info.st_mtime_ns, info.st_ino, file.sha256)

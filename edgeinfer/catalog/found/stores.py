@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from edgeinfer.catalog import gguf, names
-from edgeinfer.catalog.found import huggingface, lmstudio, ollama, ollama_words, reading, verified
-from edgeinfer.catalog.found.model import Found
+from edgeinfer.catalog.found import huggingface, lmstudio, ollama, ollama_words, reading
+from edgeinfer.catalog.found.model import Found, verify
 from edgeinfer.catalog.found.ollama_words import Words
 from edgeinfer.catalog.found.reading import UnusableError
 from edgeinfer.errors import ChecksumError, InvalidGgufError, ModelNotPulledError
@@ -202,7 +202,7 @@ def _verify(model: Found, heard: Heard | None) -> None:
     for file in model.files:
         stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"
         try:
-            verified.verify(file, lambda done, whole, at=stage: hear(at, done / whole))  # type: ignore[misc]
+            verify(file, lambda done, whole, at=stage: hear(at, done / whole))  # type: ignore[misc]
         except ChecksumError as error:
             raise ChecksumError(error.message, hint=f"fetch it again with {model.store}") from error
         except OSError as error:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -45,6 +46,16 @@ def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
         if last.get("event") not in ("done", "error"):
             complaints.seek(0)
             raise QuantizeError(f"{module} {_death(process.returncode)}: {_tail(complaints.read())}")
+
+
+def follow(module: str, *args: str, job: Job) -> dict[str, Any]:
+    """Report the progress of `module` and return its "error" or "done". Raises as `events`."""
+    said: dict[str, Any] = {}
+    with closing(events(module, *args, job=job)) as work:
+        for said in work:
+            if said["event"] == "progress":
+                job.at(int(said["done"]), int(said["total"]))
+    return said
 
 
 def _lines(process: subprocess.Popen[bytes], job: Job) -> Iterator[dict[str, Any]]:

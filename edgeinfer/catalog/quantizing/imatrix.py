@@ -6,7 +6,6 @@ For a tensor `NAME` it has `NAME.in_sum2` (sums of squared activations, one row 
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 from edgeinfer.catalog import gguf
@@ -55,14 +54,10 @@ def make(model: Path, text: Path, target: Path, job: Job, skipped_tokens: int = 
     """
     job.begin("weighing", model.name)
     arguments = (str(model), str(text), str(target), str(skipped_tokens))
-    said: dict[str, object] = {}
-    with closing(children.events("edgeinfer.runtime.helpers.importance", *arguments, job=job)) as work:
-        for said in work:
-            if said["event"] == "progress":
-                job.at(int(str(said["done"])), int(str(said["total"])))
+    said = children.follow("edgeinfer.runtime.helpers.importance", *arguments, job=job)
     if said["event"] == "error":
         raise QuantizeError(f"no importance matrix of {model.name} can be made: {said['message']}")
-    return int(str(said["n_tokens"]))
+    return int(said["n_tokens"])
 
 
 def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) -> Span:

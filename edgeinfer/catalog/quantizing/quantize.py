@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import shutil
 import threading
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 from edgeinfer.catalog import gguf, names, store
-from edgeinfer.catalog.fetching.fetched import Fetched
 from edgeinfer.catalog.ggml_types import FILE_TYPES, FULL_PRECISION, file_type
 from edgeinfer.catalog.lock import changing
 from edgeinfer.catalog.names import Reference
+from edgeinfer.catalog.plan import Fetched
 from edgeinfer.catalog.progress.job import Job, OnProgress
 from edgeinfer.catalog.quantizing import imatrix
-from edgeinfer.catalog.quantizing.quantizer import MAKE_IMATRIX, QuantizeOptions, run_quantizer
-from edgeinfer.catalog.quantizing.score import checked_text, scored
-from edgeinfer.catalog.store import PulledFile, PulledModel
+from edgeinfer.catalog.quantizing.quantizer import (
+    MAKE_IMATRIX,
+    QuantizeOptions,
+    checked_text,
+    run_quantizer,
+    scored,
+)
+from edgeinfer.catalog.store import PulledModel
 from edgeinfer.errors import UsageError
 from edgeinfer.system import paths
-from edgeinfer.system.disk import sha256_of, sync
+from edgeinfer.system.disk import sha256_of
 
 #: Tokens of a user's text that are scored, and so not read for an importance matrix.
 _SCORED_TOKENS = 1024
@@ -157,33 +161,10 @@ def publish(
     source: str,
 ) -> PulledModel:
     """Store the file at `target`, which was made of a model like `before`, as the model `ref`."""
-    digest = sha256_of(target, job.at)
-    header = gguf.check(target)
-    folder = store.folder_of(ref)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (folder / store.RECORD).unlink(missing_ok=True)
-    sync(target)
-    place = target.replace(folder / target.name.removesuffix(".part"))
-    info = place.stat()
-    record = PulledModel(
-        name=str(ref),
-        base=origin.base if origin else ref.name,
-        files=(
-            PulledFile(
-                path=place.name, size_bytes=info.st_size, sha256=digest, mtime_ns=info.st_mtime_ns
-            ),
-        ),
-        source=source,
-        quantization=header.quantization,
-        architecture=header.architecture,
-        n_params=header.n_params,
-        n_ctx_train=header.n_ctx_train,
-        pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        requantized_from=before.quantization,
-    )
-    store.write_record(record)
-    store.remove_strangers(folder, record)
-    return record
+    name = target.name.removesuffix(".part")
+    made = Fetched(path=target, file_name=name, found_sha256=sha256_of(target, job.at))
+    base = origin.base if origin else ref.name
+    return store.publish(ref, [made], gguf.check(target), base, source, before.quantization)
 
 
 def _with_cost(result: Quantized, before: str, job: Job, options: QuantizeOptions) -> Quantized:

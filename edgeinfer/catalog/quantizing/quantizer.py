@@ -1,4 +1,4 @@
-"""Quantize one file into another, in a helper process."""
+"""Quantize one file into another and measure what that costs, in helper processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from edgeinfer.catalog import gguf
 from edgeinfer.catalog.ggml_types import FILE_TYPES
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.quantizing import children, imatrix
-from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError
+from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError, UsageError
+from edgeinfer.system import paths
 from edgeinfer.system.disk import free_bytes
 
 #: In place of an importance matrix: make one.
@@ -85,3 +86,29 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
             "Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q8_0",
         )
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
+
+
+def perplexity_text() -> Path:
+    """The text we ship for it: some nine hundred tokens of prose written for this."""
+    return paths.shipped_file("perplexity.txt")
+
+
+def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
+    """What the helper says of a model, beside another of the same vocabulary where one is given."""
+    text = checked_text(options.text) if options.text else perplexity_text()
+    limit = str(options.score_tokens or 0)
+    job.begin("scoring", Path(model).name)
+    child = "edgeinfer.runtime.helpers.perplexity"
+    said = children.follow(child, model, str(text), limit, compared, job=job)
+    if said["event"] == "error":
+        raise QuantizeError(
+            f"the perplexity of {Path(model).name} cannot be measured: {said['message']}"
+        )
+    return {name: float(value) for name, value in said.items() if name != "event"}
+
+
+def checked_text(text: str) -> Path:
+    """The path of a text that somebody named. Raises UsageError where there is none."""
+    if not Path(text).is_file():
+        raise UsageError(f"there is no text {text}")
+    return Path(text)

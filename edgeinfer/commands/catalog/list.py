@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import msgspec
 
+from edgeinfer.catalog import fits
 from edgeinfer.catalog.adapters import PulledAdapter, list_adapters
+from edgeinfer.catalog.fits import Fit
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.found.model import Found
 from edgeinfer.catalog.models import Catalog, Model, load_catalog
-from edgeinfer.catalog.rates import fits
-from edgeinfer.catalog.rates.fits import Fit
 from edgeinfer.catalog.store import PulledModel, list_pulled, unfinished
 from edgeinfer.commands.table import table
 from edgeinfer.error_text import hint

@@ -7,7 +7,7 @@ import time
 from typing import ClassVar
 
 from edgeinfer.catalog.adapters import merge_model
-from edgeinfer.catalog.progress.bar import progress_on
+from edgeinfer.catalog.progress.text import progress_on
 from edgeinfer.errors import InterruptedByUser
 from edgeinfer.host import Host
 from edgeinfer.result import Result

@@ -31,9 +31,9 @@ class ModelShelf:
         pull.pull(path, report, cancel, pull.PullOptions(name=name, in_place=True))
 
     def copy(self, source: str, name: str) -> None:
-        from edgeinfer.catalog import copy
+        from edgeinfer.catalog import store
 
-        copy.copy(source, name)
+        store.copy(source, name)
 
     def remove(self, name: str) -> None:
         from edgeinfer.commands.catalog import rm

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.catalog import store
-from edgeinfer.catalog.progress.bar import progress_on
 from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress.text import progress_on
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.host import Host
 from edgeinfer.result import Result

@@ -15,8 +15,8 @@ from edgeinfer.catalog.adapters import PulledAdapter, is_adapter, pull_adapter
 from edgeinfer.catalog.fetching import local
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.progress.bar import progress_on
 from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Patience, PullProgress
+from edgeinfer.catalog.progress.text import progress_on
 from edgeinfer.catalog.pull import PullOptions
 from edgeinfer.errors import ChecksumError, InterruptedByUser, UsageError
 from edgeinfer.host import Host

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import ClassVar
 
-from edgeinfer.catalog.progress.bar import progress_on
+from edgeinfer.catalog.progress.text import progress_on
 from edgeinfer.catalog.quantizing.quantize import quantize
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions
 from edgeinfer.commands.table import table

@@ -24,7 +24,7 @@ from edgeinfer.settings.load_options import DRAFT, LORA, NO_ADAPTERS, snapshot_o
 from edgeinfer.snapshots.building import background_build, build_order
 from edgeinfer.snapshots.shelf import build_log, format, records
 from edgeinfer.snapshots.shelf.records import Details
-from edgeinfer.snapshots.transfer import exporting, importing, signing, trust
+from edgeinfer.snapshots.transfer import exporting, importing, signing
 from edgeinfer.snapshots.transfer.layout import Layout
 from edgeinfer.snapshots.transfer.offer import Source, offered
 from edgeinfer.system import paths
@@ -183,7 +183,7 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult | RebuildRe
             "--wait goes with --rebuild", hint="leave it out: an import ends when it is done"
         )
     if options.trust:
-        trust.trust(options.trust)
+        signing.trust(options.trust)
     talk = StageTalk(sys.stderr, quiet=options.quiet)
     config = host.config.snapshots
     try:
@@ -258,6 +258,6 @@ def trusted(options: argparse.Namespace, _host: Host) -> TrustResult:
             hint="`edgeinfer snapshots trust` lists them; then `… trust --remove SHA256:…`",
         )
     if options.fingerprint:
-        (trust.distrust if options.remove else trust.trust)(options.fingerprint)
+        (signing.distrust if options.remove else signing.trust)(options.fingerprint)
     own = signing.own_key(make=False)
-    return TrustResult(own=own.fingerprint if own else "", trusted=trust.trusted())
+    return TrustResult(own=own.fingerprint if own else "", trusted=signing.trusted())

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from edgeinfer.errors import SnapshotUntrustedError
-from edgeinfer.snapshots.transfer import signing, trust
+from edgeinfer.snapshots.transfer import signing
 from edgeinfer.snapshots.transfer.description import (
     SIGNATURE,
     SIGNER,
@@ -65,4 +65,4 @@ def _signer(annotations: dict[str, str], config: bytes) -> str:
             "the snapshot's signature is not of what it describes: it was altered after it was signed",
             hint="fetch or export it again",
         )
-    return trust.refuse_unknown(public)
+    return signing.refuse_unknown(public)

@@ -13,7 +13,7 @@ from urllib.parse import urljoin
 
 import httpx2  # 75–120 ms: imported for a registry only
 
-from edgeinfer.catalog.fetching import answers, download, web
+from edgeinfer.catalog.fetching import download, web
 from edgeinfer.catalog.fetching.oci import Registry
 from edgeinfer.catalog.progress.job import Job
 from edgeinfer.catalog.sources import OciArtifact
@@ -36,7 +36,7 @@ def opened(artifact: OciArtifact) -> Iterator[RegistryStore]:
         with web.client(str(artifact), _TIMEOUT_S) as client:
             yield RegistryStore(artifact, client)
     except httpx2.TransportError as error:
-        raise DownloadError(f"{artifact}: {answers.describe_trouble(error)}") from error
+        raise DownloadError(f"{artifact}: {web.describe_trouble(error)}") from error
 
 
 class RegistryStore(Registry):

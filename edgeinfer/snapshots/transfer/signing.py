@@ -1,6 +1,7 @@
-"""Ed25519 (RFC 8032) by the OpenSSL that Python itself is linked with: one key of a user's own.
+"""Ed25519 (RFC 8032) by the OpenSSL that Python is linked with: a user's own key, and trusted ones.
 
     DATA/snapshot-key.pem   the private key, PKCS #8, 0600; made at the first export
+    DATA/snapshot-signers   0600: a FINGERPRINT whose snapshots are imported, the day it was trusted
 
 No package is needed for it: `libcrypto` is loaded wherever `hashlib` is. Keys are files that `openssl
 pkey` reads, signatures what `openssl pkeyutl -verify -rawin` checks.
@@ -13,14 +14,18 @@ import binascii
 import ctypes
 import hashlib
 import os
+import re
+from datetime import UTC, datetime
 from pathlib import Path
 
-from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrustedError
+from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrustedError, UsageError
 from edgeinfer.snapshots.shelf.format import refuse_unsafe
 from edgeinfer.system import paths
 from edgeinfer.system.disk import write_whole
 
 PRIVATE_KEY = "snapshot-key.pem"
+SIGNERS = "snapshot-signers"
+_FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 #: What stands before a key's bytes in DER: PKCS #8 and SubjectPublicKeyInfo (RFC 8410).
@@ -185,3 +190,52 @@ def _seed(text: str, path: Path) -> bytes:
             f"{path} is no Ed25519 key", hint="move it aside; the next export makes another"
         )
     return der.removeprefix(_PKCS8)
+
+
+def _signers_file() -> Path:
+    return paths.data_dir() / SIGNERS
+
+
+def trusted() -> dict[str, str]:
+    """Every trusted fingerprint and the day it was trusted. Raises SnapshotUnsafeError."""
+    rows = (line.split() for line in (read_private(_signers_file()) or "").splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def trust(fingerprint: str) -> None:
+    """Import what this key has signed from now on. Raises UsageError for no fingerprint."""
+    if not _FINGERPRINT.fullmatch(fingerprint):
+        raise UsageError(
+            f"{fingerprint!r} is no fingerprint of a key",
+            hint="`edgeinfer snapshots trust` says yours; one looks like SHA256: and 43 characters",
+        )
+    today = datetime.now(UTC).date().isoformat()
+    _write_signers({fingerprint: today} | trusted())
+
+
+def distrust(fingerprint: str) -> None:
+    """Refuse what this key has signed from now on. Raises UsageError when it was not trusted."""
+    known = trusted()
+    if known.pop(fingerprint, None) is None:
+        raise UsageError(
+            f"{fingerprint} is not among the trusted keys",
+            hint="`edgeinfer snapshots trust` lists them",
+        )
+    _write_signers(known)
+
+
+def _write_signers(signers: dict[str, str]) -> None:
+    write_private(_signers_file(), "".join(f"{who} {day}\n" for who, day in signers.items()))
+
+
+def refuse_unknown(public: bytes) -> str:
+    """The fingerprint of a trusted key or of one's own. Raises SnapshotUntrustedError for any other."""
+    who = fingerprint(public)
+    own = own_key(make=False)
+    if who not in trusted() and (own is None or own.fingerprint != who):
+        raise SnapshotUntrustedError(
+            f"the snapshot was signed by {who}, whom you have not trusted; a snapshot is a program",
+            hint="ask its maker for the fingerprint; if it is this one: "
+            f"`edgeinfer snapshots trust {who}`",
+        )
+    return who

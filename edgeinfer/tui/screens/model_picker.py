@@ -23,8 +23,8 @@ from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.tui.bindings import bindings
 
 if TYPE_CHECKING:
+    from edgeinfer.catalog.fits import FirstRunChoice
     from edgeinfer.catalog.progress.job import PullProgress
-    from edgeinfer.catalog.rates.fits import FirstRunChoice
 
 _KEYS = "Enter use or pull · ^W warm · ^X stop · Esc"
 _KEYS_NARROW = "Enter use or pull · Esc"

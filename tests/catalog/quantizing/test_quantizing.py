@@ -21,8 +21,7 @@ from edgeinfer.catalog.progress.job import Job, PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.catalog.quantizing import children
 from edgeinfer.catalog.quantizing.quantize import quantize
-from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions
-from edgeinfer.catalog.quantizing.score import scored
+from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, scored
 from edgeinfer.cli import main
 from edgeinfer.errors import (
     DiskFullError,

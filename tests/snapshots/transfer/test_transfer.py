@@ -20,7 +20,7 @@ from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntru
 from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.snapshots.building.relocating import Places
 from edgeinfer.snapshots.transfer import description as described
-from edgeinfer.snapshots.transfer import importing, packing, signing, trust
+from edgeinfer.snapshots.transfer import importing, packing, signing
 from edgeinfer.snapshots.transfer.layout import Layout
 from edgeinfer.snapshots.transfer.offer import offered
 from edgeinfer.system import paths
@@ -281,8 +281,8 @@ def refused(folder: Path) -> EdgeInferError:
 @pytest.mark.criu
 def test_what_was_altered_is_refused_by_name_and_nothing_is_published(exported, signer):
     key = signing.Key(os.urandom(32))
-    trust.trust(signer)
-    trust.trust(key.fingerprint)
+    signing.trust(signer)
+    signing.trust(key.fingerprint)
     for number, (what, (tamper, code, words)) in enumerate(TAMPERINGS.items()):
         folder = exported.with_name(f"altered-{number}")
         tamper(exported, folder, key)
@@ -343,13 +343,13 @@ def test_openssl_reads_the_key_and_checks_the_signature(tmp_path):
 
 def test_trust_is_given_and_taken():
     who = signing.fingerprint(bytes(32))
-    trust.trust(who)
-    assert list(trust.trusted()) == [who]
-    trust.distrust(who)
-    assert trust.trusted() == {}
+    signing.trust(who)
+    assert list(signing.trusted()) == [who]
+    signing.distrust(who)
+    assert signing.trusted() == {}
     for wrong in ("", "SHA256:short", f"{who}\n{who}"):
         with pytest.raises(UsageError):
-            trust.trust(wrong)
+            signing.trust(wrong)
 
 
 def test_the_same_files_make_the_same_layer(tmp_path):

@@ -16,7 +16,7 @@ from edgeinfer.errors import SnapshotError
 from edgeinfer.settings.load_options import LORA
 from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.transfer import description as described
-from edgeinfer.snapshots.transfer import inputs, signing, trust
+from edgeinfer.snapshots.transfer import inputs, signing
 from edgeinfer.snapshots.transfer.layout import Layout
 from edgeinfer.system import paths
 from edgeinfer.system.disk import stamps
@@ -209,8 +209,8 @@ TAMPERINGS = {
 @pytest.mark.criu
 def test_altered_adapters_are_refused_by_name_and_nothing_is_published(exported, signer):
     key = signing.Key(os.urandom(32))
-    trust.trust(signer)
-    trust.trust(key.fingerprint)
+    signing.trust(signer)
+    signing.trust(key.fingerprint)
     paths.private_dir(paths.adapters_dir())
     for number, (what, (tamper, code, words)) in enumerate(TAMPERINGS.items()):
         folder = exported.with_name(f"altered-adapters-{number}")

@@ -1,1 +1,0 @@
-"""How fast this CPU computes each type of tensor, and what follows from it for a file."""
