@@ -4,8 +4,7 @@
                                                                ├── names.py    what a block is called
                                                                ├── writer.py   the thread that writes
                                                                ├── limits.py   how much, who goes first
-                                                               ├── kept.py     what agents begin with
-                                                               └── forget.py   by model or conversation
+                                                               └── kept.py     what agents begin with
 
 The room knows bytes, tokens and names, and nothing of llama.cpp. There is no index: a prefix is found
 by asking for one name after another, so many processes share the folder without a lock. These files

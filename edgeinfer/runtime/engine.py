@@ -10,8 +10,7 @@ import msgspec
 from edgeinfer.blocks.store import BlockStore, Traffic
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.attaching.attachment import Attachment
-from edgeinfer.runtime.attaching.blocks import FLUSH_S, EngineBlocks
+from edgeinfer.runtime.attaching.attachment import FLUSH_S, Attachment, EngineBlocks
 from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.deadline import preparing
 from edgeinfer.runtime.decoding.active import ActiveContext
@@ -32,14 +31,13 @@ from edgeinfer.runtime.decoding.prepare import Preparer
 from edgeinfer.runtime.decoding.scheduling.chunks import Exactness
 from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
 from edgeinfer.runtime.embeddings import Embedder
-from edgeinfer.runtime.engine_info import make_info
+from edgeinfer.runtime.engine_info import make_info, template_facts
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.language.constraints import Constraints
 from edgeinfer.runtime.language.control_tokens import unmarked
 from edgeinfer.runtime.language.dialogue import load_conversations
 from edgeinfer.runtime.loading.load import Loaded, load_model
 from edgeinfer.runtime.loading.lora import LoraAdapters
-from edgeinfer.runtime.loading.template import template_facts
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.planning.choices import exact_rows
 from edgeinfer.runtime.planning.plan import MAX_DRAFT

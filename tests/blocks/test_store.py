@@ -15,7 +15,8 @@ import msgspec
 import pytest
 import xxhash
 
-from edgeinfer.blocks import forget, limits
+from edgeinfer.blocks import limits
+from edgeinfer.blocks import store as stores
 from edgeinfer.blocks.format import ANYWHERE, Block, Header, State, decode, encode, pack_tokens, whole
 from edgeinfer.blocks.limits import Limits
 from edgeinfer.blocks.names import owner_name
@@ -322,9 +323,9 @@ def test_forget_a_conversation_leaves_what_others_share(store: BlockStore, block
     blocks.own("mine", [shared, mine])
     blocks.own("theirs", [shared, theirs])
     assert blocks.writer.flush(30)
-    assert forget.forget_conversation(store.root, "mine") > 0
+    assert stores.forget_conversation(store.root, "mine") > 0
     assert [blocks.has(name) for name in (shared, mine, theirs)] == [True, False, True]
-    assert forget.forget_conversation(store.root, "theirs") > 0
+    assert stores.forget_conversation(store.root, "theirs") > 0
     assert limits.list_blocks(store.root) == []
 
 
@@ -339,7 +340,7 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, place: str) -> Non
         with pytest.raises(PermissionError, match="not a regular file"):
             BlockStore(store.root, ROOMY)
     else:
-        assert forget.forget_conversation(store.root, "talk") == 0
+        assert stores.forget_conversation(store.root, "talk") == 0
 
 
 def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None:
@@ -361,14 +362,14 @@ def test_forget_a_model_and_all(store: BlockStore, blocks: ModelBlocks) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     other = store.model("other", {})
     kept = put(other, make_block(other, TOKENS))
-    assert forget.forget_model(store.root, "sha") > 0
+    assert stores.forget_model(store.root, "sha") > 0
     assert (blocks.has(name), other.has(kept)) == (False, True)
-    assert forget.forget_all(store.root) > 0
+    assert stores.forget_all(store.root) > 0
     assert [path.name for path in store.root.iterdir()] == ["secret"]
 
 
 @pytest.mark.parametrize(
-    "delete", [forget.forget_all, lambda root: forget.forget_model(root, "sha"), shutil.rmtree]
+    "delete", [stores.forget_all, lambda root: stores.forget_model(root, "sha"), shutil.rmtree]
 )
 def test_a_process_goes_on_when_its_folder_was_deleted(
     tmp_path: Path, delete: Callable[[Path], object]
@@ -392,7 +393,7 @@ def test_a_process_goes_on_when_its_folder_was_deleted(
     assert another.names.root() == blocks.names.root()
     assert another.read_check() == "exact"
     assert said == []
-    assert forget.forget_conversation(store.root, "talk") > 0
+    assert stores.forget_conversation(store.root, "talk") > 0
     assert not blocks.has(second)
 
 

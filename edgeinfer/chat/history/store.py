@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.blocks.forget import forget_conversation
+from edgeinfer.blocks.store import forget_conversation
 from edgeinfer.chat.history.migrate import migrate
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError

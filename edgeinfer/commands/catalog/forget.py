@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import ClassVar
 
-from edgeinfer.blocks.forget import forget_all, forget_conversation, forget_model
 from edgeinfer.blocks.names import model_key
+from edgeinfer.blocks.store import forget_all, forget_conversation, forget_model
 from edgeinfer.commands.asking import confirm
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host

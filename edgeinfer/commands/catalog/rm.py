@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer.blocks.forget import forget_model
 from edgeinfer.blocks.names import model_key
+from edgeinfer.blocks.store import forget_model
 from edgeinfer.catalog.remove import Removed, remove
 from edgeinfer.commands.asking import confirm
 from edgeinfer.errors import CatalogError

@@ -13,8 +13,7 @@ from edgeinfer.runtime.deadline import preparing
 from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
 from edgeinfer.runtime.decoding.drafting.draft import DraftModel
 from edgeinfer.runtime.decoding.drafting.speculative import Drafter, Drafting, NgramDrafter
-from edgeinfer.runtime.decoding.sequences.output import Output
-from edgeinfer.runtime.decoding.sequences.reasoning_budget import ReasoningBudget
+from edgeinfer.runtime.decoding.sequences.output import Output, ReasoningBudget
 from edgeinfer.runtime.decoding.sequences.sampler import Sampler
 from edgeinfer.runtime.decoding.sequences.sequence import Sequence
 from edgeinfer.runtime.language.constraints import Constraints, TokenMatcher

@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from edgeinfer.blocks.format import MappedFile
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.loading.buffer_functions import (
+from edgeinfer.runtime.loading.mappings import areas
+from edgeinfer.runtime.loading.sparse_buffers import (
     BUFFER_ENTRIES,
     Pointer,
     find_entry,
     replaced,
     table,
 )
-from edgeinfer.runtime.loading.mappings import areas
 
 _COPY = ctypes.CFUNCTYPE(
     None, Pointer, Pointer, Pointer, ctypes.c_size_t, ctypes.c_size_t

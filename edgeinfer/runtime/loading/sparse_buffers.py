@@ -3,9 +3,10 @@
 llama.cpp clears a KV cache when it makes it: 0.5 s and a gigabyte of memory for each gigabyte, though
 most cells may never be used. Anonymous memory that was given back reads as zeros as well (madvise(2)).
 
-ggml has no option for this: of a buffer's functions (`buffer_functions`), the one that clears is
+ggml has no option for this: in the table of functions that a buffer begins with, the one that clears is
 replaced. Only for the first clearing: later, parts of a buffer may be mapped from a file, whose content
-would come back.
+would come back. Which entry is which is found by trying: one counts only when ggml's public function
+calls what was put there, and where none is found, ggml's own function stays (decision 082).
 """
 
 from __future__ import annotations
@@ -14,23 +15,18 @@ import contextlib
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.loading.buffer_functions import (
-    BUFFER_ENTRIES,
-    TYPE_ENTRIES,
-    Pointer,
-    find_entry,
-    replaced,
-    table,
-)
 from edgeinfer.runtime.loading.mappings import DONTNEED, LARGE_BYTES, Range
 
+Pointer = ctypes.c_void_p
 _ALLOCATE = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)
 _CLEAR = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 _PROBE_BYTES = 4096
+#: Entries at the beginning of a buffer type and of a buffer, at most.
+TYPE_ENTRIES, BUFFER_ENTRIES = 6, 12
 
 
 class Buffer(NamedTuple):
@@ -131,3 +127,38 @@ def _find() -> _SparseBuffers | None:
     if clear is None or allocate is None:
         return None
     return _SparseBuffers(ggml, buffer_type, allocate, clear)
+
+
+def table(address: int, length: int) -> Any:
+    """The `length` pointers at `address`, to be read and written."""
+    return (Pointer * length).from_address(address)
+
+
+def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | None:
+    """The number of the entry that `call` goes through; None when it goes through none.
+
+    `kind` is the ctypes prototype of the function.
+    """
+    seen: list[bool] = []
+
+    def note(*_: object) -> None:
+        seen.append(True)
+
+    probe = kind(note)
+    for number in range(len(entries)):
+        with replaced(entries, number, probe):
+            call()
+        if seen:
+            return number
+    return None
+
+
+@contextlib.contextmanager
+def replaced(entries: Any, number: int, function: Any) -> Iterator[None]:
+    """Have `function`, of ctypes, in an entry's place during the block."""
+    before = entries[number]
+    entries[number] = ctypes.cast(function, Pointer).value
+    try:
+        yield
+    finally:
+        entries[number] = before

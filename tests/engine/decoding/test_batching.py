@@ -17,7 +17,7 @@ from edgeinfer.errors import ContextLengthError, DecodeError, EngineError, Queue
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.scheduling.chunks import Exactness
 from edgeinfer.runtime.decoding.scheduling.execution import Execution
-from edgeinfer.runtime.decoding.scheduling.parts import Part
+from edgeinfer.runtime.decoding.sequences.sequence import Part
 from edgeinfer.runtime.engine import LlamaEngine, _exactness, load_engine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles

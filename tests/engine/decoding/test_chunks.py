@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgeinfer.runtime.decoding.scheduling.chunks import Chunks, Exactness
-from edgeinfer.runtime.decoding.scheduling.loans import lendable_s
+from edgeinfer.runtime.decoding.scheduling.prefill import lendable_s
 
 
 def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime.decoding.sequences.output import Output
-from edgeinfer.runtime.decoding.sequences.reasoning_budget import ReasoningBudget
+from edgeinfer.runtime.decoding.sequences.output import Output, ReasoningBudget
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, ReasoningDelta, TextDelta
 from edgeinfer.runtime.fake import FakeEngine

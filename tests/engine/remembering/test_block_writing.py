@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.blocks.format import State, unpack_tokens, whole
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.names import Names
-from edgeinfer.blocks.store import BlockStore, ModelBlocks
+from edgeinfer.blocks.store import BlockStore, ModelBlocks, forget_conversation
+from edgeinfer.runtime.decoding.blocks.block_check import Proof
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
 from edgeinfer.runtime.decoding.blocks.block_writing import BlockWriting
-from edgeinfer.runtime.decoding.blocks.proof import Proof
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache
 
 from .test_kvcache import CountingMemory, claim, fill, make

@@ -12,13 +12,11 @@ from typing import NamedTuple, cast
 import msgspec
 import pytest
 
-from edgeinfer.blocks.forget import forget_all, forget_conversation
 from edgeinfer.blocks.format import Block
 from edgeinfer.blocks.kept import kept_names
 from edgeinfer.blocks.limits import Limits, list_blocks
-from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks.block_cache import BLOCK_TOKENS
-from edgeinfer.runtime.decoding.blocks.restore import Restore
+from edgeinfer.blocks.store import BlockStore, forget_all, forget_conversation
+from edgeinfer.runtime.decoding.blocks.block_cache import BLOCK_TOKENS, Restore
 from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
 from edgeinfer.runtime.decoding.scheduling.prefixes import restoring
 from edgeinfer.runtime.decoding.sequences.sequence import Sequence

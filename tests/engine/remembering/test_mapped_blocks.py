@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.blocks.forget import forget_all
 from edgeinfer.blocks.limits import list_blocks
-from edgeinfer.blocks.store import BlockStore
+from edgeinfer.blocks.store import BlockStore, forget_all
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.loading import cell_copies
 from edgeinfer.runtime.loading.mappings import areas

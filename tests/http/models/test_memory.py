@@ -15,10 +15,9 @@ from made_decoders import make_reader
 from made_models import make_llama
 from other_processes import engines_below, free_port, wait_until
 
-from edgeinfer.blocks.forget import forget_conversation
 from edgeinfer.blocks.limits import Limits, list_blocks
-from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks import block_writing, restore
+from edgeinfer.blocks.store import BlockStore, forget_conversation
+from edgeinfer.runtime.decoding.blocks import block_cache, block_writing
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import FakeEngine
@@ -50,7 +49,7 @@ STORY = " ".join(f"{WORDS[i * i % 11]}{i * 7 % 13}" for i in range(180))
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """A busy machine may read slower than it computes, and a fast one compute too fast to write."""
-    monkeypatch.setattr(restore, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(block_cache, "_PATIENCE_S", 600.0)
     monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
 
 

@@ -10,15 +10,17 @@ window hides at its end, which shows only when a later request is cut inside it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 
+from edgeinfer.blocks.format import Block
 from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime.decoding.active import ActiveContext
-from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck
+from edgeinfer.runtime.decoding.blocks.block_check import BlockCheck, Proof
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
 from edgeinfer.runtime.decoding.blocks.block_writing import BlockWriting
-from edgeinfer.runtime.decoding.blocks.proof import Proof
-from edgeinfer.runtime.decoding.blocks.restore import Restore
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache, Resident, common_prefix
 from edgeinfer.runtime.decoding.cache.states import SequenceStates
 from edgeinfer.runtime.requests import GenerateRequest
@@ -29,6 +31,8 @@ BLOCK_TOKENS = 256
 _WORTH_READING = 32
 #: A check is made for a request that gains so many times what the check computes.
 _WORTH_CHECKING = 2
+#: A block is waited for at least so long (seconds) before computing it is thought to be faster.
+_PATIENCE_S = 0.05
 
 
 def block_tokens(window: int) -> int:
@@ -182,3 +186,54 @@ class BlockCache:
         """Write what waits; False when that took longer."""
         self._kv.before_drop = lambda resident: None
         return self.blocks.close(timeout_s)
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """Blocks from `start` on, of which the tokens up to `end` are wanted.
+
+    `futures` are the blocks, in order; None stands for one that cannot be used. `cached` tokens had
+    been in memory.
+    """
+
+    futures: Sequence[Future[Block | None]]
+    start: int
+    end: int
+    done: int = 0
+    cached: int = 0
+    has_ended_well: bool = False
+    waits_since: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all blocks are back."""
+        return self.done == len(self.futures)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next block has been read."""
+        return self.futures[self.done].done()
+
+    def take(self) -> Block | None:
+        """The next block, which is ready; None when it cannot be used."""
+        block = self.futures[self.done].result()
+        self.done += 1
+        self.waits_since = time.monotonic()
+        return block
+
+    def is_too_slow(self, compute_s: float) -> bool:
+        """Whether the next block is not there, and computing it, which takes so many seconds, is faster
+        than waiting on.
+        """
+        if self.is_ready:
+            return False  # not the disk was slow, but this thread
+        return time.monotonic() - self.waits_since > max(_PATIENCE_S, compute_s)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the next block."""
+        wait([self.futures[self.done]], timeout_s)
+
+    def cancel(self) -> None:
+        """Read no more."""
+        for future in self.futures[self.done :]:
+            future.cancel()

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.blocks.format import State
+from edgeinfer.blocks.store import ModelBlocks
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch, Logits
@@ -148,3 +149,31 @@ class _Probe:
         if point is not None:
             self.states.write_point(_SEQ_ID, point)
         libllama.lib().llama_memory_seq_rm(self.memory, _SEQ_ID, n, -1)
+
+
+class Proof:
+    """What the check of a model found: "" before it has ended, "exact", or what is wrong."""
+
+    def __init__(self, blocks: ModelBlocks, check: BlockCheck) -> None:
+        self._blocks, self._check = blocks, check
+        self.found = blocks.read_check()
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens the check computes."""
+        return self._check.n_tokens
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the check found that this model's blocks do not come back as they were."""
+        return self.found not in ("", "exact")
+
+    def go_on(self) -> None:
+        """Check a little further. What was written before is deleted where the check ends badly."""
+        found = self._check.step()
+        if found is None:
+            return
+        self.found = found
+        self._blocks.note_check(found)
+        if self.is_refused:
+            self._blocks.clear()

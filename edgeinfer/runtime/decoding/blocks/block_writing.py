@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from edgeinfer.blocks.format import Block, Header, Kind, State, pack_tokens, unpack_tokens, whole
 from edgeinfer.blocks.names import TAIL_KEY_TOKENS
 from edgeinfer.blocks.store import ModelBlocks
+from edgeinfer.runtime.decoding.blocks.block_check import Proof
 from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
-from edgeinfer.runtime.decoding.blocks.proof import Proof
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident
 from edgeinfer.runtime.decoding.cache.states import SequenceStates
 

@@ -7,10 +7,10 @@ from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Logits
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, common_prefix
 from edgeinfer.runtime.decoding.metrics import Counters
-from edgeinfer.runtime.decoding.scheduling.parts import Part
 from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
 from edgeinfer.runtime.decoding.scheduling.roster import Roster
 from edgeinfer.runtime.decoding.sequences.output import chosen_logprobs, token_logprobs
+from edgeinfer.runtime.decoding.sequences.sequence import Part
 from edgeinfer.runtime.events import PromptLogprobs
 from edgeinfer.runtime.vocab import Vocab
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.scheduling.chunks import SHORT_TOKENS
 
 #: Work thrown away is at most this share of the prefill that was done.
@@ -63,3 +66,30 @@ class Interruptions:
         with self._lock:
             if self._began is not None and cancelled and all(cancelled):
                 self._ask()
+
+
+class Abort:
+    """Ends a llama_decode early. Any thread may call `ask`, the one that decodes the rest.
+
+    llama.cpp asks a callback before each node of its graph. One in Python would take the interpreter's
+    lock thousands of times a step; libc's `strlen` over our buffer needs none: "" goes on, "x" ends.
+    """
+
+    def __init__(self) -> None:
+        self._text = ctypes.create_string_buffer(2)
+        strlen = ctypes.CDLL(None).strlen
+        self._callback = ctypes.cast(strlen, libllama.lib().ggml_abort_callback)
+
+    def put_on(self, context: Any) -> None:
+        """Have the computing of `context` ask."""
+        libllama.lib().llama_set_abort_callback(
+            context, self._callback, ctypes.cast(self._text, ctypes.c_void_p)
+        )
+
+    def ask(self) -> None:
+        """End the llama_decode that is running, or the next; it returns 2."""
+        self._text[0] = b"x"
+
+    def clear(self) -> None:
+        """Let computing go on."""
+        self._text[0] = b"\0"

@@ -10,11 +10,10 @@ from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, KvCache
 from edgeinfer.runtime.decoding.drafting.speculative import Price, StepCosts
 from edgeinfer.runtime.decoding.scheduling.chunks import Chunks, Exactness
-from edgeinfer.runtime.decoding.scheduling.parts import Part
 from edgeinfer.runtime.decoding.scheduling.prefill import Prefill
 from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
 from edgeinfer.runtime.decoding.scheduling.roster import Roster
-from edgeinfer.runtime.decoding.sequences.sequence import Sequence
+from edgeinfer.runtime.decoding.sequences.sequence import Part, Sequence
 
 #: Short prompts of requests that came together: up to this many tokens are computed before any of them
 #: decodes.

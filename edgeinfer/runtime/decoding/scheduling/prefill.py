@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.decoding.cache import points
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache
 from edgeinfer.runtime.decoding.scheduling.chunks import SHORT_TOKENS, Chunks
-from edgeinfer.runtime.decoding.scheduling.loans import Loans
-from edgeinfer.runtime.decoding.scheduling.parts import Part
 from edgeinfer.runtime.decoding.scheduling.prefixes import Prefixes
 from edgeinfer.runtime.decoding.scheduling.roster import Roster
-from edgeinfer.runtime.decoding.sequences.sequence import Sequence
+from edgeinfer.runtime.decoding.sequences.sequence import Part, Sequence
+
+#: The share of a long prompt's time that it lends, and how far ahead of it (seconds).
+_SHARE = 0.1
+_AHEAD_S = 1.0
 
 
 class Prefill:
@@ -97,3 +101,36 @@ class Prefill:
         others = [s for s in self._roster.running if s.resident is not None and s is not seq]
         if others:
             self._prefixes.give_up(others[-1], keep=False)
+
+
+def lendable_s(elapsed_s: float, rest_s: float) -> float:
+    """Seconds that a prompt computed for `elapsed_s`, with `rest_s` to come, may have lent."""
+    return _SHARE * elapsed_s + min(_SHARE * rest_s, _AHEAD_S)
+
+
+class Loans:
+    """Lets running streams decode without a piece of a long prompt beside them, now and then.
+
+    A short answer is over before the long prompt has noticed, and is not stretched over many of its
+    pieces, which are small while others decode. `chunks` knows what computing its rest costs.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._lender: Sequence | None = None
+        self._began = 0.0
+
+    def settle(self) -> None:
+        """A step is over: book it, if it was lent."""
+        if self._lender is not None:
+            self._lender.lent_s += time.monotonic() - self._began
+            self._lender = None
+
+    def lend(self, seq: Sequence) -> bool:
+        """Whether the next step is lent by the long prompt of `seq`."""
+        now = time.monotonic()
+        rest_s = seq.n_pending * self._chunks.s_per_token
+        if seq.lent_s >= lendable_s(now - seq.clock.started, rest_s):
+            return False
+        self._lender, self._began = seq, now
+        return True

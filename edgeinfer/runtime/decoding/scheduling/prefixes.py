@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 
-from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
-from edgeinfer.runtime.decoding.blocks.restore import Restore
+from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache, Restore
 from edgeinfer.runtime.decoding.cache import points
 from edgeinfer.runtime.decoding.cache.divergence import closest, describe_divergence
 from edgeinfer.runtime.decoding.cache.kvcache import KvCache, common_prefix

@@ -4,14 +4,15 @@ log-probabilities.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.runtime.decoding.sequences.textstream import TextStream
 from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta
+from edgeinfer.runtime.language.markers import held_back
 from edgeinfer.runtime.language.prepared import AnswerParser, Parsed
 from edgeinfer.runtime.vocab import Vocab
 
@@ -106,3 +107,66 @@ def chosen_logprobs(
         return Logprob(t, vocab.piece(t, special=True), float(logprobs[t]))
 
     return TokenLogprobs(entry(token), tuple(entry(t) for t in top))
+
+
+class TextStream:
+    """One generation's text. Feed bytes as tokens come; what could still become a stop string is held
+    back.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.stopped_by: str | None = None
+
+    def feed(self, data: bytes) -> str:
+        """Text that is certain after `data`. Once `stopped_by` is set, the text before the stop string
+        and nothing more.
+        """
+        if self.stopped_by is not None:
+            return ""
+        text = self._decoder.decode(data)
+        return self._release(self._held + text) if self._stops else text
+
+    def finish(self) -> str:
+        """What was held back, at the end. Bytes of an unfinished character are dropped."""
+        held, self._held = self._held, ""
+        return "" if self.stopped_by is not None else held
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether text waits for what comes next: a possible stop string, or the rest of a
+        character.
+        """
+        return bool(self._held) or bool(self._decoder.getstate()[0])
+
+    def _release(self, text: str) -> str:
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            place, self.stopped_by = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+            self._held = ""
+            return text[:place]
+        keep = held_back(text, self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+class ReasoningBudget:
+    """One request's budget: `n_tokens` of reasoning; `close`: its end marker's tokens."""
+
+    def __init__(self, n_tokens: int, close: Sequence[int], *, opened: bool) -> None:
+        self._n_tokens = n_tokens
+        self.close = close
+        self._was_inside = opened
+        self._n = 0
+
+    def is_spent(self, output: Output) -> bool:
+        """Whether the span is to be closed now. Asked once behind each token that was sampled.
+
+        Not within a character or what may become a marker: the next token is waited for then.
+        """
+        is_inside = output.is_reasoning
+        self._n += self._was_inside and is_inside  # the marker that opens it is no part of it
+        self._was_inside = is_inside
+        return is_inside and self._n >= self._n_tokens and not output.is_holding

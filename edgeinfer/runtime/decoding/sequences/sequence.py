@@ -14,12 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.decoding.blocks.restore import Restore
+from edgeinfer.runtime.decoding.blocks.block_cache import Restore
 from edgeinfer.runtime.decoding.cache.divergence import Closest
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey, Resident
 from edgeinfer.runtime.decoding.drafting.speculative import Drafting
-from edgeinfer.runtime.decoding.sequences.output import Output, chosen_logprobs, token_logprobs
-from edgeinfer.runtime.decoding.sequences.reasoning_budget import ReasoningBudget
+from edgeinfer.runtime.decoding.sequences.output import (
+    Output,
+    ReasoningBudget,
+    chosen_logprobs,
+    token_logprobs,
+)
 from edgeinfer.runtime.decoding.sequences.sampler import Sampler
 from edgeinfer.runtime.events import (
     Divergence,
@@ -251,3 +255,17 @@ class Sequence:
             draft_tokens=self.drafting.drafted,
             draft_accepted_tokens=self.drafting.accepted,
         )
+
+
+@dataclass(slots=True)
+class Part:
+    """A sequence's share of a batch: its tokens, guesses at their end included, and the first row that
+    has logits.
+    """
+
+    seq: Sequence
+    row: int
+    tokens: list[int]
+    drafts: list[int] = field(default_factory=list)
+    has_output: bool = True
+    is_prefill: bool = False
