@@ -82,7 +82,6 @@ def processes(*, everywhere: bool = False) -> list[Running]:
 
 
 def _notes(apps: list[int], name: str, kind: type[T]) -> tuple[T, ...]:
-    """What apps have left under a name."""
     found = (left_by(pid, name, kind) for pid in apps)
     return tuple(note for note in found if note is not None)
 
@@ -148,7 +147,6 @@ def _typed(pid: int) -> list[str] | None:
 
 
 def _below(pid: int, parents: dict[int, int]) -> list[int]:
-    """Every descendant."""
     found: list[int] = []
     wave = [pid]
     while wave:

@@ -86,13 +86,10 @@ class Store:
             db = sqlite3.connect(file, isolation_level=None, timeout=5.0)
             try:
                 db.execute("PRAGMA journal_mode = WAL")
-                db.execute(
-                    "PRAGMA synchronous = NORMAL"
-                )  # a killed process loses nothing; a power cut the last moments
+                # a killed process loses nothing; a power cut the last moments
+                db.execute("PRAGMA synchronous = NORMAL")
                 db.execute("PRAGMA foreign_keys = ON")
-                db.execute(
-                    "PRAGMA secure_delete = ON"
-                )  # a deleted conversation is gone from the file too
+                db.execute("PRAGMA secure_delete = ON")  # a deleted conversation leaves the file too
                 migrate(db, str(file))
             except BaseException:
                 db.close()

@@ -149,8 +149,6 @@ def _forget_scheduling(core: Path) -> None:
 
 
 class _Baker:
-    """The edit of one dump's images."""
-
     def __init__(
         self, folder: Path, memory: Path, pid: int, runs: list[Run], zeros: list[Range]
     ) -> None:
@@ -268,7 +266,6 @@ def _may_be_mapped(area: Message) -> bool:
 
 
 def _piece(area: Message, start: int, end: int) -> Message:
-    """A part of an area that stays what it was."""
     offset = images.number(area, images.AREA_OFFSET)
     if images.number(area, images.AREA_STATUS) & images.AREA_FILE_PRIVATE:
         area = images.with_number(
@@ -287,7 +284,6 @@ def _pagemap_entry(run: Run) -> bytes:
 
 
 def _without(run: Run, zeros: list[Range]) -> Iterator[Run]:
-    """The parts of a run outside the given file ranges."""
     at = run.offset
     for begin, end in zeros:
         if end <= at or begin >= run.offset + run.length:

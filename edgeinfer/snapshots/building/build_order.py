@@ -180,7 +180,6 @@ def sweep(root: Path) -> None:
 
 
 def _run_builder(folder: Path, request: dict[str, frames.Value], progress: Progress) -> Details:
-    """Run the builder, pass its stages on, return its work; remove the folder on failure."""
     folder.mkdir(mode=0o700)
     try:
         with locked(folder / format.LOCK):

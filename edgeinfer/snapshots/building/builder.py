@@ -117,7 +117,6 @@ class Builder:
         return parked_fields, parked
 
     def _converse(self, link: socket.socket, order: socket.socket) -> tuple[dict[str, bytes], Parked]:
-        """Send the process its request; pass on its stages until it lets go of us."""
         self._request(link)
         answer: dict[str, bytes] = {}
         while (received := frames.receive(link)) is not None:
@@ -161,7 +160,6 @@ class Builder:
             os._exit(0)
 
     def _start(self, flags: int, link: int) -> int:
-        """Start the process that is to be dumped, in the namespaces' init; return its pid there."""
         if flags:
             Path("/proc/sys/kernel/ns_last_pid").write_text(str(format.PARKED_PID - 1))
         pid = os.fork()
@@ -322,7 +320,6 @@ def _ms_since(began: float) -> float:
 
 
 def _tail(log: Path, only: str = "") -> str:
-    """The last lines of a log that have the word."""
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if only in line]
     except OSError:
@@ -359,8 +356,6 @@ def main(kind: type[Builder] = Builder) -> None:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.building import (
-        builder,  # classes of the imported module, not of `__main__`
-    )
+    from edgeinfer.snapshots.building import builder  # classes of this module, not of `__main__`
 
     builder.main()

@@ -91,8 +91,6 @@ def _import(name: str) -> list[str]:
 
 
 class _Stages:
-    """Names each stage to the builder and keeps its milliseconds."""
-
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._name, self._since = "", time.monotonic()
@@ -123,9 +121,8 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
     loadable = msgspec.structs.replace(files, system_prompt=system)  # a launch's, if it names none
     stages = _Stages(link)
     stages.begin("load")
-    with ThreadPoolExecutor(
-        1
-    ) as loader:  # llama.cpp needs no Python to load, and the imports no llama.cpp
+    # llama.cpp needs no Python to load, and the imports no llama.cpp
+    with ThreadPoolExecutor(1) as loader:
         loading = loader.submit(
             load_engine, loadable, options, lambda _stage, fraction: stages.report("load", fraction)
         )
@@ -238,7 +235,6 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _telling(link: socket.socket) -> Iterator[None]:
-    """Tell the builder what went wrong, and end."""
     try:
         yield
     except (EdgeInferError, OSError) as error:

@@ -102,7 +102,6 @@ def own_pages(path: str) -> None:
 
 
 def _holders(places: Places) -> list[Any]:
-    """Every object that refers to a path of the old place."""
     found: list[Any] = []
     waiting: list[Any] = gc.get_objects()
     seen = set(map(id, waiting))

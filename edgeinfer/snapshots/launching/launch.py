@@ -74,7 +74,6 @@ class Launcher:
     # --- running
 
     def _turn(self) -> None:
-        """Wait for something to happen, and deal with it. Signals are handled in between."""
         # one that starts meanwhile may have a descriptor that was another's at the poll
         apps = list(self._apps.running)
         self._succession.look()
@@ -158,7 +157,6 @@ class Launcher:
             self._leave(self._code)
 
     def _stay(self, why: str) -> None:
-        """The successor is gone before it took over."""
         if self._asked_to_end:
             self._succession.successor = None
         else:

@@ -97,8 +97,6 @@ def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Chil
 def _main(
     work: Callable[[Callable[[str], None]], NoReturn], status_fd: int, keep: tuple[int, ...]
 ) -> NoReturn:
-    """The supervisor's process from its first instruction to its last."""
-
     def tell(line: str) -> None:
         os.write(status_fd, line.encode(errors="replace") + b"\n")
 
@@ -128,11 +126,7 @@ def _restore_child(manifest: Manifest, images: str, link_fd: int, wake_fd: int, 
 
 
 def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: int) -> NoReturn:
-    """Wait for CRIU and the app until the app has ended. `criu_pid` 0: the app runs already.
-
-    A restore that fails kills the app first and ends then: only CRIU's end tells what an app's early
-    end was.
-    """
+    """Wait for CRIU (pid 0: none) and the app; a restore that fails kills the app, then ends."""
     alive = criu_pid == 0
     early: list[int] = []
     ended: int | None = None

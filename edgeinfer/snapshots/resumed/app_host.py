@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -27,9 +27,9 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.settings.config import Config, LoadConfig
 from edgeinfer.settings.load_options import snapshot_options
 from edgeinfer.snapshots import frames
+from edgeinfer.snapshots.launching.hand_over import LEAVE, OFFER
 from edgeinfer.snapshots.process_description import Description, describe, stamps_of
 from edgeinfer.snapshots.resumed import taking
-from edgeinfer.snapshots.resumed.hand_over import HandOver
 from edgeinfer.snapshots.resumed.idle import IdleWatch
 from edgeinfer.snapshots.resumed.loaded_model import LoadedModel, Parkable
 from edgeinfer.snapshots.shelf import build_log, choose, format
@@ -227,11 +227,7 @@ class AppHost(Host):
         return HandOver(self._tell, is_successor=self._succeeds, predecessor=self._predecessor)
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
-        """Tell the launcher which snapshot would have served this cold start.
-
-        It has one built when this verb has ended, or, of a verb that goes on for long, as soon as the
-        engine has rested for a while.
-        """
+        """Name the snapshot that would have helped; the launcher builds it later, when idle."""
         if not self.config.snapshots.auto_warm or self.start.how != "cold":
             return
         if not self._long_lived and self._is_first_use(model, options):
@@ -268,3 +264,37 @@ class AppHost(Host):
     def _tell(self, message: Mapping[str, frames.Value], fds: Sequence[int] = ()) -> None:
         with self._asking, contextlib.suppress(OSError):
             frames.send(self._link, message, fds)
+
+
+class HandOver:
+    """What an app says to its launcher and hears from it; `launching.hand_over` has the order."""
+
+    def __init__(
+        self, tell: taking.Tell, *, is_successor: bool, predecessor: socket.socket | None = None
+    ) -> None:
+        self.is_successor = is_successor
+        self.predecessor = predecessor
+        self._tell = tell
+        self._pipe = -1
+
+    def listen(self) -> int:
+        """Tell the launcher that this process may be succeeded; a descriptor that `receive` reads."""
+        self._pipe, theirs = os.pipe()
+        self._tell({"op": "hand-over"}, [theirs])
+        os.close(theirs)
+        return self._pipe
+
+    def receive(self) -> Literal["offer", "leave", "end"]:
+        """Read what the launcher says."""
+        word = os.read(self._pipe, 1)
+        if word == OFFER:
+            return "offer"
+        return "leave" if word == LEAVE else "end"
+
+    def idle(self, channel: socket.socket | None = None) -> None:
+        """Say that a successor may come now; it gets `channel`."""
+        self._tell({"op": "idle"}, () if channel is None else (channel.fileno(),))
+
+    def ready(self) -> None:
+        """Say that this process, the successor, could answer."""
+        self._tell({"op": "ready"}, ())

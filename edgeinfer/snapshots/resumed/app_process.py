@@ -198,8 +198,6 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.resumed import (
-        app_process,  # classes and functions of the imported module, not of `__main__`
-    )
+    from edgeinfer.snapshots.resumed import app_process  # its classes, not those of `__main__`
 
     app_process.main()

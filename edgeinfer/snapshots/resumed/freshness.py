@@ -111,11 +111,8 @@ def _limit(which: int, soft: int) -> None:
 def new_streams() -> None:
     """Open sys.stdin, stdout and stderr over 0, 1 and 2 as a fresh interpreter would."""
     encoding = locale.getencoding()
-    lenient = encoding.lower() in (
-        "ascii",
-        "ansi_x3.4-1968",
-        "646",
-    )  # the C locale: Python reads it as UTF-8 too
+    # the C locale: Python reads it as UTF-8 too
+    lenient = encoding.lower() in ("ascii", "ansi_x3.4-1968", "646")
     if lenient or sys.flags.utf8_mode:
         encoding = "utf-8"
     errors = "surrogateescape" if lenient else "strict"

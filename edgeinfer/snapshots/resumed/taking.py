@@ -24,8 +24,6 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 class _Result(msgspec.Struct, frozen=True):
-    """What is read of a `commands.take.TakeResult`."""
-
     snapshot: _Named
     was_built: bool
     wall_s: float

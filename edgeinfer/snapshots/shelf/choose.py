@@ -82,7 +82,6 @@ def _first_word(argv: list[str]) -> str:
 
 
 def _warm(word: str, known: set[str]) -> str:
-    """Return the model with a snapshot that `word` names, "" for none. `hf:` may be left out."""
     spellings = (word, f"hf:{word}") if "/" in word else (word,)
     return next((name for name in spellings if name and format.part_of(name) in known), "")
 

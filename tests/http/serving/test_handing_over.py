@@ -11,7 +11,7 @@ import pytest
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.server import handing_over
 from edgeinfer.snapshots.launching.hand_over import LEAVE, OFFER
-from edgeinfer.snapshots.resumed.hand_over import HandOver
+from edgeinfer.snapshots.resumed.app_host import HandOver
 
 
 class Launcher:
