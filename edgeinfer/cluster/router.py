@@ -26,10 +26,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Sequence[list[RunningReplica]]:
-        """Replicas in ranks, of each the least busy is taken: one that knows the beginning, then all.
-
-        One whose queue is full is passed over.
-        """
+        """Return ranks of replicas: one with the prefix cached, unless its queue is full, then all."""
         if not candidate_replicas:
             return []
         asked = _asked(pending_request)

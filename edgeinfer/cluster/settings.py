@@ -41,10 +41,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(arguments: Mapping[str, object]) -> Settings:
-    """Settings from `{"models": [...]}`, or from the fields of one model, numbers as text or not.
-
-    Raises UsageError naming the field that is wrong.
-    """
+    """Read `{"models": [...]}` or one model's fields. Raises UsageError that names the wrong field."""
     given = arguments if "models" in arguments else {"models": [arguments]}
     try:
         settings = msgspec.convert(given, Settings, strict=False)

@@ -1,7 +1,4 @@
-"""The Textual front of the chat: screens, widgets, drawing.
-
-What is said and stored belongs to `edgeinfer.chat`.
-"""
+"""The Textual front end of the chat; `edgeinfer.chat` says and stores."""
 
 from __future__ import annotations
 

@@ -69,11 +69,7 @@ class Front(Protocol):
 
 
 class Commander:
-    """Runs parsed commands.
-
-    `config` is what the user saved; what is saved here is seen from the next command on. `deleted` is
-    the conversation that an undo brings back.
-    """
+    """Runs parsed commands with the saved `config`; an undo brings back the `deleted` conversation."""
 
     def __init__(self, session: ChatSession, front: Front, config: ChatConfig) -> None:
         self.session = session

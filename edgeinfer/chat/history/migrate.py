@@ -1,7 +1,4 @@
-"""Numbered migrations: `migrations/NNNN_name.sql`, each run once, in order, all in one transaction.
-
-The number a database has reached is its `user_version`.
-"""
+"""Numbered migrations `migrations/NNNN_name.sql`, each run once, in order, up to `user_version`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a launch ends: as its app ended, so that whoever waits sees the same.
-
-Standard library only, and of that what is cheap: the launcher imports this.
-"""
+"""How a launch ends: as its app ended. The launcher imports this: cheap standard library only."""
 
 from __future__ import annotations
 

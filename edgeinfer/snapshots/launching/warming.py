@@ -1,7 +1,4 @@
-"""Snapshots that a launch has built: in the background for the next start, or now for its app.
-
-Standard library only, and of that what is cheap: the launcher imports this.
-"""
+"""Snapshots that a launch has built, now or later. Launcher code: cheap standard library only."""
 
 from __future__ import annotations
 

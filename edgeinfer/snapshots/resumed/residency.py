@@ -99,10 +99,7 @@ def give_back_shared() -> None:
 
 
 def touched_shared() -> list[Area]:
-    """List the touched windows of large shared mappings: all of a file used as it is.
-
-    Of weights that were repacked it is next to nothing.
-    """
+    """List the touched windows of large shared mappings: weights used as they are, not repacked."""
     found = []
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         for area in large("s"):

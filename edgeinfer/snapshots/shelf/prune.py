@@ -62,10 +62,7 @@ def make_room(root: Path, need_bytes: int, config: SnapshotsConfig, keep: str = 
 
 
 def stale(root: Path) -> list[str]:
-    """Remove the snapshots that this program refuses now, and those whose program is gone; their names.
-
-    What another program built is for that program to judge.
-    """
+    """Remove this program's refused snapshots and those whose program is gone; return their names."""
     removed = []
     for folder in by_last_use(root):
         if records.is_orphan(folder) or (records.is_own(folder) and not records.state_of(folder)[0]):

@@ -14,10 +14,7 @@ from edgeinfer.runtime.interface import Engine
 
 
 class Loader:
-    """Loads one model at a time; a later load takes an earlier one's place.
-
-    `post` takes `Loaded` or `Failed` from the thread. `progress` is "" when nothing is loading.
-    """
+    """Loads a model; a later load replaces an earlier. Its thread `post`s `Loaded` or `Failed`."""
 
     class Loaded(Message):
         """A model is there."""

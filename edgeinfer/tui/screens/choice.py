@@ -15,6 +15,13 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 
+def sheet(title: str, keys: str, *, small: bool = False) -> Vertical:
+    """Return a screen's frame with its title, and its keys at the bottom."""
+    frame = Vertical(classes="sheet -small" if small else "sheet")
+    frame.border_title, frame.border_subtitle = title, keys
+    return frame
+
+
 class ChoiceScreen(ModalScreen[str | None]):
     """`choices` are (id, label, what it means); the answer is an id, None when it was left."""
 
@@ -27,9 +34,7 @@ class ChoiceScreen(ModalScreen[str | None]):
         self._choices = choices
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="sheet -small") as sheet:
-            sheet.border_title = self._title
-            sheet.border_subtitle = "Enter takes · Esc leaves"
+        with sheet(self._title, "Enter takes · Esc leaves", small=True):
             yield Static(self._text, classes="text", markup=False)
             yield OptionList(
                 *(
@@ -54,9 +59,7 @@ class AskScreen(ModalScreen[str | None]):
         self._title, self._value = title, value
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="sheet -small") as sheet:
-            sheet.border_title = self._title
-            sheet.border_subtitle = "Enter takes · Esc leaves"
+        with sheet(self._title, "Enter takes · Esc leaves", small=True):
             field = Input(self._value)
             field.cursor_blink = False
             yield field

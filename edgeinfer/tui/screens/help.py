@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
@@ -14,6 +14,7 @@ from textual.widgets import Static
 from edgeinfer.chat.commands import slash
 from edgeinfer.tui.bindings import HEADINGS, KEYS, shown
 from edgeinfer.tui.drawing.lines import Line, wrap
+from edgeinfer.tui.screens.choice import sheet
 from edgeinfer.tui.textual_internals import keymap
 
 
@@ -27,9 +28,7 @@ class HelpScreen(ModalScreen[None]):
         self._command = command
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="sheet") as sheet:
-            sheet.border_title = "Help"
-            sheet.border_subtitle = "↑↓ scroll · Esc leaves"
+        with sheet("Help", "↑↓ scroll · Esc leaves"):
             with VerticalScroll() as scroll:
                 yield Static("", id="help")
             scroll.can_focus = True

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
@@ -21,6 +20,7 @@ from edgeinfer.chat.shelf import Shelved, shelf, size_words
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.tui.bindings import bindings
+from edgeinfer.tui.screens.choice import sheet
 
 if TYPE_CHECKING:
     from edgeinfer.catalog.fits import FirstRunChoice
@@ -57,9 +57,10 @@ class ModelScreen(ModalScreen[str | None]):
         self._working = ""
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="sheet") as sheet:
-            sheet.border_title = "No model is here yet" if self.first else "Models"
-            sheet.border_subtitle = _KEYS if self.app.size.width >= 60 else _KEYS_NARROW
+        with sheet(
+            "No model is here yet" if self.first else "Models",
+            _KEYS if self.app.size.width >= 60 else _KEYS_NARROW,
+        ):
             if self.first:
                 yield Static(
                     f"Enter fetches {self.wanted} and starts the chat. Or pick another.",

@@ -8,7 +8,6 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList
@@ -23,7 +22,7 @@ from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.drawing.lines import clean
-from edgeinfer.tui.screens.choice import AskScreen
+from edgeinfer.tui.screens.choice import AskScreen, sheet
 
 
 class SessionScreen(ModalScreen[int | None]):
@@ -44,13 +43,12 @@ class SessionScreen(ModalScreen[int | None]):
         self.found: list[Summary] = []
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="sheet") as sheet:
-            sheet.border_title = "Conversations"
-            sheet.border_subtitle = (
-                "Enter open · ^R rename · ^D delete · ^U undo · ^E export"
-                if self.app.size.width >= 70
-                else "Enter open · ^D delete · Esc"
-            )
+        keys = (
+            "Enter open · ^R rename · ^D delete · ^U undo · ^E export"
+            if self.app.size.width >= 70
+            else "Enter open · ^D delete · Esc"
+        )
+        with sheet("Conversations", keys):
             field = Input(self._words, placeholder="Search", id="words")
             field.cursor_blink = False
             yield field

@@ -8,7 +8,6 @@ import msgspec
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
@@ -22,7 +21,7 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import BY_ID, HEADINGS, KEYS, shown
-from edgeinfer.tui.screens.choice import ChoiceScreen
+from edgeinfer.tui.screens.choice import ChoiceScreen, sheet
 from edgeinfer.tui.textual_internals import keymap
 
 
@@ -34,9 +33,7 @@ class KeyScreen(ModalScreen[str | None]):
         self._name_of = name
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="sheet -small") as sheet:
-            sheet.border_title = BY_ID[self._name_of].label
-            sheet.border_subtitle = "Esc leaves it as it is"
+        with sheet(BY_ID[self._name_of].label, "Esc leaves it as it is", small=True):
             yield Static("Press the new key.", classes="text")
 
     def on_key(self, event: events.Key) -> None:
@@ -57,9 +54,7 @@ class SettingsScreen(ModalScreen[None]):
         self._commander = commander
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="sheet") as sheet:
-            sheet.border_title = "Settings"
-            sheet.border_subtitle = "Enter changes · Esc leaves"
+        with sheet("Settings", "Enter changes · Esc leaves"):
             yield OptionList(id="settings")
             yield Static("", classes="detail", markup=False)
 

@@ -1,7 +1,4 @@
-"""The conversation: one widget that draws the lines in view, whatever its length (decision 060).
-
-It follows the tail only when it is already there.
-"""
+"""The conversation: draws lines in view only (decision 060), follows its tail only if already there."""
 
 from __future__ import annotations
 

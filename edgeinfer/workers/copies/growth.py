@@ -1,7 +1,4 @@
-"""Decide how many copies of a model run: by how long requests wait, and by how many copies are idle.
-
-Pure arithmetic over facts and times (s) that are passed in.
-"""
+"""Decide how many copies run, by waiting requests and idle copies: pure arithmetic over times (s)."""
 
 from __future__ import annotations
 

@@ -27,10 +27,7 @@ StartCopy = Callable[[EngineInfo | None, int], Copy]
 
 
 class Minder:
-    """Minds the copies of one engine from a thread of its own.
-
-    `on_change` is told whenever there is another number of them, with the reason; from that thread.
-    """
+    """Minds an engine's copies from a thread, which tells `on_change` of each new number and why."""
 
     def __init__(
         self,
