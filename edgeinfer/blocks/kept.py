@@ -74,9 +74,7 @@ def kept_names(root: Path) -> set[str]:
 
 
 def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
-    """The blocks that sessions of `agent` begin with, in order; then those behind them, the last one
-    first.
-    """
+    """The blocks that sessions of `agent` begin with, in order; then those behind, the last first."""
     if not _AGENT.fullmatch(agent):
         return ()
     noted = _read(_path(folder, agent, salt))
@@ -105,7 +103,6 @@ def _all(folder: Path) -> Iterator[tuple[Path, _Noted]]:
 
 
 def _narrowed(before: _Noted, names: tuple[str, ...]) -> _Noted:
-    """What is noted after another session."""
     n = 0
     while n < min(len(before.shared), len(names)) and before.shared[n] == names[n]:
         n += 1
@@ -116,7 +113,6 @@ def _narrowed(before: _Noted, names: tuple[str, ...]) -> _Noted:
 
 
 def _read(path: Path) -> _Noted:
-    """What is noted; nothing where the file is not ours."""
     try:
         with open(open_own(path), encoding="ascii") as file:
             head, _, behind = file.read().partition("\n\n")

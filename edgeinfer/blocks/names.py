@@ -59,16 +59,12 @@ class Names:
         return self._hash(b"full", parent, pack_tokens(tokens))
 
     def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The name of what begins with `tokens` behind `parent`, however long: the next write
-        supersedes it.
-        """
+        """The name of what begins with `tokens` behind `parent`; the next write supersedes it."""
         n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def point(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The name of a point at the end of `tokens` behind `parent`: one that is a few tokens further
-        on supersedes it.
-        """
+        """The name of a point at the end of `tokens`; one a few tokens further on supersedes it."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 

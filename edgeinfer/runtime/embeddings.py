@@ -118,14 +118,12 @@ class Embedder:
         return [t for t in parts if t >= 0]
 
     def _run(self, inputs: list[list[int]], width: int) -> list[np.ndarray[Any, Any]]:
-        """One float64[width] an input."""
         vectors: list[np.ndarray[Any, Any]] = []
         for group in self._groups(inputs):
             vectors += self._call(partial(self._one_batch, group, width))
         return vectors
 
     def _groups(self, inputs: list[list[int]]) -> Iterator[list[list[int]]]:
-        """Whole texts, as many as fit in a batch."""
         group: list[list[int]] = []
         for tokens in inputs:
             if group and (

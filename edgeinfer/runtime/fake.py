@@ -238,8 +238,6 @@ class FakeEngine:
 
 
 class _Player(threading.Thread):
-    """Plays one script into a stream."""
-
     def __init__(
         self,
         script: Script,
@@ -276,7 +274,6 @@ class _Player(threading.Thread):
         self.stream.put(end)
 
     def _ending(self, item: Item) -> Event | EngineError | None:
-        """What ends the generation before or at `item`, if anything does."""
         if isinstance(item, EngineError | Finished):
             return item
         if self.cancelled.is_set():

@@ -221,9 +221,7 @@ def guard_decode() -> None:
 
 
 def decode(context: Any, batch: Any) -> int:
-    """llama_decode's return code: 0, 1 when no KV cells were found, 2 when it was given up; negative is
-    fatal.
-    """
+    """llama_decode's code: 0, 1 when no KV cells were found, 2 when given up; negative is fatal."""
     return int(_state.get("decode", L.llama_decode)(context, batch))
 
 

@@ -26,6 +26,5 @@ def normalized(text: str, form: str) -> str:
 
 
 def _is_dropped(char: str) -> bool:
-    """Accents and control characters."""
     kind = unicodedata.category(char)
     return kind == "Mn" or (kind[0] == "C" and char not in "\t\n\r")

@@ -77,9 +77,7 @@ class Attachment:
             self._thread.start()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are attached, or it is known that none will be; False when it takes
-        longer.
-        """
+        """Wait until devices are attached, or none will be; False when it takes longer."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
@@ -142,15 +140,12 @@ class Attachment:
             resident.is_shifted = True
 
     def _note_failure(self, target: Target, failure: str) -> str:
-        """The names of the devices that failed."""
         names = " and ".join(part.device for part in target.offload.parts)
         self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {failure}")
         return names
 
     def _failed(self, error: DecodeError) -> bool:
-        """A step failed on a device: the CPU goes on. What is on the device is left there, because a
-        lost one may never answer.
-        """
+        """The CPU goes on; what is on the device is left: a lost one may never answer."""
         target, self._target = self._target, None
         if target is None:
             return False

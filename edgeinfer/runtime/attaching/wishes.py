@@ -38,9 +38,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 
     def chosen(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Those to use, in their order. A software device is used where it is named, or where layers
-        were asked for and there is no other.
-        """
+        """Those to use, in order: the named, else GPUs, else software where layers were asked for."""
         if self.devices:
             return tuple(device for device in devices if device.name in self.devices)
         real = tuple(device for device in devices if device.kind in ("gpu", "integrated"))

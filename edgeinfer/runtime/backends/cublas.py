@@ -31,7 +31,6 @@ def prepare(backend: str) -> str:
 
 
 def _candidates(backend: str) -> Iterator[str]:
-    """Every place to look at, the one that was named first."""
     if os.environ.get(VARIABLE):
         yield os.environ[VARIABLE]
     folders = [os.path.dirname(backend), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]

@@ -34,8 +34,6 @@ _loaded: dict[str, tuple[int, Loaded]] = {}
 
 
 class _Props(ctypes.Structure):
-    """ggml_backend_dev_props."""
-
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("description", ctypes.c_char_p),
@@ -96,7 +94,6 @@ def _load(file: BackendFile) -> Loaded | NotLoaded:
 
 
 def _measured(handle: int, loaded: Loaded) -> Loaded:
-    """The same devices with the memory that is free now."""
     drivers = {device.name: device for device in loaded.devices}
     devices = tuple(
         msgspec.structs.replace(
@@ -145,7 +142,6 @@ def _driver(backend: str) -> str:
 
 
 def _why_not(name: str, lines: list[str]) -> NotLoaded:
-    """Turn what the dynamic linker or ggml said into words. A library that is missing is an absence."""
     text = " ".join(lines)
     missing = re.search(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file", text)
     if missing:

@@ -127,7 +127,6 @@ def _no_driver() -> Probe:
 
 @contextlib.contextmanager
 def _instance(library: ctypes.CDLL) -> Iterator[tuple[ctypes.c_void_p, int]]:
-    """A VkInstance and the VkResult of making it, destroyed afterwards."""
     application = _Application(name=b"edgeinfer", api_version=_API_1_1)
     info = _InstanceInfo(type=1, application=ctypes.pointer(application))
     instance = ctypes.c_void_p()

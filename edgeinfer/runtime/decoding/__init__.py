@@ -1,3 +1,1 @@
-"""The decode loop: `scheduling` its step, `sequences` the requests, `cache` and `blocks` what is
-remembered, `drafting` the guesses.
-"""
+"""The decode loop: its step, the requests, what is remembered, and the guesses."""

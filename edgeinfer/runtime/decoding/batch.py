@@ -1,6 +1,4 @@
-"""One batch for llama_decode, its arrays kept and reused. A native assertion ends the process:
-everything is checked here.
-"""
+"""One reused batch for llama_decode. A native assertion ends the process: all is checked here."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ _I32 = ctypes.POINTER(ctypes.c_int32)
 
 
 class Batch:
-    """Up to `capacity` tokens of any sequences, at most `max_outputs` of them with logits. One
-    thread.
-    """
+    """Up to `capacity` tokens of any sequences, `max_outputs` of them with logits. One thread."""
 
     def __init__(
         self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int
@@ -101,9 +97,7 @@ class Batch:
 
 
 class Logits:
-    """The logits of the last batch, as arrays that are views of llama.cpp's own memory: valid until the
-    next decode.
-    """
+    """The last batch's logits as views of llama.cpp's own memory: valid until the next decode."""
 
     def __init__(self, active: ActiveContext, n_vocab: int) -> None:
         self._active, self._n_vocab = active, n_vocab

@@ -1,6 +1,4 @@
-"""The one thread that uses the context: started with the first work, gone when the engine is parked or
-closed.
-"""
+"""The one thread that uses the context: from the first work until the engine is parked or closed."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ class DecodeLoop:
             self._scheduler.execution.interruptions.for_newcomer(len(seq.tokens))
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on the loop's thread between two steps and wait for it; what it raises is raised
-        here.
-        """
+        """Run `work` on the loop's thread between two steps; return or raise what it does."""
         done: Future[T] = Future()
         with self._changed:
             self._check_open()
@@ -84,9 +80,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread once it is idle; the next work starts another. Raises EngineError while
-        requests are inside.
-        """
+        """End the thread, until the next work. Raises EngineError while requests are inside."""
         with self._changed:
             if self._inside:
                 raise EngineError(f"{self._inside} requests are still running")
@@ -133,7 +127,6 @@ class DecodeLoop:
             self._die(error)
 
     def _die(self, error: BaseException) -> None:
-        """Fail everything that is inside, and all that comes from now on."""
         with self._changed:
             self.failure = f"the decode loop failed: {type(error).__name__}: {error}"
             self._thread = None
@@ -160,9 +153,7 @@ class DecodeLoop:
                 self._guarded(self._scheduler.do_chore)
 
     def _has_more(self) -> bool:
-        """Wait for work. False when the thread is to end; a closed loop cancels what is inside
-        first.
-        """
+        """Wait for work; False when the thread is to end. A closed loop cancels what is inside."""
         with self._changed:
             while not (self._has_work() or self._stopping or self._closed):
                 self._changed.wait(self._scheduler.chore_due_in_s())
@@ -180,10 +171,7 @@ class DecodeLoop:
         return not is_idle or self._scheduler.chore_due_in_s() == 0.0
 
     def _gather(self) -> None:
-        """Wait for the rest of a burst. Alone, the first would be computed at once, and the rest beside
-        its decoding, which the chunks' limit then stretches over many steps: at 8 streams that costs 2
-        % of the rate.
-        """
+        """Wait for the rest of a burst: begun one by one, 8 streams lose 2 % of their rate."""
         seen = 0
         while seen < self._inbox.qsize() < _BURST:
             seen = self._inbox.qsize()

@@ -1,6 +1,4 @@
-"""From a request to a sequence: everything that can be refused is refused here, in the caller's
-thread.
-"""
+"""From a request to a sequence: all that can be refused is refused here, in the caller's thread."""
 
 from __future__ import annotations
 
@@ -104,7 +102,6 @@ class Preparer:
         return self._n_ctx - max(1, min(wanted, self._n_ctx // 2))
 
     def _fit(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
-        """At least one token, and room for at least one more."""
         if not tokens and self._vocab.bos >= 0:
             tokens = [self._vocab.bos]
         if not tokens:

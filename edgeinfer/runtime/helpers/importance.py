@@ -103,7 +103,6 @@ class Importance:
 
 
 def _view(tensor: _Tensor, kind: Any) -> npt.NDArray[Any]:
-    """A tensor's numbers where they are, in numpy's order of dimensions."""
     first = ctypes.cast(tensor.data, ctypes.POINTER(kind)).contents
     flat = np.ctypeslib.as_array(ctypes.pointer(first), shape=(1,))
     return np.lib.stride_tricks.as_strided(
@@ -154,7 +153,6 @@ def _context(model: Any, found: Importance) -> Any:
 
 
 def _read(active: ActiveContext, vocab: Vocab, tokens: list[int], found: Importance) -> None:
-    """Raises DecodeError."""
     batch = Batch(
         capacity=_BATCH_TOKENS,
         max_outputs=_BATCH_TOKENS,

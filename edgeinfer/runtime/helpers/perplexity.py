@@ -81,13 +81,7 @@ def _context(model: Any, n_tokens: int) -> Any:
 
 
 def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> list[float]:
-    """Sum over the scored tokens: the negative log-likelihood of each context, in nats.
-
-    Of two contexts also the divergence of the first from the second, and how often their likeliest
-    token is the same.
-
-    Raises DecodeError.
-    """
+    """Negative log-likelihoods in nats; of two contexts also their divergence and agreement."""
     sums = [0.0, 0.0, 0.0, 0.0]
     batch = Batch(
         capacity=_BATCH_TOKENS,
@@ -121,7 +115,6 @@ def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> lis
 
 
 def _log_probabilities(logits: Any) -> Any:
-    """Natural logs of the softmax: float64[rows, n_vocab] of float32[rows, n_vocab]."""
     rows = logits.astype(np.float64)
     rows -= rows.max(axis=1, keepdims=True)
     return rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))

@@ -118,7 +118,6 @@ def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
 
 
 def _imatrix(job: QuantizeJob) -> list[Any]:
-    """The importance matrix as llama.cpp takes it, and the float32[n_sums] it points to."""
     if not job.spans:
         return []
     table = (

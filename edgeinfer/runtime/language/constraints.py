@@ -286,7 +286,6 @@ def _complaint(matcher: Any) -> str:
 
 
 def _brief(error: str) -> str:
-    """Say an error of the grammar engine in one line, its limits in words of ours."""
     for sign, text in _LIMITS.items():
         if sign in error:
             return text
@@ -320,10 +319,7 @@ def token_table(vocab: Vocab) -> Any:
 
 
 def _pieces(pointer: Any, n_vocab: int) -> Iterator[bytes]:
-    """Read every token's bytes, past `Vocab.piece`, which would keep them.
-
-    0xFF before the name of a token that stands for no text is llguidance's mark for it.
-    """
+    """0xFF before the name of a token that stands for no text is llguidance's mark for it."""
     size = 4096
     buffer = ctypes.create_string_buffer(size)
     for token in range(n_vocab):

@@ -53,7 +53,6 @@ class ControlTokens:
 
     @cached_property
     def _prefix(self) -> re.Pattern[str]:
-        """Match, without taking anything, where a spelling may begin."""
         prefixes = sorted({text[:_PREFIX].lower() for text in self._tokens})
         return re.compile(f"(?={'|'.join(map(re.escape, prefixes)) or '(?!)'})", re.IGNORECASE)
 
@@ -146,7 +145,6 @@ class ControlTokens:
         yield last, len(prompt), -1
 
     def _stripped(self, text: str, left: int, right: int) -> str:
-        """Return `text` without the white space that the control tokens beside it take away."""
         if left >= 0 and self._vocab.strips_right(left):
             text = text.lstrip(_SPACE)
         return text.rstrip(_SPACE) if right >= 0 and self._vocab.strips_left(right) else text

@@ -52,8 +52,6 @@ _EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class _Talk:
-    """A template with the notations that go with it."""
-
     template: ChatTemplate
     form: ToolFormat
     form_reason: str
@@ -175,7 +173,6 @@ class Conversations:
         )
 
     def _tools(self, request: GenerateRequest) -> tuple[Tool, ...]:
-        """The tools that may be called. Raises InvalidRequestError."""
         choice, tools = request.tool_choice, request.tools
         if choice.mode in ("required", "named") and not tools:
             raise InvalidRequestError(
@@ -221,7 +218,6 @@ class Conversations:
     def _call_or_answer(
         self, request: GenerateRequest, constraint: Constraint, talk: _Talk, tools: tuple[Tool, ...]
     ) -> tuple[Lark, bool]:
-        """Either a call, or an answer that follows the request's constraint."""
         for i, tool in enumerate(tools):
             _check_tool(i, tool)
         made = grammar.or_answer(
@@ -305,7 +301,6 @@ def _after_reasoning(
 
 
 def _adapted(talk: _Talk, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
-    """Write tools into the system prompt, calls and results as text."""
     traits = talk.template.traits
     adapted = messages
     if not traits.tool_calls:

@@ -42,7 +42,6 @@ def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
 
 
 def _files(files: tuple[InfillFile, ...], vocab: Vocab, fim: FimTokens, room: int) -> list[int]:
-    """As many of the last files as fit, with what introduces them and the file with the gap."""
     head = [fim.repo, *vocab.tokenize(_REPO)] if fim.repo >= 0 else []
     tail = [fim.file, *vocab.tokenize(_FILE)] if fim.file >= 0 else []
     room -= len(head) + len(tail)

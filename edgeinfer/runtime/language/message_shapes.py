@@ -54,7 +54,6 @@ def shape(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str,
 
 
 def _n_leading(shaped: list[dict[str, Any]]) -> int:
-    """How many system messages stand before anything else."""
     others = (i for i, message in enumerate(shaped) if message["role"] != "system")
     return next(others, len(shaped))
 

@@ -111,7 +111,6 @@ def _unescaped(step: str) -> str:
 
 
 def _name(place: str) -> str:
-    """Name a place in `$defs`, in characters that need no escape."""
     return place.encode("utf-8", "surrogatepass").hex()
 
 
@@ -447,7 +446,6 @@ def _finite_kind(schema: dict[str, Any], kind: str, finite: set[str]) -> bool:
 def _children(
     schema: dict[str, Any], place: str, definitions: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, schema) of each part that is an object, and of what a reference names."""
     for key, part in schema.items():
         here = _step(place, key)
         parts: Any = ()

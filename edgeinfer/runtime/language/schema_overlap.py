@@ -87,7 +87,6 @@ class Overlaps:
         return self._definitions[schema["$ref"].rpartition("/")[2]]
 
     def _required(self, schema: Any, seen: set[int]) -> Iterator[str]:
-        """Yield names that every object of `schema` has."""
         if isinstance(schema, dict) and id(schema) not in seen and len(seen) < _MAX_DEPTH:
             seen.add(id(schema))
             yield from schema.get("required", ())
@@ -145,7 +144,6 @@ class Overlaps:
         return False
 
     def _apart(self, kind: str, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
-        """Whether no value of this kind satisfies both."""
         of_a, of_b = _values(a), _values(b)
         if of_a is not None and of_b is not None:
             return not any(value in of_b for value in of_a)

@@ -131,7 +131,6 @@ def weigh(value: Any) -> Any:
 
 
 def _measure(value: Any) -> int:
-    """Return the characters of all texts in a container. Raises ExhaustedError."""
     fuel = _fuel.get()
     total = 0
     counted = 0
@@ -194,7 +193,6 @@ def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _check_format(text: str, values: tuple[Any, ...]) -> None:
-    """Refuse what `str.format` would make too large; raises ValueError when it is no format."""
     characters = _measure(values)
     most = len(text)
     for _, field, spec, conversion in string.Formatter().parse(text):
@@ -206,7 +204,6 @@ def _check_format(text: str, values: tuple[Any, ...]) -> None:
 
 
 def _check_percent(text: str, values: Any) -> None:
-    """Refuse what `%` would make too large."""
     if "*" in text:
         raise ExhaustedError("the chat template pads to a width that is not written out")
     escaped = 10 if "r" in text or "a" in text else 1

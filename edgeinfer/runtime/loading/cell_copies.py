@@ -54,8 +54,6 @@ class Piece(ctypes.Structure):
 
 
 class _Transfer(ctypes.Structure):
-    """`Transfer` of native/cells.cpp."""
-
     _fields_ = [
         ("state", ctypes.c_uint64),
         ("copied", ctypes.POINTER(Copied)),
@@ -72,14 +70,10 @@ class _Transfer(ctypes.Structure):
 
 
 class _InitParams(ctypes.Structure):
-    """ggml_init_params."""
-
     _fields_ = [("size", ctypes.c_size_t), ("buffer", Pointer), ("no_alloc", ctypes.c_bool)]
 
 
 class _Entries(NamedTuple):
-    """The numbers of two functions in a buffer's table."""
-
     get: int
     set: int
 

@@ -41,9 +41,7 @@ class CellMemory:
                 yield Range(at, min(at + _PIECE_BYTES, high))
 
     def give_back(self, pages: Iterable[Range] | None = None) -> None:
-        """Give these of `pages`, or all, back to the kernel, those that are of files included: they are
-        zeros then. No sequence may have cells in them.
-        """
+        """Give `pages`, or all, back to the kernel: zeros then. No sequence may have cells in them."""
         for low, high in self.pages() if pages is None else pages:
             map_zeros(low, high)
 

@@ -298,9 +298,7 @@ def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Ch
 def context_params(
     options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int
 ) -> Any:
-    """Parameters of a context: unified KV cache, no timers of llama.cpp's own. A KV type that nobody
-    chose is f16.
-    """
+    """Parameters of a context: unified KV cache, no timers. A KV type that nobody chose is f16."""
     llama = libllama.lib()
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
     params = llama.llama_context_default_params()

@@ -150,7 +150,6 @@ def _stamp(adapter: Adapter) -> str:
 
 
 def _fill(model: Any, held: Held, named: dict[str, tuple[Adapter, str]]) -> None:
-    """Load what `held` lacks. Raises ModelLoadError."""
     for adapter, stamp in named.values():
         if stamp not in held:
             held[stamp] = _load(model, adapter, stamp)

@@ -145,7 +145,6 @@ class Untouched:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Ranges in order, neighbours made one."""
     joined: list[Range] = []
     for low, high in ranges:
         if joined and joined[-1].high == low:

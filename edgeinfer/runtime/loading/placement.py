@@ -14,8 +14,6 @@ _EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
 
 
 class _Override(ctypes.Structure):
-    """llama_model_tensor_buft_override."""
-
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
@@ -45,7 +43,6 @@ class Placement:
 
 
 def _overrides(n_without_experts: int) -> Any:
-    """A table that leaves the experts of the first so many layers to the CPU, None for no layer."""
     if not n_without_experts:
         return None
     numbers = "|".join(map(str, range(n_without_experts)))

@@ -56,9 +56,7 @@ def sparse_buffers() -> Iterator[list[Buffer]]:
 
 
 class _SparseBuffers:
-    """The two table entries, by number, and the functions that take their places. They live as long as
-    the process: buffers keep pointers to them.
-    """
+    """The two table entries and what takes their places; never freed: buffers keep pointers to it."""
 
     def __init__(self, ggml: ctypes.CDLL, buffer_type: int, allocate: int, clear: int) -> None:
         self._ggml = ggml

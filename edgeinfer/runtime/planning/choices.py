@@ -45,9 +45,7 @@ def choose_threads(asked: int, here: Processors) -> Chosen:
 
 
 def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Sequences decoded at once. 0 takes four a thread, 4 to 16, and fewer where their KV cache would
-    not fit.
-    """
+    """Sequences decoded at once: 0 takes four a thread, 4 to 16, or as many as their cache may fit."""
     if asked:
         return Chosen(asked, "as asked")
     by_cores = min(16, max(4, 4 * n_threads))
@@ -112,9 +110,7 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
 
 
 def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Cells of the KV cache that all sequences share: one request's context, or more when many run at
-    once. Cells take memory when they are first used.
-    """
+    """Cells that all sequences share. They take memory when they are first used."""
     wanted = n_parallel * _CELLS_PER_SEQUENCE
     fits = free_bytes // 2 // max(1, kv_bytes_per_token)
     if wanted <= n_ctx or fits <= n_ctx:
@@ -143,7 +139,5 @@ def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
 
 
 def exact_rows(n_batch: int, file_type: int) -> int:
-    """Tokens of one batch up to which the weights' kernels give each the bits it gives alone. Measured
-    in decision 022.
-    """
+    """Tokens of a batch up to which kernels give each the bits it gives alone (decision 022)."""
     return n_batch if file_type in _DOT_ONLY else _REPACKED_ROWS

@@ -203,7 +203,6 @@ def _filled(weights: list[int], kv: int, usable: list[int], share: float) -> lis
 
 
 def _even(rooms: tuple[Room, ...], n_layers: int) -> list[int]:
-    """Layers by the devices' memory, with no look at whether they fit."""
     total = sum(room.free_bytes for room in rooms) or len(rooms)
     ends, seen = [], 0
     for room in rooms:

@@ -148,8 +148,6 @@ def padded(n_cells: int) -> int:
 
 
 class _Keys:
-    """A file's metadata, its architecture's own keys without their prefix."""
-
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
         self.architecture = str(metadata.get("general.architecture", ""))
@@ -215,7 +213,6 @@ def _state_elements(keys: _Keys) -> int:
 
 
 def _expert_share(keys: _Keys, n_params: int) -> float:
-    """The part of the weights that experts take, from 0 to 1."""
     count = keys.number("expert_count")
     n_layer = max(0, keys.number("block_count") - keys.number("leading_dense_block_count"))
     length = keys.number("expert_feed_forward_length") or keys.number("feed_forward_length")
@@ -224,6 +221,5 @@ def _expert_share(keys: _Keys, n_params: int) -> float:
 
 
 def _share_unused(keys: _Keys) -> float:
-    """The part of the experts that one token does not read, from 0 to 1."""
     count, used = keys.number("expert_count"), keys.number("expert_used_count")
     return 1 - used / count if count and used < count else 0.0

@@ -102,11 +102,7 @@ class BlockCache:
         return Restore(self.blocks.read_ahead(wanted, make_room), first * size, end)
 
     def _populating(self, start: int) -> Callable[[int], None]:
-        """Has the kernel give the memory that the blocks of a restore go to, of each as it is read,
-        where pages of their files cannot become that.
-
-        llama.cpp takes the lowest free cells. Where they lie otherwise this is of no use, and no harm.
-        """
+        """Has the kernel give the cells' memory as each block is read, unless file pages become it."""
         at, size = self._kv.used_cells, self.block_tokens
         cells = self._active.cells
         if cells.can_be_pages_of(at - start - self._kv.pinned_cells):
@@ -114,9 +110,7 @@ class BlockCache:
         return lambda i: cells.populate(at + i * size, at + (i + 1) * size)
 
     def _last_point(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
-        """The last point of a state that cannot be cut: the whole blocks before it, its name, and its
-        own tokens, 0 when there is none.
-        """
+        """The last point: the whole blocks before it, its name, and its own tokens, 0 for none."""
         size = self.block_tokens
         for i in range(len(chain) - 1, -1, -1):
             end = min((i + 1) * size, len(tokens) - 1)
@@ -126,7 +120,6 @@ class BlockCache:
         return 0, b"", 0
 
     def _is_proven(self, gain_tokens: int, *, is_alone: bool) -> bool:
-        """Whether blocks may be read, after a check if that pays."""
         if is_alone and gain_tokens >= _WORTH_CHECKING * self.proof.n_tokens:
             while not self.proof.found:
                 self.proof.go_on()
@@ -138,9 +131,7 @@ class BlockCache:
         return self.proof.found == "exact" and self.blocks.can_write
 
     def can_come_back(self, resident: Resident) -> bool:
-        """Whether the store has, or takes at once, what an idle conversation holds, and nobody reckons
-        with it in memory.
-        """
+        """Whether the store has, or takes at once, a conversation that nobody expects in memory."""
         if resident.active or resident.pinned or resident.is_read_ahead:
             return False
         if len(resident.cells) < self.block_tokens:
@@ -156,9 +147,7 @@ class BlockCache:
     # read
 
     def read(self, restore: Restore, resident: Resident, tokens: list[int]) -> bool:
-        """Put the next block, which is ready, behind what `resident` has. False when it cannot be used,
-        or no cells are free: the rest is to be computed.
-        """
+        """Put the next block, which is ready, behind `resident`. False: the rest is to be computed."""
         block = restore.take()
         at = len(resident.tokens)
         if block is None:
@@ -222,9 +211,7 @@ class Restore:
         return block
 
     def is_too_slow(self, compute_s: float) -> bool:
-        """Whether the next block is not there, and computing it, which takes so many seconds, is faster
-        than waiting on.
-        """
+        """Whether the next block is missing and computing it (seconds) is faster than waiting on."""
         if self.is_ready:
             return False  # not the disk was slow, but this thread
         return time.monotonic() - self.waits_since > max(_PATIENCE_S, compute_s)

@@ -108,8 +108,6 @@ class BlockCheck:
 
 
 class _Probe:
-    """A context with one sequence, and its logits."""
-
     def __init__(self, context: Any, n_vocab: int, *, can_cut: bool) -> None:
         llama = libllama.lib()
         self._can_cut = can_cut

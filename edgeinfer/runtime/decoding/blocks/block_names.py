@@ -52,9 +52,7 @@ class BlockNames:
         return tokens
 
     def last_point(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
-        """The longest of the points behind `parent` that `tokens` begin with, and its own tokens; 0 for
-        none.
-        """
+        """The longest point behind `parent` that `tokens` begin with, and its tokens; 0 for none."""
         best, n_best = b"", 0
         for name in self._places(parent, tokens):
             header = self._blocks.header(name)
@@ -72,9 +70,7 @@ class BlockNames:
             yield names.point(parent, tokens[:n])
 
     def tail(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
-        """The unfinished block behind `parent` that begins like `tokens`, and how far it agrees; 0 for
-        none.
-        """
+        """The unfinished block behind `parent` most like `tokens`, and how far it is; 0 for none."""
         best, n_best = b"", 0
         for name, its in self._tails(parent, tokens):
             n = common_prefix(its, tokens)
@@ -83,16 +79,13 @@ class BlockNames:
         return best, n_best
 
     def superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """The tail behind `parent` that only has what `tokens` begin with, all of which `by` has; None
-        for none.
-        """
+        """The tail behind `parent` that has only what `tokens` begin with, which `by` has too."""
         for name, its in self._tails(parent, tokens):
             if name != by and common_prefix(its, tokens) == len(its):
                 return name
         return None
 
     def _tails(self, parent: bytes, tokens: list[int]) -> Iterator[tuple[bytes, list[int]]]:
-        """The tails behind `parent` that begin like `tokens`, the longest key first."""
         for n_key in TAIL_KEYS_TOKENS:
             name = self._blocks.names.tail(parent, tokens[:n_key])
             header = self._blocks.header(name) if n_key <= len(tokens) else None

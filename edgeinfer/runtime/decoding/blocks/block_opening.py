@@ -1,6 +1,4 @@
-"""Opens the store of computed blocks for one loaded model: what decides the bits of its states, and the
-parts that read and write them.
-"""
+"""Opens the store of computed blocks for one loaded model, by what decides its states' bits."""
 
 from __future__ import annotations
 
@@ -118,7 +116,6 @@ def identity(loaded: Loaded, size: int) -> dict[str, str]:
 
 
 def _small_context(loaded: Loaded, options: LoadOptions, n_cells: int, n_seq: int) -> Any:
-    """A context like the engine's, for a check: few cells, short batches. Raises ModelLoadError."""
     options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
     params = context_params(options, n_cells, _CHECK_BATCH, n_seq, loaded.n_threads)
     params.n_outputs_max = n_seq

@@ -27,11 +27,7 @@ _Missing = tuple[Header, int, bytes | None]
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One sequence's way to the store.
-
-    `chain` names the root and its whole blocks, of which the first `n_seen` need no more looking at.
-    `conversations` are whose they are.
-    """
+    """`chain` names a sequence's root and whole blocks; the first `n_seen` need no more looking at."""
 
     chain: list[bytes]
     n_seen: int = 0
@@ -114,7 +110,6 @@ class BlockWriting:
         self._rest_until = began + took_s / _WRITE_SHARE
 
     def _before_drop(self, resident: Resident) -> None:
-        """Write what would be lost, as far as the writer takes it."""
         found = self._passes.pop(resident, None)
         if found is None:
             return
@@ -147,9 +142,7 @@ class BlockWriting:
         return True
 
     def _read_states(self, resident: Resident, header: Header, start: int) -> tuple[State, ...] | None:
-        """The state of a block, and where it ends at a point, the state there; None when llama.cpp does
-        not have it whole.
-        """
+        """A block's state, and that at its end point; None when llama.cpp does not have it whole."""
         end = start + len(unpack_tokens(header.tokens))
         state = self._states.read(resident.seq_id, start, end, self._kv.pinned_cells)
         if state is None or self._kv.points is None or header.kind == "full":
@@ -158,7 +151,6 @@ class BlockWriting:
         return None if point is None else (state, whole(point.state))
 
     def _missing(self, resident: Resident, found: _Pass) -> Iterator[_Missing]:
-        """The blocks of `resident` that are not in the store."""
         tokens = _writable(resident)
         self._name(resident, tokens, found)
         yield from self._missing_whole(tokens, found)
@@ -199,7 +191,6 @@ class BlockWriting:
     def _missing_points(
         self, resident: Resident, tokens: list[int], chain: list[bytes]
     ) -> Iterator[_Missing]:
-        """The points of a state that cannot be cut: the one at its end, and those before it."""
         if resident.active:
             return
         size, names = self._names.block_tokens, self._blocks.names
@@ -225,7 +216,6 @@ class BlockWriting:
         return Header(kind, name, parent, self._blocks.names.identity, pack_tokens(tokens), ())
 
     def _is_queued(self, header: Header) -> bool:
-        """Whether the writer has been given this block lately."""
         return header.name + header.tokens in self._queued
 
     def _note_owners(self, resident: Resident, found: _Pass) -> None:
@@ -244,6 +234,5 @@ class BlockWriting:
 
 
 def _writable(resident: Resident) -> list[int]:
-    """The tokens whose blocks may be on disk."""
     end = resident.memory_only_from
     return resident.tokens if end is None else resident.tokens[:end]

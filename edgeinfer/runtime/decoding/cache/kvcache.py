@@ -185,9 +185,7 @@ class KvCache:
         return best, length
 
     def _usable(self, resident: Resident, n: int) -> int:
-        """How many of the first `n` tokens of `resident` a sequence can go on behind. llama.cpp gives
-        cells that a sliding window has passed to others when it finds them before free ones.
-        """
+        """How many of `n` tokens are usable: cells that a sliding window has passed may be others'."""
         if self._whole_only and n < len(resident.tokens):
             point = self.points.best(resident.points, n) if self.points is not None else None
             return point.n_tokens if point is not None else 0
@@ -203,9 +201,7 @@ class KvCache:
         reuse: bool = True,
         n_top: int | None = None,
     ) -> Resident | None:
-        """A resident for a new sequence, holding the longest cached prefix of `tokens`; None when every
-        id is active.
-        """
+        """A resident with the longest cached prefix of `tokens`; None when every id is active."""
         source, n = self.match(tokens, adapters, salt, n_top=n_top) if reuse else (None, 0)
         if source is not None and not source.active and not source.pinned and n == len(source.tokens):
             source.active = True  # the next turn of the same conversation: go on in place
@@ -247,9 +243,7 @@ class KvCache:
         resident.tokens.extend(tokens)
 
     def truncate(self, resident: Resident, n: int) -> bool:
-        """Keep the first `n` tokens. False, and everything dropped, when the model's state cannot be
-        cut.
-        """
+        """Keep the first `n` tokens. False, and all dropped, when the model's state cannot be cut."""
         if n == len(resident.tokens):
             return True
         cut = self._go_back(resident, n) and self._memory.remove(resident.seq_id, n, -1)
@@ -300,9 +294,7 @@ class KvCache:
                 self._free.append(cell)
 
     def shift(self, resident: Resident, keep: int, drop: int) -> bool:
-        """Drop `drop` tokens behind the first `keep` and move the rest up. False when others share the
-        moved cells.
-        """
+        """Drop `drop` tokens behind the first `keep`. False when others share the moved cells."""
         if self._whole_only or any(self._shares[cell] > 1 for cell in resident.cells[keep:]):
             return False
         if not self._memory.remove(resident.seq_id, keep, keep + drop):
@@ -368,9 +360,7 @@ class KvCache:
             self.drop(resident)
 
     def make_room(self, n: int) -> bool:
-        """Evict least recently used residents until `n` cells are free; pinned ones last. False when
-        that is not enough.
-        """
+        """Evict, least recently used first, pinned last, until `n` cells are free; False if too few."""
         while len(self._free) < n:
             if not self._evict_one():
                 return False

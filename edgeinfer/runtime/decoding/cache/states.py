@@ -78,7 +78,6 @@ class SequenceStates:
         self._llama.llama_memory_seq_rm(self._active.memory, self._scratch, -1, -1)
 
     def _get_in_pieces(self, n_tokens: int, cell: int) -> State | None:
-        """The scratch sequence's state, of so many tokens, laid out for the cells from `cell` on."""
         cells = self._active.cells
         if cells.copies is None:
             state = self._get(self._scratch, 0)
@@ -90,9 +89,7 @@ class SequenceStates:
         return _cut(memoryview(buffer.data), _runs(copied), n_tokens, cell) if done else None
 
     def _set_pieces(self, state: State) -> bool:
-        """Have the scratch sequence be `state`, its pieces from where they lie. False when it is not:
-        there was no room, or what has pieces here and there is not the same.
-        """
+        """Set the scratch sequence from pieces where they lie. False: no room, or other pieces."""
         cells = self._active.cells
         if cells.copies is None or len(state.pieces) == 1:
             return False

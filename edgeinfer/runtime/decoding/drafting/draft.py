@@ -31,9 +31,7 @@ _START = 0.8
 
 
 class DraftModel:
-    """A draft model for `main`. Raises ModelLoadError when it cannot be loaded or its vocabulary is
-    another.
-    """
+    """A draft model for `main`. Raises ModelLoadError, also for another vocabulary."""
 
     def __init__(self, paths: tuple[str, ...], options: LoadOptions, main: Loaded) -> None:
         self._model = open_model(paths, msgspec.structs.replace(options, kv_type="f16"))
@@ -83,9 +81,7 @@ class DraftModel:
         self._free.append(slot)
 
     def draft(self, slot: int, tokens: Sequence[int], limit: int) -> list[int]:
-        """Up to `limit` tokens that this model would say after `tokens`, as long as it is sure
-        enough.
-        """
+        """Up to `limit` tokens this model would say after `tokens`, as long as it is sure enough."""
         if max(tokens[-limit:]) >= self._n_vocab or not self._catch_up(slot, tokens):
             return []
         drafts: list[int] = []
@@ -100,7 +96,6 @@ class DraftModel:
                 return drafts
 
     def _catch_up(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Have `tokens` in the cache and the logits behind the last of them."""
         held = self._held[slot]
         n = min(common_prefix(held, tokens), len(tokens) - 1)
         L.llama_memory_seq_rm(self._active.memory, slot, n, -1)

@@ -168,7 +168,6 @@ class Drafting:
         return self._predicted[:limit]
 
     def _worthwhile(self, drafter: Drafter, limit: int, price: Price | None) -> int:
-        """Count the draft tokens whose chance to be accepted is worth more than their rows cost."""
         if price is None:
             return 0
         cost_s = _MARGIN * (price.row_s + drafter.s_per_token)

@@ -1,6 +1,4 @@
-"""Decides who joins the running requests, and who waits: for a place, for cells, or for a prefix that
-another is computing.
-"""
+"""Decides who joins the running requests, and who waits: for a place, for cells, for a prefix."""
 
 from __future__ import annotations
 
@@ -50,11 +48,7 @@ class Admission:
         return True
 
     def _give_cells(self) -> None:
-        """Give cache sequences to those that have none, in order.
-
-        One that waits for a prefix lets later ones pass; one that waits for cells does not, or it might
-        wait for ever.
-        """
+        """Who waits for a prefix lets later ones pass; who waits for cells does not, lest it starve."""
         running = self._roster.running
         for seq in [s for s in running if s.resident is None]:
             cached = self._prefixes.in_memory(seq)
@@ -66,9 +60,7 @@ class Admission:
             self._prefixes.take_over(seq, is_alone=len(running) == 1)
 
     def _fits(self, seq: Sequence, cached: int, active: list[Sequence]) -> bool:
-        """Whether there are cells for `seq` besides those in use and those promised to the prompts
-        being computed.
-        """
+        """Whether cells are left for `seq` beside those in use and those promised to other prompts."""
         in_use = len(set().union(*(s.resident.cells for s in active if s.resident)))
         promised = sum(s.n_pending for s in active)
         return in_use + promised + len(seq.tokens) - cached <= self._kv.n_cells

@@ -1,6 +1,4 @@
-"""How much of the waiting prompts a step computes: enough to be efficient, not so much that running
-streams stall.
-"""
+"""How much of the waiting prompts a step computes: efficient, and running streams do not stall."""
 
 from __future__ import annotations
 
@@ -75,5 +73,4 @@ class Chunks:
 
 
 def _towards(found: float, known: float | None) -> float:
-    """A mean that follows what was found lately."""
     return found if known is None else known + 0.3 * (found - known)

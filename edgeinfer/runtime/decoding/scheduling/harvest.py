@@ -96,7 +96,6 @@ class Harvest:
             self._roster.end(seq, reason)
 
     def _settle(self, part: Part) -> None:
-        """Book the draft tokens, and remove the rejected ones from the cache."""
         seq = part.seq
         if not part.drafts:
             seq.drafting.settle(seq.tokens, 0, 0)

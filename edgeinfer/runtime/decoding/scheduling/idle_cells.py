@@ -58,7 +58,6 @@ class IdleCells:
         return max(least_s, self._used_at + _IDLE_S - time.monotonic())
 
     def _can_come_back(self, blocks: BlockCache) -> bool:
-        """Whether enough is in the cells, and all of it goes to the store, as far as that takes it."""
         if not blocks.keeps:
             return False
         idle = [resident for resident in self._kv.residents if not resident.pinned]
@@ -79,7 +78,6 @@ class IdleCells:
             self._left = list(self._active.cells.pages())
 
     def _give_back_around(self, pinned: list[Resident]) -> None:
-        """Give all back at once, and put what is pinned into the first cells."""
         assert self._states is not None
         kept = []
         for resident in pinned:

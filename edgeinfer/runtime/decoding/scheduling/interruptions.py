@@ -19,9 +19,7 @@ _SOON_S = 0.3
 
 
 class Interruptions:
-    """`ask` ends the running llama_decode. Steps are begun and ended by one thread; others call
-    `for_newcomer` and `for_cancel`.
-    """
+    """`ask` ends the running llama_decode. One thread begins and ends steps, any may call the rest."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = ask

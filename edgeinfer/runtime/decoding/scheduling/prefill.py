@@ -54,9 +54,7 @@ class Prefill:
         self._add_prompts(chosen, budget, parts)
 
     def _whose_turn(self, awaited: list[Sequence]) -> list[Sequence]:
-        """The short prompts or the long ones: in one step, attention would walk over the long ones'
-        cells for all of them (decision 081).
-        """
+        """Short ones or long: attention would walk over the long ones' cells for all (decision 081)."""
         short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
         long = [s for s in awaited if s.n_pending > SHORT_TOKENS]
         is_shorts = bool(short) and not (long and self._is_longs_turn)
@@ -64,7 +62,6 @@ class Prefill:
         return short if is_shorts else long
 
     def _add_prompts(self, prompts: list[Sequence], budget: int, parts: list[Part]) -> None:
-        """Add up to `budget` tokens of them, in order."""
         for seq in prompts:
             if budget <= 0 or self._batch.n_outputs >= self._batch.max_outputs:
                 return
@@ -93,9 +90,7 @@ class Prefill:
         return len(tokens)
 
     def _preempt_for(self, seq: Sequence, parts: list[Part]) -> None:
-        """No cell is left for a prompt. Those who decode go on and free theirs; without any, the
-        youngest gives way.
-        """
+        """No cell is left. Those who decode go on and free theirs; else the youngest gives way."""
         if parts:
             return
         others = [s for s in self._roster.running if s.resident is not None and s is not seq]

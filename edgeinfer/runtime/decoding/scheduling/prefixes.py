@@ -96,7 +96,6 @@ class Prefixes:
             self._begin(seq, kept)
 
     def _begin(self, seq: Sequence, from_memory: int) -> None:
-        """What could be found is there: the rest is to be computed."""
         cached = seq.n_past
         from_disk = max(0, cached - from_memory)
         if not seq.clock.started:
@@ -113,11 +112,7 @@ class Prefixes:
         seq.progress()
 
     def _make_way(self, seq: Sequence, n_new: int) -> None:
-        """Let the store alone keep idle conversations, whose cells `n_new` tokens to be brought or
-        computed, and an answer, would pass over.
-
-        One that goes on where it is would still pass over them: attention goes up to its last cell.
-        """
+        """Drop idle conversations that the store has: attention would pass over their cells."""
         if self.blocks is None or not self._can_cut or n_new < self.blocks.block_tokens:
             return
         idle = [r for r in self._kv.residents if self.blocks.can_come_back(r)]
@@ -145,7 +140,6 @@ class Prefixes:
             self._end_restore(seq)
 
     def _end_restore(self, seq: Sequence) -> None:
-        """Take what has come, and compute the rest."""
         if seq.restore is None:
             return
         restore, seq.restore = seq.restore, None

@@ -143,9 +143,7 @@ class Scheduler:
         self.execution.use_abort()
 
     def forget_adapters(self, stamps: Collection[str]) -> bool:
-        """Forget what was computed with these adapters. False, and nothing is done, while requests have
-        them.
-        """
+        """Forget what was computed with these adapters; False, and not, while requests have them."""
 
         def has(key: AdapterKey) -> bool:
             return any(stamp in stamps for stamp, _ in key)
@@ -157,9 +155,7 @@ class Scheduler:
         return True
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
-        """Compute a prefix that many requests will begin with, and keep it; how many tokens. Only while
-        idle.
-        """
+        """Compute and keep a prefix that many requests begin with; how many tokens. Only while idle."""
         self._idle_cells.note_use()
         for old in [r for r in self.kv.residents if r.pinned]:
             self.kv.drop(old)

@@ -1,6 +1,4 @@
-"""What becomes of a sampled token: bytes, whole characters, stop strings, parsed events,
-log-probabilities.
-"""
+"""From a sampled token: bytes, whole characters, stop strings, events, log-probabilities."""
 
 from __future__ import annotations
 
@@ -110,9 +108,7 @@ def chosen_logprobs(
 
 
 class TextStream:
-    """One generation's text. Feed bytes as tokens come; what could still become a stop string is held
-    back.
-    """
+    """One generation's text. What could still become a stop string is held back."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -121,9 +117,7 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def feed(self, data: bytes) -> str:
-        """Text that is certain after `data`. Once `stopped_by` is set, the text before the stop string
-        and nothing more.
-        """
+        """Text that is certain after `data`; once `stopped_by` is set, that before the stop string."""
         if self.stopped_by is not None:
             return ""
         text = self._decoder.decode(data)
@@ -136,9 +130,7 @@ class TextStream:
 
     @property
     def is_holding(self) -> bool:
-        """Whether text waits for what comes next: a possible stop string, or the rest of a
-        character.
-        """
+        """Whether text waits for what comes: a possible stop string, or the rest of a character."""
         return bool(self._held) or bool(self._decoder.getstate()[0])
 
     def _release(self, text: str) -> str:

@@ -1,6 +1,4 @@
-"""Sampling by llama.cpp's sampler chains, one chain a request; plain greedy takes the largest logit and
-needs none.
-"""
+"""Sampling by llama.cpp's sampler chains, one a request; plain greedy needs none."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class Sampler:
         self.history = 0 if self._greedy else _history(sampling, n_ctx)
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
-        """The next token from the logits of batch row `row` (which `logits` views), accepted into the
-        penalties' history.
-        """
+        """The next token from batch row `row`, which `logits` views, accepted into the history."""
         if self._chain is None:
             return int(logits.argmax())
         return int(L.llama_sampler_sample(self._chain, context, row))

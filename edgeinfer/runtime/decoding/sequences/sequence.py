@@ -1,6 +1,4 @@
-"""One request while the decode loop works on it: its tokens, its sampler, its clock, and its way to the
-consumer.
-"""
+"""One request while it is decoded: its tokens, sampler, clock, and way to the consumer."""
 
 from __future__ import annotations
 
@@ -133,9 +131,7 @@ class Sequence:
     def sample(
         self, vocab: Vocab, context: Any, row: int, logits: npt.NDArray[np.float32]
     ) -> FinishReason | None:
-        """Sample from a row of logits, hand the token's events over, and say whether and why the
-        generation has ended.
-        """
+        """Sample from a row of logits, hand events over, and say why the generation ended, if so."""
         report = None
         top = self.request.logprobs
         if top is not None:
@@ -189,7 +185,6 @@ class Sequence:
         return self._take_all(vocab, close)
 
     def _take_all(self, vocab: Vocab, tokens: Iterable[int]) -> FinishReason | None:
-        """Take tokens that nobody has a choice about, without sampling them."""
         for token in tokens:
             self.sampler.accept((token,))
             reason = self._take(vocab, token, None)
@@ -259,9 +254,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Part:
-    """A sequence's share of a batch: its tokens, guesses at their end included, and the first row that
-    has logits.
-    """
+    """A sequence's share of a batch: its tokens with guesses, and the first row that has logits."""
 
     seq: Sequence
     row: int

@@ -61,7 +61,6 @@ def _closed(schema: Any, depth: int, *, joined: bool) -> Any:
 
 
 def _is_plain_object(schema: Mapping[str, Any]) -> bool:
-    """Whether an object's properties are listed, and nothing says that there may be others."""
     return (
         isinstance(schema.get("properties"), dict)
         and "additionalProperties" not in schema
@@ -70,7 +69,6 @@ def _is_plain_object(schema: Mapping[str, Any]) -> bool:
 
 
 def _joins(schema: Any, depth: int) -> bool:
-    """Whether somewhere in it several schemas have a say in one object."""
     if isinstance(schema, list):
         return any(_joins(part, depth + 1) for part in schema)
     if not isinstance(schema, dict) or depth > MAX_DEPTH:

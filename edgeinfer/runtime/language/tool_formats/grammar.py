@@ -82,10 +82,7 @@ def _opening(form: ToolFormat, vocab: Vocab) -> str:
 
 
 def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
-    """What follows the first marker.
-
-    The marker stands before every call in some families and before the list in others.
-    """
+    """The marker stands before every call in some families and before the list in others."""
     begin, end = marker(form.begin[0], vocab), marker(form.end, vocab) if form.end else ""
     more = f"{{0,{MAX_CALLS - 1}}}" if several else ""
     if form in (HERMES, QWEN_XML):

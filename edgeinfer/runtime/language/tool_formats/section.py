@@ -107,7 +107,6 @@ class Section:
         return not self.is_over
 
     def _naming(self) -> bool:
-        """A bare name, up to what ends it."""
         rest = self._raw[self._at :]
         ends = [at for at in (rest.find(ending) for ending in self._form.name_ends) if at >= 0]
         if not ends:
@@ -159,7 +158,6 @@ class Section:
 
     @property
     def _may_hold_block(self) -> bool:
-        """Whether more than JSON may stand here: fenced Python, or a family's own block."""
         return self._form.inner != "json" and (not self._form.bare or self._end == _FENCE)
 
     def _block(self) -> bool:
@@ -201,7 +199,6 @@ class Section:
         return bool(known)
 
     def _stream(self, reader: ObjectReader) -> None:
-        """Hand over what has arrived of a call that is certain to be one."""
         if reader.args_start < 0 or reader.name not in self._tools:
             return
         if self._index < 0:
@@ -214,7 +211,6 @@ class Section:
             self._sent = end
 
     def _called(self) -> None:
-        """A whole call has been read."""
         self._reader = None
         self._name = ""
         self._index = -1

@@ -77,7 +77,6 @@ class CallParser:
         return _merged(events)
 
     def _step(self, events: list[Parsed]) -> bool:
-        """Do one thing with what has arrived; False when more has to arrive first."""
         if self._section is None:
             return self._outside(events)
         text, self._text = self._text, ""
@@ -89,10 +88,7 @@ class CallParser:
         return bool(self._text)
 
     def _close(self, section: Section, events: list[Parsed]) -> None:
-        """Go on outside, with what the section did not take.
-
-        The marker of one that failed is text, or it would open again.
-        """
+        """Go on outside; the marker of a section that failed is text, or it would open again."""
         marker, rest = section.leftover
         self._section = None
         self._say(marker, events)
@@ -154,7 +150,6 @@ class CallParser:
 
 
 def _merged(events: list[Parsed]) -> list[Parsed]:
-    """Neighbouring text made one event."""
     merged: list[Parsed] = []
     for event in events:
         if merged and isinstance(event, TextDelta) and isinstance(merged[-1], TextDelta):
