@@ -81,10 +81,7 @@ def _stamp(path: Path, used_ns: int) -> None:
 
 
 def prune(root: Path, limits: Limits, extra_bytes: int = 0) -> tuple[int, int]:
-    """Remove the least recently used until `extra_bytes` more fit; how many went, and the bytes left.
-
-    Raises OSError.
-    """
+    """Remove the least recently used until `extra_bytes` fit: (removed, bytes left). Raises OSError."""
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)
     allowed = limits.allowed(root, used)

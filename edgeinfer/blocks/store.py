@@ -118,10 +118,7 @@ class BlockStore:
             self._warn(f"{reason}: what models read now will be computed again after a restart")
 
     def note_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        """Add blocks to the list of what a conversation has read.
-
-        Raises OSError, SnapshotUnsafeError.
-        """
+        """Add blocks to what a conversation has read. Raises OSError, SnapshotUnsafeError."""
         self.make_root()
         paths.private_dir(self.root / "owners")
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

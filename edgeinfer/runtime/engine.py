@@ -280,10 +280,7 @@ class LlamaEngine:
     # parking: a snapshot is taken of a process that has no thread of ours and nobody's data
 
     def warm_up(self) -> None:
-        """Make what a first request would wait for: the vocabulary's table or a context.
-
-        Checks too that this model's computed blocks can be kept.
-        """
+        """Make what a first request would wait for, and check that computed blocks can be kept."""
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
             self._conversations.warm_up()

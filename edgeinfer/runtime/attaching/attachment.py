@@ -165,10 +165,7 @@ class Attachment:
 
 
 def find_devices(wishes: Wishes) -> tuple[Device, ...]:
-    """Load the backend libraries that are here, and choose devices. Raises NoTarget.
-
-    A process that has called this cannot be dumped any more.
-    """
+    """Load backends and choose devices; this process cannot be dumped then. Raises NoTarget."""
     reasons = []
     for file in backend_files.available():
         libllama.guard_decode()

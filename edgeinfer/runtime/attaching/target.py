@@ -70,10 +70,7 @@ def load_target(
     rooms: tuple[Room, ...],
     planned: Offload,
 ) -> Target:
-    """Load the model of `cpu` once more as `planned`, with fewer layers where there is no room for all.
-
-    Raises NoTarget.
-    """
+    """Load `cpu`'s model again as `planned`, with fewer layers if they do not fit. Raises NoTarget."""
     offload, failed = planned, ""
     while offload.parts:
         try:

@@ -106,10 +106,7 @@ def available() -> tuple[BackendFile, ...]:
 
 
 def find(name: str, build: Build | None = None) -> BackendFile | None:
-    """The library of one backend, one that fits `build` if any does; None where there is none.
-
-    Raises UsageError for an unknown name.
-    """
+    """One backend's library, one that fits `build` if any does, or None. Raises UsageError."""
     library = file_name(name)
     places = ((added_dir() / library, True), (shipped_dir() / library, False))
     # not Path.is_file, which raises for a folder that is closed to this user

@@ -17,10 +17,7 @@ _PATIENCE_S = 30.0
 
 
 def survey() -> tuple[Loaded | NotLoaded, ...]:
-    """What each backend library that is here gives, those to prefer first.
-
-    Starts a process for each, 0.2 s and more. `pointer` means nothing in the answers.
-    """
+    """What each backend library that is here gives, by a process for each: 0.2 s and more."""
     return tuple(ask(file.name) for file in files.available())
 
 

@@ -10,8 +10,7 @@ from edgeinfer.runtime.loading.cell_memory import NO_CELLS, CellMemory
 class ActiveContext:
     """llama.cpp's pointers of one context, for whoever would otherwise keep them. One thread.
 
-    `cells` is where its KV cache lies; `adapters` are the LoRA adapters of its model by the stamps of
-    their files.
+    `cells`: where its KV cache lies; `adapters`: its model's LoRA adapters by their files' stamps.
     """
 
     __slots__ = ("adapters", "cells", "context", "memory")

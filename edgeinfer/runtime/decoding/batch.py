@@ -58,11 +58,7 @@ class Batch:
         return self.capacity - self.n_tokens
 
     def add(self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int) -> int:
-        """Append `tokens` of `seq_id` from position `pos`; the last `outputs` of them get logits. The
-        first one's row.
-
-        Raises DecodeError for anything llama.cpp would assert on or refuse.
-        """
+        """Append `tokens`, logits for the last `outputs`; the first row. Raises DecodeError."""
         start, end = self.n_tokens, self.n_tokens + len(tokens)
         self._check(tokens, pos, seq_id, outputs)
         self._token[start:end] = tokens

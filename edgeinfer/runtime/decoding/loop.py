@@ -25,10 +25,7 @@ _BURST = 64
 
 
 class DecodeLoop:
-    """Runs the scheduler's steps, and other native work (embeddings, adapters) between two of them.
-
-    `capacity` is how many requests may be inside, running and queued together.
-    """
+    """Runs the scheduler's steps, and other native work between two; at most `capacity` requests."""
 
     def __init__(self, scheduler: Scheduler, *, capacity: int) -> None:
         self._scheduler, self._capacity = scheduler, capacity

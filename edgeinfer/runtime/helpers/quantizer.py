@@ -40,10 +40,7 @@ class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do.
-
-    `ftype` is a llama_ftype; `pure` gives every tensor the same type; 0 threads means all we may use.
-    """
+    """`ftype` is a llama_ftype; `pure` gives every tensor that type; 0 threads: all we may use."""
 
     source: str
     target: str

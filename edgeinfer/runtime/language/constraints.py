@@ -80,10 +80,7 @@ class TokenMatcher:
         self._pointer, self._n_bytes = self._words.ctypes.data, self._words.nbytes
 
     def mask_into(self, logits: npt.NDArray[np.float32]) -> None:
-        """Set every logit whose token may not come next to minus infinity, in place.
-
-        Raises UnsupportedConstraintError when the grammar outgrew the parser's limits.
-        """
+        """Bar logits that may not come next, in place. Raises UnsupportedConstraintError at a limit."""
         self._matcher.unsafe_compute_mask_ptr(self._pointer, self._n_bytes)
         np.invert(self._words, out=self._words)
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
@@ -196,10 +193,7 @@ class Constraints:
 
 
 def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
-    """The schema, normalised, once it is sure that a grammar can be made of it.
-
-    Raises UnsupportedConstraintError, `param` the place in it as a JSON pointer.
-    """
+    """The schema, normalised. Raises UnsupportedConstraintError, `param` a JSON pointer into it."""
     normalised = normalise(schema)
 
     def complaint(part: dict[str, Any]) -> str:

@@ -22,10 +22,7 @@ _RULE = "\n\n--- {name} ---\n\n"
 
 
 def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
-    """At most `room` tokens. What does not fit is left out: whole files, then what is far from the gap.
-
-    Raises InvalidRequestError for a model that has no tokens for it.
-    """
+    """At most `room` tokens; whole files go first, then far text. Raises InvalidRequestError."""
     fim = vocab.fim
     if fim is None:
         raise InvalidRequestError(

@@ -18,10 +18,7 @@ _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """What a template understands, found by rendering probes with it.
-
-    `late_system`: a system turn is written where it stands, behind others too.
-    """
+    """What probes found a template to understand. `late_system`: a system turn behind others too."""
 
     system: bool = True
     late_system: bool = True

@@ -90,10 +90,7 @@ class CellCopies:
 
     @contextlib.contextmanager
     def out(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
-        """Note what llama.cpp copies out of `buffers` to the state at address `state` in the block.
-
-        Yields a list that is filled when the block ends.
-        """
+        """Note what llama.cpp copies out of `buffers` to `state`, in a list filled at the end."""
         noted: list[Copied] = []
         transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
         with self._at_work(buffers, self._entries.get, "edgeinfer_cells_get", transfer):

@@ -134,10 +134,7 @@ def open_model(
     progress: Progress | None = None,
     placement: Placement | None = None,
 ) -> Any:
-    """Map (and repack) the weights; llama.cpp's model pointer. Raises ModelLoadError.
-
-    Without a `placement` no device is touched, whichever are registered.
-    """
+    """Map (and repack) the weights, on no device without a `placement`. Raises ModelLoadError."""
     llama = libllama.lib()
     check_files(paths)
     params = llama.llama_model_default_params()
@@ -254,10 +251,7 @@ def _with_context(
 
 
 def with_another_context(loaded: Loaded, model: Any, options: LoadOptions) -> Loaded:
-    """`loaded` with a context of `model`, the same weights elsewhere, that takes the state of its own.
-
-    Raises ModelLoadError, OutOfMemoryError.
-    """
+    """`loaded` with a context of `model` elsewhere. Raises ModelLoadError, OutOfMemoryError."""
     llama = libllama.lib()
     kept = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
     params = _planned_params(msgspec.structs.replace(options, **kept), loaded.plan)

@@ -121,10 +121,7 @@ class LoraAdapters:
         return held
 
     def enter(self, model: Any, held: Held) -> None:
-        """Have another model, into which `open` loaded `held`, follow every change.
-
-        Raises ModelLoadError.
-        """
+        """Have another model, with `held` loaded by `open`, follow changes. Raises ModelLoadError."""
         _fill(model, held, self._named)
         self._homes.append((model, held))
 

@@ -1,7 +1,4 @@
-"""This process's mappings of memory, and advice to the kernel about them.
-
-Linux; elsewhere there are none.
-"""
+"""This process's mappings of memory on Linux, and advice to the kernel about them."""
 
 from __future__ import annotations
 

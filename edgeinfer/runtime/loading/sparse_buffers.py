@@ -41,10 +41,7 @@ _found: list[_SparseBuffers | None] = []
 
 @contextlib.contextmanager
 def sparse_buffers() -> Iterator[list[Buffer]]:
-    """Let large buffers that are allocated while the block runs be cleared by giving pages back.
-
-    Yields a list of those that were; it is whole when the block ends.
-    """
+    """Let large buffers made meanwhile be cleared by giving pages back; yields them, at the end."""
     if not _found:
         _found.append(_find() if sys.platform == "linux" else None)
     sparse = _found[0]
@@ -133,10 +130,7 @@ def table(address: int, length: int) -> Any:
 
 
 def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | None:
-    """The number of the entry that `call` goes through; None when it goes through none.
-
-    `kind` is the ctypes prototype of the function.
-    """
+    """The number of the entry that `call`, of ctypes prototype `kind`, goes through, or None."""
     seen: list[bool] = []
 
     def note(*_: object) -> None:

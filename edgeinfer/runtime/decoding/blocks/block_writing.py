@@ -132,9 +132,8 @@ class BlockWriting:
         states = self._read_states(resident, header, start)
         if states is None:
             return False
-        for (
-            conversation
-        ) in found.conversations:  # first: a killed process leaves no block without owner
+        # first: a killed process leaves no block without owner
+        for conversation in found.conversations:
             self._blocks.own(conversation, [header.name])
         self._blocks.write(Block(header, states))
         if superseded is not None:

@@ -1,5 +1,4 @@
-"""What the KV cache holds: which tokens each sequence id has, which cells they share, and who goes when
-room is needed.
+"""What the KV cache holds: which tokens each sequence id has, in which cells, and who goes for room.
 
 llama.cpp's cache is unified: all sequences share its cells, and copying a prefix to another sequence id
 costs nothing but a bit per cell. This module keeps the books on our side (llama.cpp cannot be asked
@@ -65,9 +64,7 @@ class LlamaMemory:
     """`Memory` over the active context's."""
 
     def __init__(self, active: ActiveContext) -> None:
-        from edgeinfer.runtime.libllama import (
-            L,
-        )  # only this class needs it: the books are tested without
+        from edgeinfer.runtime.libllama import L  # here alone: the books are tested without
 
         self._llama, self._active = L, active
 
@@ -86,8 +83,7 @@ class LlamaMemory:
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """The tokens one sequence id has in the cache. `cells` names their cells, shared ones by several
-    residents.
+    """The tokens one sequence id has in the cache; their `cells` may be those of several residents.
 
     A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's
     next cell. Requests with another `salt` cannot use it, and no other request one that `is_private`.
@@ -308,8 +304,7 @@ class KvCache:
         return True
 
     def release(self, resident: Resident, *, keep: bool) -> None:
-        """The sequence has ended; its tokens stay for the next request that begins like them, if
-        `keep`.
+        """The sequence has ended; if `keep`, its tokens stay for a request that begins like them.
 
         What is not kept becomes a ghost while others run. llama.cpp would fill freed cells at once,
         with tokens that come before older ones of their sequence then, and attention that sums in

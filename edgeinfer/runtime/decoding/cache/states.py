@@ -31,11 +31,7 @@ _WORTH_MAPPING = 32 << 10
 
 
 class SequenceStates:
-    """The states of the active context's sequences. One thread.
-
-    `scratch` is a sequence id that nobody else uses; `can_cut` is False for recurrent and hybrid
-    models.
-    """
+    """Sequences' states. `scratch` is an id of nobody else; `can_cut`: not recurrent. One thread."""
 
     def __init__(self, active: ActiveContext, scratch: int, *, can_cut: bool = True) -> None:
         self._llama = libllama.lib()

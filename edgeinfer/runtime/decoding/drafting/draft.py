@@ -1,8 +1,4 @@
-"""A small model that drafts for a large one: its own weights and context, a sequence id for each
-drafting request.
-
-Everything here runs on the decode loop's thread, except making and freeing it.
-"""
+"""A small model that drafts for a large one: all but making and freeing it is for the decode thread."""
 
 from __future__ import annotations
 

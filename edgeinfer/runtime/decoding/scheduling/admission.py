@@ -13,10 +13,7 @@ _WORTH_WAITING = 32
 
 
 class Admission:
-    """Lets at most `n_parallel` requests of the roster run.
-
-    `can_cut`: a prefix can be shared wherever it ends.
-    """
+    """Lets `n_parallel` requests of the roster run. `can_cut`: a prefix can be shared anywhere."""
 
     def __init__(
         self, roster: Roster, prefixes: Prefixes, kv: KvCache, *, n_parallel: int, can_cut: bool

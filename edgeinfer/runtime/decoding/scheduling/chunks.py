@@ -46,11 +46,9 @@ class Chunks:
         return self._s_per_token
 
     def budget(self, room: int, n_decoding: int, pending: Sequence[int]) -> int:
-        """Tokens of prompts for a batch that has `room` left beside `n_decoding` tokens; `pending` are
-        the prompts' lengths.
+        """Tokens of prompts, `pending` long, for a batch with `room` left beside `n_decoding` tokens.
 
-        Short prompts stay together where each gives the bits that it gives alone; a long one gets what
-        is there.
+        Short prompts stay together where each gives the bits that it gives alone.
         """
         longest = max(pending, default=0)
         budget = room

@@ -30,10 +30,7 @@ _NICE = 10
 
 
 class Execution:
-    """Runs batches on the active context.
-
-    Only where its state `can_cut` is a step given up: what it has computed is dropped.
-    """
+    """Runs batches on the active context, given up early only where its state `can_cut`."""
 
     def __init__(
         self,
@@ -64,10 +61,7 @@ class Execution:
             self._abort.put_on(self._active.context)
 
     def run(self, parts: list[Part]) -> float | None:
-        """Compute the batch; seconds in llama.cpp, None when it was given up for a newcomer.
-
-        Raises DecodeError when llama.cpp fails.
-        """
+        """Compute the batch; seconds, None when given up for a newcomer. Raises DecodeError."""
         began = time.perf_counter()
         if all(part.seq.is_in_background for part in parts):
             code = self.background.run(lambda: self._decode_or_abort(parts))
@@ -104,11 +98,9 @@ class Execution:
         self._in_step = []
         self._abort.clear()
         if code == _ABORTED:
-            for seq in {
-                part.seq.resident.seq_id: part.seq for part in parts if part.seq.resident
-            }.values():
-                assert seq.resident is not None
-                self._kv.remove_behind(seq.resident)
+            for part in parts:
+                assert part.seq.resident is not None
+                self._kv.remove_behind(part.seq.resident)
         return code
 
     def look_at_cancelled(self) -> None:

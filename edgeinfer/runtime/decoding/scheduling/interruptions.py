@@ -30,10 +30,7 @@ class Interruptions:
         self._allowed_s = _MOST_LOST_S
 
     def begin(self, *, is_early: bool, expected_s: float) -> None:
-        """A step of nothing but prefill begins; `is_early` when nobody waits for its prompts yet.
-
-        One of a length that is `expected_s` is not given up once half of it is done and it ends soon.
-        """
+        """A step of prefill begins; `is_early` when nobody waits for its prompts yet."""
         with self._lock:
             self._began, self._is_early = time.monotonic(), is_early
             self._expected_s = expected_s

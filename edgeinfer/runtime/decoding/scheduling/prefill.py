@@ -39,10 +39,7 @@ class Prefill:
         self._loans = Loans(chunks)
 
     def add(self, prefilling: list[Sequence], parts: list[Part]) -> None:
-        """Short prompts do not wait for a long one: where there are both, they take turns, short ones
-        first. Prompts that nobody waits for yet come when there are no others. A long one lends running
-        streams a step now and then.
-        """
+        """Short prompts and long ones take turns, short first; those nobody waits for come last."""
         self._loans.settle()
         awaited = [s for s in prefilling if not s.is_prefill_only]
         is_only_long = bool(prefilling) and all(s.n_pending > SHORT_TOKENS for s in prefilling)

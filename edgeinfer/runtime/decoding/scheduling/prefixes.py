@@ -1,7 +1,4 @@
-"""Gives requests what earlier ones have computed, from memory or from the store of computed blocks.
-
-What they leave behind is kept for later ones.
-"""
+"""Gives requests what earlier ones have computed, and keeps what they leave behind for later ones."""
 
 from __future__ import annotations
 
@@ -33,11 +30,7 @@ def restoring(running: list[Sequence]) -> list[Sequence]:
 
 
 class Prefixes:
-    """Hands prefixes over.
-
-    `blocks` is the store's side, None without one; `chunks` knows what computing costs; `can_cut`:
-    states can be cut anywhere.
-    """
+    """Hands prefixes over. `blocks` is the store's side, None without; `can_cut`: states, anywhere."""
 
     def __init__(
         self, kv: KvCache, chunks: Chunks, counters: Counters, vocab: Vocab, *, can_cut: bool
@@ -155,10 +148,7 @@ class Prefixes:
                 seq.restore.wait(_DISK_WAIT_S)
 
     def leave_store(self, running: list[Sequence]) -> BlockCache | None:
-        """Use no store any more, whoever waits for it; the one that was used, to be closed.
-
-        What it has not written yet is not written.
-        """
+        """Use no store any more; return it, to be closed. What is not written yet is not written."""
         for seq in running:
             self._end_restore(seq)
         self._kv.before_drop = lambda resident: None

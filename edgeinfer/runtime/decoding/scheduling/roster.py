@@ -14,10 +14,7 @@ from edgeinfer.runtime.events import FinishReason
 
 
 class Roster:
-    """Lists requests: `waiting` for a place, or `running`, with a cache sequence or soon with one.
-
-    `on_end` is told of each that leaves.
-    """
+    """Requests `waiting` for a place, or `running`. `on_end` is told of each that leaves."""
 
     def __init__(self, prefixes: Prefixes, counters: Counters) -> None:
         self._prefixes, self._counters = prefixes, counters

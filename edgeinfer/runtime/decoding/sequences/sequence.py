@@ -52,8 +52,7 @@ class Clock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request in the engine. `tokens` are the prompt and what was sampled; `n_past` of them are in
-    the KV cache.
+    """A request. `tokens` are the prompt and what was sampled; `n_past` of them are in the KV cache.
 
     `keep_tokens` says how many tokens at the front survive a context shift; `lent_s`, for how long its
     prompt has let others go on without it.

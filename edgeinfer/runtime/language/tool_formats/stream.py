@@ -30,10 +30,7 @@ def call_id(*, short: bool = False) -> str:
 
 
 class CallParser:
-    """One generation's text to text and calls.
-
-    `tools` are the schemas of the tools that may be called, by name; `ids` makes an id.
-    """
+    """One generation's text to text and calls; `tools` are schemas by name, `ids` makes an id."""
 
     def __init__(
         self,
