@@ -30,7 +30,7 @@ _CONVERT = """
 import resource, sys, time
 from pathlib import Path
 from edgeinfer.catalog.converting.convert import convert
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 began = time.monotonic()
 convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Job())
 print(time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

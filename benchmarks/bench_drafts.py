@@ -16,7 +16,7 @@ from pathlib import Path
 from common import ROOT, add_out, model_path, write_figure
 
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished

@@ -13,7 +13,7 @@ from pathlib import Path
 from common import add_out, model_path, write_figure
 
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.catalog.quantizing import imatrix
 from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, run_quantizer, scored
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from common import add_out, write_figure
 
 from edgeinfer.catalog.fetching import download
-from edgeinfer.catalog.progress.job import Job, Patience
+from edgeinfer.catalog.progress import Job, Patience
 
 _PIECE = 1 << 16
 

@@ -18,9 +18,7 @@ from functools import cache
 
 from edgeinfer import __version__, error_text
 from edgeinfer.arguments import catalog, launch_args, machine, snapshots
-from edgeinfer.arguments.parser import Parser
-from edgeinfer.arguments.times import refuse_unknown, verbs_of
-from edgeinfer.arguments.verb import EXAMPLES, nearest, wants_json
+from edgeinfer.arguments.parser import EXAMPLES, Parser, nearest, refuse_unknown, verbs_of, wants_json
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotsUnavailableError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.launch_verbs import with_verb

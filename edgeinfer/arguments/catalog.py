@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from edgeinfer.arguments.launch_args import add_load_option
-from edgeinfer.arguments.verb import Verbs, add_verb, add_yes
+from edgeinfer.arguments.parser import Verbs, add_model, add_quiet, add_verb, add_yes
 from edgeinfer.settings.load_options import GPU_LAYERS, KV_TYPE
 
 
@@ -20,10 +20,6 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
     _add_merge(verbs)
 
 
-def _add_quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-
-
 def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser = add_verb(
         verbs,
@@ -34,11 +30,9 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "pull bartowski/Qwen_Qwen3-4B-GGUF:Q4_K_M",
         "pull ~/Downloads/model.gguf --name mine",
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, s3://…, oci://…, FILE.gguf, or a FOLDER "
+    add_model(
+        parser,
+        "NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, s3://…, oci://…, FILE.gguf, or a FOLDER "
         "of safetensors; default model",
     )
     parser.add_argument("--name", help="store it under this name")
@@ -68,7 +62,7 @@ def _add_pull(verbs: Verbs[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="connections for a large file (default 8)",
     )
-    _add_quiet(parser)
+    add_quiet(parser)
 
 
 def _add_list(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -102,12 +96,7 @@ def _add_show(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "show a model's architecture, sizes, licence, source and memory needs",
         "show qwen3-4b --ctx 32768",
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="NAME, NAME:QUANT or FILE.gguf (default: the configured one)",
-    )
+    add_model(parser, "NAME, NAME:QUANT or FILE.gguf (default: the configured one)")
     parser.add_argument(
         "--ctx", dest="n_ctx", type=int, metavar="TOKENS", help="estimate memory for this context"
     )
@@ -188,7 +177,7 @@ def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--no-perplexity", action="store_true", help="do not measure the perplexity of both"
     )
-    _add_quiet(parser)
+    add_quiet(parser)
 
 
 def _add_merge(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -213,4 +202,4 @@ def _add_merge(verbs: Verbs[argparse.ArgumentParser]) -> None:
         metavar="TYPE",
         help="type of the merged model (default: each tensor keeps its own)",
     )
-    _add_quiet(parser)
+    add_quiet(parser)

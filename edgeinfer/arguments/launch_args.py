@@ -8,9 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from edgeinfer.agents.table import AGENTS
-from edgeinfer.arguments import times
-from edgeinfer.arguments.parser import HelpAll
-from edgeinfer.arguments.verb import Verbs, add_verb
+from edgeinfer.arguments.parser import (
+    ENDPOINT,
+    LAUNCH,
+    LOAD,
+    SAMPLING,
+    HelpAll,
+    Verbs,
+    add_model,
+    add_quiet,
+    add_verb,
+)
 from edgeinfer.settings import sampling_options
 from edgeinfer.settings.config import copies_range
 from edgeinfer.settings.load_options import LOAD_OPTIONS, N_CTX, LoadOption
@@ -32,7 +40,7 @@ def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of load time; None means that the configuration decides."""
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="this help with every option")
-    group = parser.add_argument_group(times.LOAD)
+    group = parser.add_argument_group(LOAD)
     for option in LOAD_OPTIONS:
         if option.flag and option.of_snapshot:
             add_load_option(group, option)
@@ -86,7 +94,7 @@ class _Join(argparse.Action):
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Options of launch time: they ride in the launch request, so any snapshot serves them."""
-    group = parser.add_argument_group(times.LAUNCH)
+    group = parser.add_argument_group(LAUNCH)
     add_attached_options(group)
     which = group.add_mutually_exclusive_group()
     which.add_argument(
@@ -101,7 +109,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Options of request time; None means: the model's defaults."""
-    group = parser.add_argument_group(times.SAMPLING)
+    group = parser.add_argument_group(SAMPLING)
     for option in sampling_options.TYPED:
         flags = (option.flag, "--temp") if option.field == "temperature" else (option.flag,)
         metavar = "N" if option.kind is int else "X"
@@ -118,12 +126,7 @@ def _add_chat(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "chat --continue",
         json=False,
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="model name or GGUF file (default: the configured one)",
-    )
+    add_model(parser)
     parser.add_argument(
         "--continue", dest="continue_last", action="store_true", help="continue the last conversation"
     )
@@ -184,12 +187,7 @@ def _add_serve(verbs: Verbs[argparse.ArgumentParser]) -> None:
         "serve qwen3-4b --port 8080",
         json=False,
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="model of requests that name none (default: the configured one)",
-    )
+    add_model(parser, "model of requests that name none (default: the configured one)")
     add_endpoint_options(parser)
     add_load_options(parser)
     add_launch_options(parser)
@@ -197,7 +195,7 @@ def _add_serve(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     """Add the endpoint's options, all of launch time; None: the configuration or a default."""
-    where = parser.add_argument_group(times.ENDPOINT)
+    where = parser.add_argument_group(ENDPOINT)
     where.add_argument(
         "--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key"
     )
@@ -251,19 +249,13 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--drain", type=positive_s, metavar="S", help="seconds that running requests have after SIGTERM"
     )
-    where.add_argument(
-        "--max-queue",
-        type=count,
-        metavar="N",
-        help="requests that may wait; beyond it the answer is 503",
-    )
-    where.add_argument(
-        "--max-requests", type=count, metavar="N", help="requests run at once, over all models"
-    )
-    where.add_argument(
-        "--max-per-key", type=count, metavar="N", help="requests run at once for one API key"
-    )
-    where.add_argument("--max-body-mib", type=count, metavar="N", help="largest request body")
+    for flag, limited in (
+        ("--max-queue", "requests that may wait; beyond it the answer is 503"),
+        ("--max-requests", "requests run at once, over all models"),
+        ("--max-per-key", "requests run at once for one API key"),
+        ("--max-body-mib", "largest request body"),
+    ):
+        where.add_argument(flag, type=count, metavar="N", help=limited)
     where.add_argument(
         "--unknown-fields",
         choices=("ignore", "refuse"),
@@ -335,7 +327,7 @@ def _add_batch(verbs: Verbs[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="requests run at once (default: chosen automatically)",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    add_quiet(parser)
     add_load_options(parser)
     add_launch_options(parser)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from edgeinfer.arguments.verb import Verbs, add_verb, add_yes
+from edgeinfer.arguments.parser import Verbs, add_verb, add_yes
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments.launch_args import SYSTEM, add_attached_options, add_load_options
-from edgeinfer.arguments.verb import Verbs, add_action, add_verb, add_yes
+from edgeinfer.arguments.parser import Verbs, add_action, add_model, add_quiet, add_verb, add_yes
 
 
 def add(verbs: Verbs[argparse.ArgumentParser]) -> None:
@@ -37,12 +37,7 @@ def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
         'warm qwen3-4b --system "You are a pirate." --name pirate',
         linux_only=True,
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="model name or GGUF file (default: the configured one)",
-    )
+    add_model(parser)
     parser.add_argument("--system", metavar="TEXT|@FILE", default="", help=SYSTEM)
     parser.add_argument(
         "--agent",
@@ -58,7 +53,7 @@ def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument("--name", default="", help="name of this snapshot")
     add_attached_options(parser)
     parser.add_argument("--load-options", help=argparse.SUPPRESS)  # all of them in JSON (`watch_build`)
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    add_quiet(parser)
     add_load_options(parser)
 
 
@@ -122,7 +117,7 @@ def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     bring.add_argument("--wait", action="store_true", help="with --rebuild: return once it is built")
     for parser in (export, bring):
-        parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+        add_quiet(parser)
     trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")
     trust.add_argument("fingerprint", nargs="?", default="", metavar="FINGERPRINT", help="SHA256:…")
     trust.add_argument("--remove", action="store_true", help="stop trusting FINGERPRINT")
@@ -137,7 +132,7 @@ def _add_take(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", default="", help="name of the snapshot")
     parser.add_argument("--model", help="of a process that has several, this one")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    add_quiet(parser)
 
 
 def _add_stop(verbs: Verbs[argparse.ArgumentParser]) -> None:

@@ -20,7 +20,7 @@ from edgeinfer.catalog.lock import changing
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.names import Reference
 from edgeinfer.catalog.plan import Fetched, plan
-from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.catalog.pull import PullOptions, first_that_works
 from edgeinfer.catalog.quantizing.quantize import publish
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer

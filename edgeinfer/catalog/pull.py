@@ -21,7 +21,7 @@ from edgeinfer.catalog.ggml_types import file_type
 from edgeinfer.catalog.lock import changing
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.plan import Fetched, Plan, plan
-from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, OnProgress, Patience
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
 from edgeinfer.catalog.store import PulledModel
 from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, UsageError
 from edgeinfer.system import paths
@@ -104,7 +104,7 @@ def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
 
 def _already_here(todo: Plan, job: Job) -> PulledModel | None:
     """Return the record when every file still is what it says, hashing touched ones again."""
-    record = store.read_record(store.folder_of(todo.ref))
+    record = store.read_record(names.folder(todo.ref))
     if record is None:
         return None
     fresh = []

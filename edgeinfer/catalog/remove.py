@@ -32,7 +32,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
     """
     ref = _reference(text)
     with model_lock(ref):
-        folder, partial = store.folder_of(ref), paths.models_dir() / store.PARTIAL / ref.folder
+        folder, partial = names.folder(ref), paths.models_dir() / store.PARTIAL / ref.folder
         pinned = forget and pins.place(ref).exists()
         if not (folder.exists() or partial.exists() or pinned):
             adapter = paths.adapters_dir() / f"{ref.folder}.gguf"
@@ -85,8 +85,4 @@ def _files_in_place(folder: Path) -> tuple[str, ...]:
 
 
 def _bytes_under(folder: Path) -> int:
-    return (
-        sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        if folder.exists()
-        else 0
-    )
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

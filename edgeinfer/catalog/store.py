@@ -72,7 +72,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> Path:
-        return folder_of(self.reference)
+        return names.folder(self.reference)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -100,11 +100,6 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
     def sha256(self) -> str:
         """The file's SHA-256; of a split model, the SHA-256 of its files' digests in order."""
         return names.whole_digest([file.sha256 for file in self.files])
-
-
-def folder_of(ref: Reference) -> Path:
-    """The folder of a model; it need not exist."""
-    return names.folder(ref)
 
 
 def read_record(folder: Path) -> PulledModel | None:
@@ -145,7 +140,7 @@ def list_pulled() -> list[PulledModel]:
     return sorted(found, key=lambda model: model.name)
 
 
-def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None:
+def find_pulled(text: str) -> PulledModel | None:
     """Find a pulled model by reference, by source, or by name and its own quantization."""
     if stores.is_name(text):
         return None
@@ -153,10 +148,10 @@ def find_pulled(text: str, catalog: Catalog | None = None) -> PulledModel | None
         wanted = str(sources.parse(text))
         return next((model for model in list_pulled() if model.source == wanted), None)
     ref = names.reference(text)
-    exact = read_record(folder_of(ref))
+    exact = read_record(names.folder(ref))
     if exact is not None or not ref.quant:
         return exact
-    plain = read_record(folder_of(Reference(ref.name)))
+    plain = read_record(names.folder(Reference(ref.name)))
     return plain if plain is not None and plain.quantization == ref.quant else None
 
 
@@ -180,7 +175,7 @@ def _model_files(name_or_path: str, heard: stores.Heard | None = None) -> ModelF
         return _files_of_path(Path(name_or_path).expanduser())
     catalog = load_catalog()
     try:
-        pulled = find_pulled(name_or_path, catalog)
+        pulled = find_pulled(name_or_path)
     except UsageError as error:
         raise _with_found(error, name_or_path) from error
     if pulled is None:
@@ -299,7 +294,7 @@ def publish(
     requantized_from: str,
 ) -> PulledModel:
     """Store verified files, the first of which has `header`, as the model `ref`. Return its record."""
-    folder = folder_of(ref)
+    folder = names.folder(ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     files = tuple(_placed(one, folder) for one in fetched)
@@ -365,7 +360,7 @@ def copy(text: str, name: str) -> PulledModel:
     if source is None:
         raise _not_ours(text)
     with lock.model_lock(ref):
-        folder = folder_of(ref)
+        folder = names.folder(ref)
         if read_record(folder) is not None:
             raise UsageError(f"a model is called {ref} already", hint=f"`edgeinfer rm {ref}`")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from edgeinfer.catalog.fits import FirstRunChoice, first_run_choices
-from edgeinfer.catalog.progress.job import PullProgress
+from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.chat.commands.settings import save
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved, size_words

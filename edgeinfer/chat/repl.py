@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from edgeinfer.catalog.progress.text import PlainLines
+from edgeinfer.catalog.progress import PlainLines
 from edgeinfer.chat import attachments, context, first_run
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commands import slash

@@ -30,20 +30,6 @@ class LoadOption:
     #: Whether values that are typed one after the other are joined with commas.
     many = False
 
-    __slots__ = (
-        "default",
-        "exact",
-        "field",
-        "flag",
-        "help",
-        "high",
-        "key",
-        "low",
-        "metavar",
-        "of_snapshot",
-        "words",
-    )
-
     def __init__(
         self,
         field: str,
@@ -91,7 +77,6 @@ class AdaptersOption(LoadOption):
     `NAME` is the adapter that was pulled by that name.
     """
 
-    __slots__ = ()
     many = True
 
     def parse(self, text: str) -> Value:
@@ -108,8 +93,6 @@ class AdaptersOption(LoadOption):
 
 class ModelOption(LoadOption):
     """An option whose value is a model's name, the absolute path of its file, or one of `words`."""
-
-    __slots__ = ()
 
     def parse(self, text: str) -> Value:
         is_path = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(".gguf")

@@ -148,8 +148,7 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 def main(argv: list[str]) -> int:
     """Bring the model out of the shipped FILE, as its first start runs this."""
     from edgeinfer import error_text
-    from edgeinfer.catalog.progress.job import Job
-    from edgeinfer.catalog.progress.text import progress_on
+    from edgeinfer.catalog.progress import Job, progress_on
 
     shipped = payload.open_shipped(Path(argv[0]))
     try:

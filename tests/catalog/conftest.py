@@ -13,7 +13,7 @@ import pytest
 from fake_hub import Fault, FaultServer, sha
 from made_gguf import gguf_bytes
 
-from edgeinfer.catalog.progress.job import Patience
+from edgeinfer.catalog.progress import Patience
 from edgeinfer.system import paths
 
 #: Waits of microseconds instead of seconds, and a short belief in silence.

@@ -13,8 +13,7 @@ from made_gguf import entry, gguf_bytes, model_entries, text
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.names import reference
-from edgeinfer.catalog.progress.job import Job, PullProgress
-from edgeinfer.catalog.progress.text import PlainLines, progress_on, progress_text
+from edgeinfer.catalog.progress import Job, PlainLines, PullProgress, progress_on, progress_text
 from edgeinfer.catalog.store import list_pulled
 from edgeinfer.cli import main
 from edgeinfer.snapshots.shelf.format import MANIFEST

@@ -12,7 +12,7 @@ from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_launch,
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 
-from edgeinfer.catalog.progress.job import PullProgress
+from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
 from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError

@@ -15,7 +15,7 @@ import pytest
 from made_families import FAMILIES, Family, make_family
 
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions, run_quantizer
 
 MIB = 1 << 20

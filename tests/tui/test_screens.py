@@ -5,8 +5,7 @@ import threading
 import pytest
 from fixed_chat import MODEL, SHELF, FixedHost
 
-from edgeinfer.catalog.progress.job import PullProgress
-from edgeinfer.catalog.progress.text import progress_text
+from edgeinfer.catalog.progress import PullProgress, progress_text
 from edgeinfer.chat import shelf as chat_shelf
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.runtime.fake import FakeEngine

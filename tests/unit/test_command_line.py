@@ -14,7 +14,7 @@ import typing
 import pytest
 
 from edgeinfer import cli
-from edgeinfer.arguments.verb import EXAMPLES, wants_json
+from edgeinfer.arguments.parser import EXAMPLES, wants_json
 from edgeinfer.host import Host
 from edgeinfer.launch_verbs import LAUNCH_VERBS, SWITCHES, with_verb
 from edgeinfer.result import Result

@@ -18,7 +18,7 @@ from edgeinfer.catalog.converting.checkpoint import Checkpoint, conversion_error
 from edgeinfer.catalog.converting.safetensors import Array, to_float32
 from edgeinfer.catalog.converting.tensors import Planned
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.errors import ConversionError
 from edgeinfer.system.disk import need_room, room_errors
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from edgeinfer.catalog.plan import Fetched
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.errors import SourceNotFoundError, UsageError
 from edgeinfer.system.disk import sha256_of
 

@@ -43,7 +43,8 @@ def metadata(family: Family, config: Values) -> dict[str, Any]:
         value = lookup(config, key.name)
         if value is not None and value is not False:
             found[key.name] = key.kind(value)
-    found.setdefault("feed_forward_length", _wide(config, found["embedding_length"]))
+    expansion = int(config.get("expansion_ratio") or 4)
+    found.setdefault("feed_forward_length", expansion * found["embedding_length"])
     found["attention.head_count_kv"] = heads.n_head_kv
     found["attention.key_length"] = found["attention.value_length"] = heads.head_dim
     if family.arch == "mpt":
@@ -53,7 +54,3 @@ def metadata(family: Family, config: Values) -> dict[str, Any]:
     if family.extra:
         found |= family.extra(config)
     return found
-
-
-def _wide(config: Values, width: int) -> int:
-    return int(config.get("expansion_ratio") or 4) * width

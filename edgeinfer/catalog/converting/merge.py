@@ -19,7 +19,7 @@ from edgeinfer.catalog import gguf
 from edgeinfer.catalog.converting.safetensors import Array
 from edgeinfer.catalog.ggml_types import TENSOR_TYPES
 from edgeinfer.catalog.gguf import GgufHeader, TensorInfo
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.errors import ConversionError
 from edgeinfer.system.disk import need_room, room_errors
 

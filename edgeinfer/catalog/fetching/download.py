@@ -19,7 +19,7 @@ import msgspec
 
 from edgeinfer.catalog.fetching import ranges, spans, web
 from edgeinfer.catalog.fetching.web import AgainError, WholeOnlyError
-from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job
 from edgeinfer.errors import ChecksumError, DownloadError
 from edgeinfer.system.disk import need_room, room_errors, write_whole
 from edgeinfer.units import format_bytes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.catalog import names, sources
 from edgeinfer.catalog.fetching import local
 from edgeinfer.catalog.plan import Fetched, Plan
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
 from edgeinfer.settings.config import refuse_offline
 from edgeinfer.system.disk import need_room

@@ -9,7 +9,7 @@ from pathlib import Path
 from edgeinfer.catalog import gguf, names
 from edgeinfer.catalog.converting.files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.catalog.plan import Fetched
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.errors import InvalidGgufError, SourceNotFoundError, UsageError
 from edgeinfer.system.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
 

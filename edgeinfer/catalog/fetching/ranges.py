@@ -19,7 +19,7 @@ import msgspec
 
 from edgeinfer.catalog.fetching import spans, web
 from edgeinfer.catalog.fetching.web import AgainError, WholeOnlyError
-from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job, Patience
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job, Patience
 from edgeinfer.errors import AuthenticationError, DownloadError
 from edgeinfer.system.disk import room_errors
 from edgeinfer.units import format_bytes

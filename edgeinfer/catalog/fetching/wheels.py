@@ -17,7 +17,7 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
-from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Job
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Job
 from edgeinfer.catalog.sources import WheelFile
 from edgeinfer.errors import AuthenticationError, DiskFullError, DownloadError, SourceNotFoundError
 from edgeinfer.system.disk import need_room, room_errors

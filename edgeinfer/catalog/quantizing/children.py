@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.errors import QuantizeError
 from edgeinfer.system.process import child_command
 

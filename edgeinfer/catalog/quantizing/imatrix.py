@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edgeinfer.catalog import gguf
 from edgeinfer.catalog.gguf import TensorInfo
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.catalog.quantizing import children
 from edgeinfer.errors import InvalidGgufError, QuantizeError
 from edgeinfer.system import paths

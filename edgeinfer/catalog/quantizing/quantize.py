@@ -17,7 +17,7 @@ from edgeinfer.catalog.ggml_types import FILE_TYPES, FULL_PRECISION, file_type
 from edgeinfer.catalog.lock import changing
 from edgeinfer.catalog.names import Reference
 from edgeinfer.catalog.plan import Fetched
-from edgeinfer.catalog.progress.job import Job, OnProgress
+from edgeinfer.catalog.progress import Job, OnProgress
 from edgeinfer.catalog.quantizing import imatrix
 from edgeinfer.catalog.quantizing.quantizer import (
     MAKE_IMATRIX,
@@ -130,10 +130,7 @@ def _reference(
 
 
 def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
-    """Quantize a verified download to the type of its catalogue entry or of `--quantize`.
-
-    Raises what `quantize` does.
-    """
+    """Quantize a verified download to the type that is wanted. Raises what `quantize` does."""
     kind = _kind(type_name)
     first = fetched[0]
     # llama.cpp finds the other parts of a split by their names

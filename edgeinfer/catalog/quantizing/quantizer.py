@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer.catalog import gguf
 from edgeinfer.catalog.ggml_types import FILE_TYPES
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.catalog.quantizing import children, imatrix
 from edgeinfer.errors import CatalogError, DiskFullError, QuantizeError, UsageError
 from edgeinfer.system import paths

@@ -186,10 +186,9 @@ def _free_port(wanted: int) -> int:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("127.0.0.1", wanted))
-            return trial.getsockname()[1]  # type: ignore[no-any-return]
         except OSError:
             trial.bind(("127.0.0.1", 0))
-            return trial.getsockname()[1]  # type: ignore[no-any-return]
+        return trial.getsockname()[1]  # type: ignore[no-any-return]
 
 
 def _refuse_small_model(agent: Agent, model: str) -> None:

@@ -198,9 +198,7 @@ class Loader:
 
 
 class Copier:
-    """Loads the default model as copies in workers: none's end is the endpoint's. Others as
-    `loader`.
-    """
+    """Loads the default model as replicas in workers, none of which ends the endpoint."""
 
     def __init__(self, loader: Loader, bounds: Bounds, on_change: Callable[[CopiesInfo], None]) -> None:
         self._loader = loader
@@ -314,10 +312,7 @@ def _bind_ollama(
 
 
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
-    """Say who may ask. Raises ServeError.
-
-    A bind that others can reach gets a key, made and stored on first use.
-    """
+    """Say who may ask; a bind that others reach gets a key, stored on first use. Raises ServeError."""
     given = keys.given_keys(options.api_key_file)
     if not given and not sockets.is_loopback(listeners):
         given, made = keys.stored_keys()

@@ -159,7 +159,7 @@ def list_models(options: argparse.Namespace, host: Host) -> ListResult:
     except ConfigError as error:
         sys.stderr.write(f"warning: {error.message}\n")
     catalog = load_catalog()
-    counts = _snapshot_counts()
+    counts = Counter(model_part(name) for name in generations())
     pulled = list_pulled()
     here = [_pulled(model, catalog, counts) for model in pulled]
     names = {model.name for model in here}
@@ -270,7 +270,3 @@ def _rank(model: ListedModel) -> tuple[int, float]:
     group = model.fit.group
     within = {"comfortable": -model.size_bytes, "slow": -model.fit.tokens_per_s}
     return [*_GROUPS].index(group), within.get(group, model.size_bytes)
-
-
-def _snapshot_counts() -> dict[str, int]:
-    return Counter(model_part(name) for name in generations())

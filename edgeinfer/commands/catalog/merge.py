@@ -7,8 +7,8 @@ import time
 from typing import ClassVar
 
 from edgeinfer.catalog.adapters import merge_model
-from edgeinfer.catalog.progress.text import progress_on
-from edgeinfer.errors import InterruptedByUser
+from edgeinfer.catalog.progress import progress_on
+from edgeinfer.commands.asking import stoppable
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
@@ -37,12 +37,9 @@ class MergeResult(Result, frozen=True, kw_only=True):
 def merge(options: argparse.Namespace, _host: Host) -> MergeResult:
     """Raises what `catalog.adapters.merge_model` raises; Ctrl-C becomes InterruptedByUser."""
     began = time.monotonic()
-    with progress_on(quiet=options.quiet) as report:
-        try:
-            adapters = ",".join(options.adapters)
-            made = merge_model(options.model, adapters, options.name, options.quantize, report)
-        except KeyboardInterrupt as error:
-            raise InterruptedByUser("stopped; nothing was changed", hint="") from error
+    with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
+        adapters = ",".join(options.adapters)
+        made = merge_model(options.model, adapters, options.name, options.quantize, report)
     return MergeResult(
         name=made.name,
         source=made.source,

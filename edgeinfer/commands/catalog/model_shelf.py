@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.host import Host
 
 if TYPE_CHECKING:
-    from edgeinfer.catalog.progress.job import OnProgress
+    from edgeinfer.catalog.progress import OnProgress
 
 
 class ModelShelf:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.catalog import store
-from edgeinfer.catalog.progress.job import Job
-from edgeinfer.catalog.progress.text import progress_on
-from edgeinfer.errors import EdgeInferError, InterruptedByUser
+from edgeinfer.catalog.progress import Job, progress_on
+from edgeinfer.commands.asking import stoppable
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.snapshots.shelf.format import Manifest, generations, read_manifest
+from edgeinfer.snapshots.shelf.format import generations, read_manifest
 from edgeinfer.system.machine import read_memory
 from edgeinfer.system.page_cache import read_in, resident_bytes
 from edgeinfer.units import format_bytes
@@ -54,13 +54,11 @@ def preload(options: argparse.Namespace, host: Host) -> PreloadResult:
     size = sum(path.stat().st_size for path in files)
     resident = sum(map(resident_bytes, files))
     available = read_memory().available_bytes
-    with progress_on(quiet=options.quiet) as report:
+    stopped = "stopped; what was read stays in memory"
+    with progress_on(quiet=options.quiet) as report, stoppable(stopped, ""):
         job = Job(report)
         job.begin("reading", model.name, total=size)
-        try:
-            read_in(files, job.at)
-        except KeyboardInterrupt as error:
-            raise InterruptedByUser("stopped; what was read stays in memory", hint="") from error
+        read_in(files, job.at)
     return PreloadResult(
         name=model.name,
         files=tuple(map(str, files)),
@@ -80,9 +78,6 @@ def _in_load_order(model: str, own: list[Path]) -> list[Path]:
         if manifest.model != model:
             continue
         images = [Path(folders[0]) / name for name in manifest.images]
-        return images if _holds_weights(manifest) else [*images, *own]
+        holds_weights = manifest.actual.get("repack") == "on"
+        return images if holds_weights else [*images, *own]
     return own
-
-
-def _holds_weights(manifest: Manifest) -> bool:
-    return manifest.actual.get("repack") == "on"

@@ -15,10 +15,10 @@ from edgeinfer.catalog.adapters import PulledAdapter, is_adapter, pull_adapter
 from edgeinfer.catalog.fetching import local
 from edgeinfer.catalog.found import stores
 from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.progress.job import FETCHED_IS_KEPT, Patience, PullProgress
-from edgeinfer.catalog.progress.text import progress_on
+from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Patience, PullProgress, progress_on
 from edgeinfer.catalog.pull import PullOptions
-from edgeinfer.errors import ChecksumError, InterruptedByUser, UsageError
+from edgeinfer.commands.asking import stoppable
+from edgeinfer.errors import ChecksumError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
@@ -124,14 +124,9 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
         fetched |= now.stage == "done"
         report(now)
 
-    with progress_on(quiet=options.quiet) as report:
-        try:
-            record = catalog_pull.pull(wanted, heard, options=wish)
-        except KeyboardInterrupt as error:
-            raise InterruptedByUser(
-                f"stopped; {FETCHED_IS_KEPT}",
-                hint="type the same command again: it goes on where it stopped",
-            ) from error
+    hint = "type the same command again: it goes on where it stopped"
+    with progress_on(quiet=options.quiet) as report, stoppable(f"stopped; {FETCHED_IS_KEPT}", hint):
+        record = catalog_pull.pull(wanted, heard, options=wish)
     entry = load_catalog().get(record.base)
     if record.in_place and any(map(local.writable_by_others, record.paths)):
         sys.stderr.write(

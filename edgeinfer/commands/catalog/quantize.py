@@ -6,11 +6,11 @@ import argparse
 import time
 from typing import ClassVar
 
-from edgeinfer.catalog.progress.text import progress_on
+from edgeinfer.catalog.progress import progress_on
 from edgeinfer.catalog.quantizing.quantize import quantize
 from edgeinfer.catalog.quantizing.quantizer import QuantizeOptions
+from edgeinfer.commands.asking import stoppable
 from edgeinfer.commands.table import table
-from edgeinfer.errors import InterruptedByUser
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
@@ -85,11 +85,8 @@ def quantize_model(options: argparse.Namespace, _host: Host) -> QuantizeResult:
         perplexity=not options.no_perplexity,
         text=options.text,
     )
-    with progress_on(quiet=options.quiet) as report:
-        try:
-            done = quantize(options.model, options.type, report, options=wish)
-        except KeyboardInterrupt as error:
-            raise InterruptedByUser("stopped; nothing was changed", hint="") from error
+    with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
+        done = quantize(options.model, options.type, report, options=wish)
     return QuantizeResult(
         source=options.model,
         source_type=done.before_type,

@@ -11,7 +11,7 @@ import msgspec
 from edgeinfer import requesting
 from edgeinfer.catalog import gguf, names, store
 from edgeinfer.catalog.found import stores
-from edgeinfer.catalog.found.model import Found
+from edgeinfer.catalog.found.model import Found, FoundFile
 from edgeinfer.catalog.memory import header_plan, header_shape
 from edgeinfer.catalog.models import Model, SamplingDefaults, load_catalog
 from edgeinfer.catalog.store import PulledModel
@@ -23,14 +23,6 @@ from edgeinfer.runtime.planning.plan import Plan, disk_warning
 from edgeinfer.runtime.planning.shape import Buffers
 from edgeinfer.system.machine import Memory, read_machine, read_rate
 from edgeinfer.units import format_bytes, format_parameters
-
-
-class FileShown(msgspec.Struct, frozen=True, kw_only=True):
-    """One file on disk."""
-
-    path: str
-    size_bytes: int
-    sha256: str = ""
 
 
 class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,10 +63,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
-    """`header`, `files` and `memory` are empty for a model that is not here.
-
-    `notes` say what is wrong, if anything.
-    """
+    """`header`, `files` and `memory` are empty if the model is not here. `notes` say what is wrong."""
 
     kind: ClassVar[str] = "show"
 
@@ -94,7 +83,7 @@ class ShowResult(Result, frozen=True, kw_only=True):
     system_prompt: str = ""
     stop: tuple[str, ...] = ()
     sampling: dict[str, float] = msgspec.field(default_factory=dict)
-    files: tuple[FileShown, ...] = ()
+    files: tuple[FoundFile, ...] = ()
     header: HeaderShown | None = None
     memory: MemoryShown | None = None
     notes: tuple[str, ...] = ()
@@ -250,7 +239,6 @@ def _shown_found(found: Found, options: argparse.Namespace, host: Host) -> ShowR
         sampling=SamplingDefaults(**said.sampling),
     )
     shown = _shown(found.name, None, entry, [Path(path) for path in found.paths], options, host)
-    digests = [file.sha256 for file in found.files]
     notes = [f"used where it is, from {found.store}; nothing there is ever written"]
     notes += [f"from {found.store}: {', '.join(said.used)}"] * bool(said.used)
     notes += [f"not used: {what}" for what in said.unused]
@@ -258,10 +246,7 @@ def _shown_found(found: Found, options: argparse.Namespace, host: Host) -> ShowR
         shown,
         title=shown.header.name if shown.header and shown.header.name else found.name,
         pulled_from=found.store,
-        files=tuple(
-            msgspec.structs.replace(file, sha256=digest)
-            for file, digest in zip(shown.files, digests, strict=True)
-        ),
+        files=found.files,
         notes=(*shown.notes, *notes),
     )
 
@@ -277,7 +262,7 @@ def _shown(
     headers = [gguf.check(part) for part in parts]
     first = headers[0] if headers else None
     header = _header(headers) if headers else None
-    memory = _memory(name, headers, options, host) if headers else None
+    memory = _memory(headers, options, host) if headers else None
     notes = _notes(pulled)
     if memory is not None and memory.warning:
         notes += (memory.warning,)
@@ -317,10 +302,10 @@ def _notes(pulled: PulledModel | None) -> tuple[str, ...]:
     return ()
 
 
-def _files(pulled: PulledModel | None, parts: list[Path]) -> tuple[FileShown, ...]:
+def _files(pulled: PulledModel | None, parts: list[Path]) -> tuple[FoundFile, ...]:
     digests = [file.sha256 for file in pulled.files] if pulled else [""] * len(parts)
     return tuple(
-        FileShown(path=str(part), size_bytes=part.stat().st_size, sha256=digest)
+        FoundFile(path=str(part), size_bytes=part.stat().st_size, sha256=digest)
         for part, digest in zip(parts, digests, strict=True)
     )
 
@@ -346,9 +331,7 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
     )
 
 
-def _memory(
-    name: str, headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host
-) -> MemoryShown:
+def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host) -> MemoryShown:
     machine = read_machine()
     wanted = requesting.load_options(options, host.config.load)
     plan: Plan = header_plan(headers, wanted, machine)

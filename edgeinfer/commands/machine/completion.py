@@ -34,10 +34,7 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 
 
 class Option(msgspec.Struct, frozen=True):
-    """One option of a verb.
-
-    `values` are its choices; `takes` says what follows: "", "word", "file", or a kind of names.
-    """
+    """An option; `values` are its choices, `takes` is "", "word", "file", or a kind of names."""
 
     flags: tuple[str, ...]
     help: str

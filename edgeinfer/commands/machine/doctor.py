@@ -91,11 +91,8 @@ def _guarded(check: Callable[[], Check | list[Check]]) -> list[Check]:
 
 def _python() -> Check:
     """Python: the interpreter and the system."""
-    return Check(
-        "python",
-        "ok",
-        f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}",
-    )
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return Check("python", "ok", f"{platform.python_version()}, {system}")
 
 
 def _cpu() -> Check:
@@ -132,11 +129,8 @@ def _llama() -> Check:
     build = build_info()
     variant = f"{build.cpu_variant} variant, " if build.cpu_variant else ""
     attention = f"attention of our own ({build.attention})" if build.attention else "its own attention"
-    return Check(
-        "llama.cpp",
-        "ok",
-        f"{build.llama_version} ({build.ggml_commit}); {variant}{attention}: {' '.join(build.flags)}",
-    )
+    version = f"{build.llama_version} ({build.ggml_commit})"
+    return Check("llama.cpp", "ok", f"{version}; {variant}{attention}: {' '.join(build.flags)}")
 
 
 def _gpu() -> list[Check]:
@@ -155,19 +149,14 @@ def _gpu() -> list[Check]:
 def _backend(answer: Loaded | NotLoaded, cards: tuple[str, ...]) -> Check:
     """One backend library: its devices, or why it has none. `cards` are on the PCI bus."""
     if isinstance(answer, NotLoaded):
-        missed = bool(cards) or not answer.absent
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
-        return Check(
-            "gpu",
-            "warn" if missed else "ok",
-            f"{answer.name}: {answer.reason}; {bus}",
-            answer.fix if missed else "",
-        )
+        found = f"{answer.name}: {answer.reason}; {bus}"
+        missed = bool(cards) or not answer.absent
+        return Check("gpu", "warn", found, answer.fix) if missed else Check("gpu", "ok", found)
     found = f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
     if all(device.kind == "software" for device in answer.devices):
-        return Check(
-            "gpu", "warn", found, "a software device is slower than the CPU: --gpu-layers none"
-        )
+        fix = "a software device is slower than the CPU: --gpu-layers none"
+        return Check("gpu", "warn", found, fix)
     return Check("gpu", "warn" if answer.warning else "ok", found, answer.warning)
 
 
@@ -201,21 +190,13 @@ def _directories() -> Check:
     for path in places.values():
         above = next(p for p in (path, *path.parents) if p.exists())
         if not os.access(above, os.W_OK | os.X_OK):
-            return Check(
-                "directories",
-                "fail",
-                f"{path} cannot be written",
-                "set EDGEINFER_HOME to a folder of yours",
-            )
-    data = places["data"]
-    free = free_bytes(data)
+            fix = "set EDGEINFER_HOME to a folder of yours"
+            return Check("directories", "fail", f"{path} cannot be written", fix)
+    free = free_bytes(places["data"])
     text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
-    return Check(
-        "directories",
-        "ok" if free > 2 * GIB else "warn",
-        text,
-        "" if free > 2 * GIB else "free some room: edgeinfer rm",
-    )
+    if free > 2 * GIB:
+        return Check("directories", "ok", text)
+    return Check("directories", "warn", text, "free some room: edgeinfer rm")
 
 
 def _configuration() -> Check:
@@ -223,9 +204,8 @@ def _configuration() -> Check:
     config = load_config()
     path = config_path()
     network = "offline" if offline(config) else "network allowed"
-    return Check(
-        "configuration", "ok", f"{path if path.is_file() else 'defaults (no file)'}; {network}"
-    )
+    source = path if path.is_file() else "defaults (no file)"
+    return Check("configuration", "ok", f"{source}; {network}")
 
 
 def _catalogue() -> Check:

@@ -51,10 +51,8 @@ def self_check() -> SelfCheckResult:
     raw = (app / unpack.INDEX).read_bytes() if (app / unpack.INDEX).is_file() else b""
     index = payload.parse_index(raw)
     if index is None or index.name != app.name:
-        findings: list[str] = [f"{app / unpack.INDEX}: not the index of {app.name}"]
-        return SelfCheckResult(
-            app=str(app), file="", files_checked=0, bytes_checked=0, findings=tuple(findings)
-        )
+        wrong = (f"{app / unpack.INDEX}: not the index of {app.name}",)
+        return SelfCheckResult(app=str(app), file="", files_checked=0, bytes_checked=0, findings=wrong)
     findings = [*_check_files(app, index), *_strangers(app, index)]
     file = shipped.program_file()
     findings += _check_payload(file, index) if file else []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.catalog import sources
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.commands.snapshots.warm import StageTalk
 from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
 from edgeinfer.host import Host
@@ -25,8 +25,8 @@ from edgeinfer.snapshots.building import background_build, build_order
 from edgeinfer.snapshots.shelf import build_log, format, records
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.snapshots.transfer import exporting, importing, signing
+from edgeinfer.snapshots.transfer.description import Source, offered
 from edgeinfer.snapshots.transfer.layout import Layout
-from edgeinfer.snapshots.transfer.offer import Source, offered
 from edgeinfer.system import paths
 from edgeinfer.units import format_bytes
 

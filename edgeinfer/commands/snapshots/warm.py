@@ -11,7 +11,8 @@ from typing import ClassVar, TextIO
 
 from edgeinfer import requesting
 from edgeinfer.catalog import store
-from edgeinfer.errors import InterruptedByUser, UsageError
+from edgeinfer.commands.asking import stoppable
+from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import LoadOptions
@@ -50,9 +51,7 @@ class WarmResult(Result, frozen=True, kw_only=True):
 
 
 def warm(options: argparse.Namespace, host: Host) -> Result:
-    """Raises what `build_order.build` raises, UsageError for an unreadable system prompt; with an agent
-    as `launch` does.
-    """
+    """Raises what `build_order.build` raises, UsageError for a bad system prompt; else as `launch`."""
     if options.preload:
         from edgeinfer.commands.catalog.preload import preload  # builds nothing
 
@@ -78,11 +77,9 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
         system=requesting.system_prompt(options.system, host.config) or files.system_prompt,
         given_name=options.name or _own_name(options.system, wanted),
     )
-    try:
-        with StageTalk(sys.stderr, quiet=options.quiet) as talk:
-            details = snapshots_warm.build(order, config, talk.say)
-    except KeyboardInterrupt as error:
-        raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
+    stopped = stoppable("stopped; nothing of the snapshot is kept")
+    with stopped, StageTalk(sys.stderr, quiet=options.quiet) as talk:
+        details = snapshots_warm.build(order, config, talk.say)
     return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
 
 

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from edgeinfer.catalog import names, sources
 from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress.job import OnProgress, PullProgress
+from edgeinfer.catalog.progress import OnProgress, PullProgress
 from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError, UsageError
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.connection import disconnected

@@ -1,4 +1,4 @@
-"""What travels, described: the config of an OCI image, which is what the exporter signs.
+"""What travels, described: the config of an OCI image, which the exporter signs; read if trusted.
 
 The config is an ordinary image config, so that tools for images read it; ours is the key `edgeinfer`.
 It names every layer by the digest of its archive, so the one signature binds all, and an image stays
@@ -7,12 +7,16 @@ signed when a tool that copies it compresses its layers otherwise.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Protocol
 
 import msgspec
 
-from edgeinfer.errors import SnapshotCorruptError
+from edgeinfer.errors import SnapshotCorruptError, SnapshotUntrustedError
+from edgeinfer.snapshots.transfer import signing
 
 FORMAT = 1
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -38,6 +42,11 @@ MAX_BYTES = 8 << 20
 def sha256(content: bytes) -> str:
     """The digest of some bytes as OCI writes it."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def corrupt(message: str) -> SnapshotCorruptError:
+    """Make the error of what arrived wrong, for which there is no next step."""
+    return SnapshotCorruptError(message, hint="")
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,10 +149,7 @@ class Requirements(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot as its exporter describes it.
-
-    `real_places` are the exporter's `places` without symlinks.
-    """
+    """A snapshot as its exporter describes it; `real_places` are its `places` without symlinks."""
 
     format: int
     name: Name
@@ -194,9 +200,7 @@ def read_config(config: bytes) -> Description:
     try:
         found = msgspec.json.decode(config, type=Config).edgeinfer
     except msgspec.MsgspecError as error:
-        raise SnapshotCorruptError(
-            f"this image is no snapshot of edgeinfer: {error}", hint=""
-        ) from error
+        raise corrupt(f"this image is no snapshot of edgeinfer: {error}") from error
     if found.format != FORMAT:
         raise SnapshotCorruptError(
             f"the snapshot was exported in format {found.format}, this edgeinfer reads {FORMAT}",
@@ -241,7 +245,7 @@ def read_manifest(content: bytes) -> Manifest:
     try:
         return msgspec.json.decode(content, type=Manifest)
     except msgspec.MsgspecError as error:
-        raise SnapshotCorruptError(f"this is no manifest of an image: {error}", hint="") from error
+        raise corrupt(f"this is no manifest of an image: {error}") from error
 
 
 #: A layer, and what it lies in.
@@ -251,9 +255,8 @@ LayerBlob = tuple[Layer, Descriptor]
 def paired(manifest: Manifest, description: Description) -> list[LayerBlob]:
     """Every layer with the blob that holds it. Raises SnapshotCorruptError when they cannot be so."""
     if len(manifest.layers) != len(description.layers):
-        raise SnapshotCorruptError(
-            f"the manifest lists {len(manifest.layers)} layers, {len(description.layers)} were signed",
-            hint="",
+        raise corrupt(
+            f"the manifest lists {len(manifest.layers)} layers, {len(description.layers)} were signed"
         )
     for blob in manifest.layers:
         if blob.media_type not in (TAR, TAR_GZIP):
@@ -262,3 +265,49 @@ def paired(manifest: Manifest, description: Description) -> list[LayerBlob]:
                 hint="copy the image as it is: `skopeo copy --preserve-digests`",
             )
     return list(zip(description.layers, manifest.layers, strict=True))
+
+
+class Source(Protocol):
+    """Where a snapshot comes from: a folder, or what was fetched of a registry."""
+
+    def manifest(self, name: str = "") -> bytes: ...
+
+    def read(self, digest: str, size: int) -> bytes: ...
+
+    def chunks(self, digest: str, size: int) -> Iterator[bytes]: ...
+
+
+class Offered(msgspec.Struct, frozen=True):
+    """A snapshot that is offered: described, its layers with their blobs, who signed it (trusted)."""
+
+    description: Description
+    layers: list[LayerBlob]
+    signer: str
+
+
+def offered(source: Source, name: str = "") -> Offered:
+    """What a source offers under a name, signed by somebody whom this user trusts.
+
+    Raises SnapshotCorruptError, SnapshotUntrustedError.
+    """
+    manifest = read_manifest(source.manifest(name))
+    config = source.read(manifest.config.digest, manifest.config.size)
+    signer = _signer(manifest.annotations, config)
+    description = read_config(config)
+    return Offered(description, paired(manifest, description), signer)
+
+
+def _signer(annotations: dict[str, str], config: bytes) -> str:
+    try:
+        public = base64.b64decode(annotations[SIGNER], validate=True)
+        signature = base64.b64decode(annotations[SIGNATURE], validate=True)
+    except (KeyError, binascii.Error, ValueError) as error:
+        raise SnapshotUntrustedError(
+            "the snapshot is not signed", hint="export it again: `edgeinfer snapshots export`"
+        ) from error
+    if not signing.is_signed_by(public, signature, config):
+        raise SnapshotUntrustedError(
+            "the snapshot's signature is not of what it describes: it was altered after it was signed",
+            hint="fetch or export it again",
+        )
+    return signing.refuse_unknown(public)

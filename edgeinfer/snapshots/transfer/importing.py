@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.errors import DiskFullError, SnapshotCorruptError, SnapshotStaleError
+from edgeinfer.errors import DiskFullError, SnapshotStaleError
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.settings.config import SnapshotsConfig
@@ -25,8 +25,15 @@ from edgeinfer.snapshots.building.relocating import Places
 from edgeinfer.snapshots.shelf import failures, fingerprint, format, prune
 from edgeinfer.snapshots.shelf.records import Details
 from edgeinfer.snapshots.transfer import packing, requirements, rewriting
-from edgeinfer.snapshots.transfer.description import LOOSE, Layer, LayerBlob, Piece
-from edgeinfer.snapshots.transfer.offer import Offered, Source
+from edgeinfer.snapshots.transfer.description import (
+    LOOSE,
+    Layer,
+    LayerBlob,
+    Offered,
+    Piece,
+    Source,
+    corrupt,
+)
 from edgeinfer.snapshots.transfer.placing import Placing, as_named_here
 from edgeinfer.snapshots.transfer.relocator import ARRIVED
 from edgeinfer.system import paths
@@ -132,9 +139,7 @@ class Importing:
                 self._arrive(folder)
                 moved = self._folders(str(folder)) | placed
                 self._rewrite(folder, moved)
-                return build_order.run_builder(
-                    folder, self._request(folder, moved), self._progress, _RELOCATOR
-                )
+                return build_order.run_builder(folder, self._request(moved), self._progress, _RELOCATOR)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -182,7 +187,7 @@ class Importing:
         for core in images.glob("core-*.img"):
             rewriting.become_ours(core)
 
-    def _request(self, folder: Path, moved: dict[str, str]) -> dict[str, frames.Value]:
+    def _request(self, moved: dict[str, str]) -> dict[str, frames.Value]:
         what, found = self._what, self._criu
         return {
             "model": what.model,
@@ -203,7 +208,7 @@ def _plain(name: str) -> str:
     kind, _, rest = name.partition("/")
     folder, _, file = rest.rpartition("/")
     if kind != "snapshot" or folder not in ("", format.IMAGES) or file.startswith(".") or not file:
-        raise SnapshotCorruptError(f"{name!r} is no file of a snapshot", hint="")
+        raise corrupt(f"{name!r} is no file of a snapshot")
     return rest
 
 

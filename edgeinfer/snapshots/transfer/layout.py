@@ -18,12 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
+from edgeinfer.errors import SnapshotMissingError
 from edgeinfer.snapshots.transfer.description import (
     INDEX_TYPE,
     MANIFEST_TYPE,
     MAX_BYTES,
     Descriptor,
+    corrupt,
     sha256,
 )
 from edgeinfer.system.disk import CHUNK_BYTES, open_regular, whole_file, write_whole
@@ -70,7 +71,7 @@ class Layout:
             with open(open_regular(path, os.O_NOFOLLOW), "rb") as file:
                 content = file.read(MAX_BYTES + 1)
             if len(content) > MAX_BYTES:
-                raise SnapshotCorruptError(f"{path} has more than {MAX_BYTES} bytes", hint="")
+                raise corrupt(f"{path} has more than {MAX_BYTES} bytes")
             return msgspec.json.decode(content, type=_Index).manifests
         except FileNotFoundError as error:
             no_layout = "is no image layout: it has no index.json"
@@ -79,12 +80,12 @@ class Layout:
                 hint="name the folder of an export, or oci://REGISTRY/NAME:TAG",
             ) from error
         except (OSError, msgspec.MsgspecError) as error:
-            raise SnapshotCorruptError(f"{path} cannot be understood: {error}", hint="") from error
+            raise corrupt(f"{path} cannot be understood: {error}") from error
 
     def read(self, digest: str, size: int) -> bytes:
         """A small blob, whole and checked. Raises SnapshotCorruptError."""
         if not 0 <= size <= MAX_BYTES:
-            raise SnapshotCorruptError(f"{digest} is said to have {size} bytes", hint="")
+            raise corrupt(f"{digest} is said to have {size} bytes")
         return b"".join(self.chunks(digest, size))
 
     def chunks(self, digest: str, size: int) -> Iterator[bytes]:
@@ -99,19 +100,17 @@ class Layout:
                 yield chunk
         if left:
             more = "more" if left < 0 else "fewer"
-            raise SnapshotCorruptError(
-                f"{digest} has {more} bytes than the {size} it is said to have", hint=""
-            )
+            raise corrupt(f"{digest} has {more} bytes than the {size} it is said to have")
         if f"sha256:{hashed.hexdigest()}" != digest:
-            raise SnapshotCorruptError(f"{digest} holds other bytes than its name says", hint="")
+            raise corrupt(f"{digest} holds other bytes than its name says")
 
     def _opened(self, digest: str) -> int:
         if not _DIGEST.fullmatch(digest):
-            raise SnapshotCorruptError(f"{digest!r} is no digest", hint="")
+            raise corrupt(f"{digest!r} is no digest")
         try:
             return open_regular(self.blob(digest), os.O_NOFOLLOW)
         except OSError as error:
-            raise SnapshotCorruptError(f"{self} has no {digest}: {error.strerror}", hint="") from error
+            raise corrupt(f"{self} has no {digest}: {error.strerror}") from error
 
     def blob(self, digest: str) -> Path:
         """Where a blob lies."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from edgeinfer.errors import SnapshotCorruptError
-from edgeinfer.snapshots.transfer.description import TAR, TAR_GZIP, Descriptor, Layer
+from edgeinfer.snapshots.transfer.description import TAR, TAR_GZIP, Descriptor, Layer, corrupt
 from edgeinfer.system.disk import CHUNK_BYTES
 
 #: Python's heap shrinks to 0.29 of its size at level 1; to 0.26 at level 6, in three times the time.
@@ -141,8 +141,8 @@ def verify(layer: Layer, blob: Descriptor, chunks: Iterator[bytes]) -> None:
     for chunk in _archive(layer, blob, chunks):
         hashed.update(chunk)
     if f"sha256:{hashed.hexdigest()}" != layer.diff_id:
-        raise SnapshotCorruptError(
-            f"{blob.digest} holds another archive than the {layer.role} layer that was signed", hint=""
+        raise corrupt(
+            f"{blob.digest} holds another archive than the {layer.role} layer that was signed"
         )
 
 
@@ -161,20 +161,20 @@ def unpack(layer: Layer, blob: Descriptor, chunks: Iterator[bytes], places: Targ
                 _refuse_unexpected(member, waiting, blob)
                 _write(archive, member, *places[member.name])
     except tarfile.TarError as error:
-        raise SnapshotCorruptError(f"{blob.digest} is no archive: {error}", hint="") from error
+        raise corrupt(f"{blob.digest} is no archive: {error}") from error
     for _ in archive_bytes:
         pass  # what stands behind the archive's end is hashed too
     if waiting:
-        raise SnapshotCorruptError(f"{blob.digest} lacks {', '.join(sorted(waiting))}", hint="")
+        raise corrupt(f"{blob.digest} lacks {', '.join(sorted(waiting))}")
     if f"sha256:{hashed.hexdigest()}" != layer.diff_id:
-        raise SnapshotCorruptError(f"{blob.digest} changed while it was read", hint="")
+        raise corrupt(f"{blob.digest} changed while it was read")
 
 
 def _refuse_unexpected(member: tarfile.TarInfo, waiting: dict[str, int], blob: Descriptor) -> None:
     if not member.isreg() or member.issparse():
-        raise SnapshotCorruptError(f"{member.name} in {blob.digest} is no plain file", hint="")
+        raise corrupt(f"{member.name} in {blob.digest} is no plain file")
     if waiting.pop(member.name, -1) != member.size:
-        raise SnapshotCorruptError(f"{member.name} in {blob.digest} is not expected there", hint="")
+        raise corrupt(f"{member.name} in {blob.digest} is not expected there")
 
 
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path, offset: int) -> None:
@@ -197,13 +197,12 @@ def _archive(layer: Layer, blob: Descriptor, chunks: Iterator[bytes]) -> Iterato
         for chunk in chunks if blob.media_type == TAR else _gunzipped(chunks):
             left -= len(chunk)
             if left < 0:
-                raise SnapshotCorruptError(
-                    f"{blob.digest} unpacks to more than the {layer.unpacked} bytes that were signed",
-                    hint="",
+                raise corrupt(
+                    f"{blob.digest} unpacks to more than the {layer.unpacked} bytes that were signed"
                 )
             yield chunk
     except zlib.error as error:
-        raise SnapshotCorruptError(f"{blob.digest} cannot be unpacked: {error}", hint="") from error
+        raise corrupt(f"{blob.digest} cannot be unpacked: {error}") from error
 
 
 def _gunzipped(blob: Iterator[bytes]) -> Iterator[bytes]:

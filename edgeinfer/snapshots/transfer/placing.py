@@ -19,15 +19,22 @@ from edgeinfer.catalog import adapters, pull, store
 from edgeinfer.catalog.lock import model_lock
 from edgeinfer.catalog.models import load_catalog
 from edgeinfer.catalog.names import Reference, reference, tamed_file_name
-from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
+from edgeinfer.errors import SnapshotStaleError
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.settings.load_options import DRAFT, LORA
 from edgeinfer.snapshots.building.build_order import Progress
 from edgeinfer.snapshots.process_description import adapters_text
 from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.transfer import packing
-from edgeinfer.snapshots.transfer.description import AdapterFile, Description, LayerBlob, ModelFile
-from edgeinfer.snapshots.transfer.offer import Offered, Source
+from edgeinfer.snapshots.transfer.description import (
+    AdapterFile,
+    Description,
+    LayerBlob,
+    ModelFile,
+    Offered,
+    Source,
+    corrupt,
+)
 from edgeinfer.system import paths
 from edgeinfer.system.disk import need_room, room_errors, sha256_of, stamps, sync
 
@@ -60,10 +67,7 @@ class Placing:
         }
 
     def missing(self) -> list[LayerBlob]:
-        """The layers of what is not here, once each.
-
-        Raises SnapshotStaleError when something else has a name.
-        """
+        """The layers of what is not here. Raises SnapshotStaleError when something else has a name."""
         wanted: list[ModelFile | AdapterFile] = []
         for name, files in self._what.models.items():
             wanted += () if self._known_model(name, files) else files
@@ -101,7 +105,7 @@ class Placing:
         try:
             return self._blobs[member]
         except KeyError:
-            raise SnapshotCorruptError(f"no layer of the snapshot holds {member}", hint="") from None
+            raise corrupt(f"no layer of the snapshot holds {member}") from None
 
     def _unpack(self, files: dict[str, Path]) -> None:
         for member, path in files.items():
@@ -169,9 +173,8 @@ class Placing:
             target = work / place.name
             self._unpack({wanted.member: target})
             if not _is(target, wanted):
-                raise SnapshotCorruptError(
-                    f"the layer of the adapter {wanted.name} holds another than {wanted.sha256}",
-                    hint="",
+                raise corrupt(
+                    f"the layer of the adapter {wanted.name} holds another than {wanted.sha256}"
                 )
             sync(target)
             os.replace(target, place)

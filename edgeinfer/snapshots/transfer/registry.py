@@ -15,15 +15,10 @@ import httpx2  # 75–120 ms: imported for a registry only
 
 from edgeinfer.catalog.fetching import download, web
 from edgeinfer.catalog.fetching.oci import Registry
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.catalog.sources import OciArtifact
-from edgeinfer.errors import (
-    DownloadError,
-    SnapshotCorruptError,
-    SnapshotMissingError,
-    SourceNotFoundError,
-)
-from edgeinfer.snapshots.transfer.description import MANIFEST_TYPE, MAX_BYTES
+from edgeinfer.errors import DownloadError, SnapshotMissingError, SourceNotFoundError
+from edgeinfer.snapshots.transfer.description import MANIFEST_TYPE, MAX_BYTES, corrupt
 from edgeinfer.snapshots.transfer.layout import Layout
 
 _TIMEOUT_S = 60.0
@@ -82,7 +77,7 @@ class FetchedSnapshot:
     def read(self, digest: str, size: int) -> bytes:
         """A small blob, fetched and checked. Raises SnapshotCorruptError."""
         if not 0 <= size <= MAX_BYTES:
-            raise SnapshotCorruptError(f"{digest} is said to have {size} bytes", hint="")
+            raise corrupt(f"{digest} is said to have {size} bytes")
         self._fetch(digest, size)
         return self._layout.read(digest, size)
 

@@ -13,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from edgeinfer.catalog.progress.text import progress_text
+from edgeinfer.catalog.progress import progress_text
 from edgeinfer.chat import first_run
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved, shelf, size_words
@@ -24,7 +24,7 @@ from edgeinfer.tui.screens.choice import sheet
 
 if TYPE_CHECKING:
     from edgeinfer.catalog.fits import FirstRunChoice
-    from edgeinfer.catalog.progress.job import PullProgress
+    from edgeinfer.catalog.progress import PullProgress
 
 _KEYS = "Enter use or pull · ^W warm · ^X stop · Esc"
 _KEYS_NARROW = "Enter use or pull · Esc"

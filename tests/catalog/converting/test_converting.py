@@ -26,7 +26,7 @@ from raw_logits import loaded, read
 from edgeinfer.catalog import gguf, store
 from edgeinfer.catalog.converting.convert import convert
 from edgeinfer.catalog.converting.families import FAMILIES
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import (
     ConversionError,

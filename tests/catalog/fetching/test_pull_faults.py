@@ -10,7 +10,7 @@ import pytest
 
 from edgeinfer.catalog import pins, store
 from edgeinfer.catalog.names import reference
-from edgeinfer.catalog.progress.job import Patience, PullProgress
+from edgeinfer.catalog.progress import Patience, PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import (
     AuthenticationError,

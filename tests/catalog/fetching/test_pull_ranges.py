@@ -11,7 +11,7 @@ import pytest
 
 from edgeinfer.catalog import store
 from edgeinfer.catalog.fetching import spans
-from edgeinfer.catalog.progress.job import PullProgress
+from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import AuthenticationError, DownloadError, InterruptedByUser
 

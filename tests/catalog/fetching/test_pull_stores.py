@@ -20,7 +20,7 @@ from stores_here import docker_registry, moto, push, registry_program
 
 from edgeinfer.catalog import names, sources, store
 from edgeinfer.catalog.fetching import s3, spans
-from edgeinfer.catalog.progress.job import PullProgress
+from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.errors import (
     AuthenticationError,

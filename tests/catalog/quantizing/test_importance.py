@@ -11,7 +11,7 @@ import pytest
 from made_families import make_family
 
 from edgeinfer.catalog.gguf import check
-from edgeinfer.catalog.progress.job import Job
+from edgeinfer.catalog.progress import Job
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.catalog.quantizing import imatrix
 from edgeinfer.catalog.quantizing.quantize import quantize

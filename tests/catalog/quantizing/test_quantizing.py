@@ -17,7 +17,7 @@ from made_models import make_llama
 from edgeinfer.catalog import store
 from edgeinfer.catalog.ggml_types import FILE_TYPES
 from edgeinfer.catalog.gguf import check
-from edgeinfer.catalog.progress.job import Job, PullProgress
+from edgeinfer.catalog.progress import Job, PullProgress
 from edgeinfer.catalog.pull import PullOptions, pull
 from edgeinfer.catalog.quantizing import children
 from edgeinfer.catalog.quantizing.quantize import quantize

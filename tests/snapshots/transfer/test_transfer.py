@@ -21,8 +21,8 @@ from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.snapshots.building.relocating import Places
 from edgeinfer.snapshots.transfer import description as described
 from edgeinfer.snapshots.transfer import importing, packing, signing
+from edgeinfer.snapshots.transfer.description import offered
 from edgeinfer.snapshots.transfer.layout import Layout
-from edgeinfer.snapshots.transfer.offer import offered
 from edgeinfer.system import paths
 
 from ...conftest import BUILD_CACHE

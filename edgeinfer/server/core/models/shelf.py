@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from edgeinfer.catalog.progress.job import OnProgress
+from edgeinfer.catalog.progress import OnProgress
 
 
 class Shelf(Protocol):
