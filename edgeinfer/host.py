@@ -26,7 +26,7 @@ from edgeinfer.system import paths, process_notes
 
 if TYPE_CHECKING:
     from edgeinfer.blocks.store import BlockStore
-    from edgeinfer.runtime.attaching.wishes import Wishes
+    from edgeinfer.runtime.backends.devices import Wishes
     from edgeinfer.runtime.engine import LlamaEngine
 
 _log = logging.getLogger("edgeinfer.blocks")
@@ -176,7 +176,7 @@ class Host:
 
     def attach_devices(self, engine: OwnEngine, options: LoadOptions) -> None:
         """Have `engine` put layers on devices as this launch wants, while the CPU begins."""
-        from edgeinfer.runtime.attaching.wishes import Wishes  # imported with the engine
+        from edgeinfer.runtime.backends.devices import Wishes  # imported with the engine
 
         gpu = self.config.gpu
         engine.use_devices(Wishes.of(options.gpu_layers, gpu.devices, gpu.max_memory_gib))

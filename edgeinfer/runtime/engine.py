@@ -11,7 +11,7 @@ from edgeinfer.blocks.store import BlockStore, Traffic
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.attaching.attachment import FLUSH_S, Attachment, EngineBlocks
-from edgeinfer.runtime.attaching.wishes import Wishes
+from edgeinfer.runtime.backends.devices import Wishes
 from edgeinfer.runtime.deadline import preparing
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from edgeinfer.runtime.attaching.wishes import Wishes
-from edgeinfer.runtime.backends.devices import Loaded
+from edgeinfer.runtime.backends.devices import Loaded, Wishes
 from edgeinfer.runtime.backends.survey import survey
 from edgeinfer.runtime.planning.offload import Part, make_offload
 from edgeinfer.runtime.planning.plan import Plan

@@ -18,10 +18,9 @@ from edgeinfer.blocks.store import BlockStore
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.attaching.target import NoTarget, Target, load_target, move_state
-from edgeinfer.runtime.attaching.wishes import Wishes
 from edgeinfer.runtime.backends import files as backend_files
 from edgeinfer.runtime.backends import loading
-from edgeinfer.runtime.backends.devices import Device
+from edgeinfer.runtime.backends.devices import Device, Wishes
 from edgeinfer.runtime.backends.devices import Loaded as LoadedBackend
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache

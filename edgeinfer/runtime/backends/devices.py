@@ -1,12 +1,15 @@
-"""What loading a backend library gives: devices, or the reason why there are none."""
+"""The devices a backend library gives, or the reason for none, and what a launch wants of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from edgeinfer.runtime.backends.files import BackendFile
+from edgeinfer.runtime.planning.offload import Room
+from edgeinfer.system import machine
 from edgeinfer.units import format_bytes
 
 #: "gpu" has memory of its own, "integrated" shares the machine's, "software" is a CPU that plays a GPU.
@@ -62,3 +65,42 @@ def device_line(device: Device) -> str:
     memory = f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"
     driver = f"; {device.driver}" if device.driver else ""
     return f"{device.name}: {device.description}{kind}, {memory}{driver}"
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """`layers` is `--gpu-layers`; the rest is `[gpu]` of the configuration.
+
+    `devices` are llama.cpp's names of those to use, none for every one that is no software.
+    `memory_bytes` is the most that is taken of each, 0 for what is free.
+    """
+
+    layers: int | str = "auto"
+    devices: tuple[str, ...] = ()
+    memory_bytes: int = 0
+
+    @classmethod
+    def of(cls, layers: int | str, devices: tuple[str, ...], max_memory_gib: float) -> Wishes:
+        """From the configuration's units."""
+        return cls(layers=layers, devices=devices, memory_bytes=int(max_memory_gib * (1 << 30)))
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether somebody asked for layers on a device, and wants to hear when there are none."""
+        return self.layers not in ("auto", "none", 0)
+
+    def is_worth_asking(self) -> bool:
+        """Whether backends are to be opened at all: by themselves only where there may be a GPU."""
+        named = self.is_explicit or bool(self.devices)
+        return self.layers not in ("none", 0) and (named or machine.has_gpu())
+
+    def chosen(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """Those to use, in order: the named, else GPUs, else software where layers were asked for."""
+        if self.devices:
+            return tuple(device for device in devices if device.name in self.devices)
+        real = tuple(device for device in devices if device.kind in ("gpu", "integrated"))
+        return real if real or not self.is_explicit else tuple(devices)
+
+    def room(self, device: Device) -> Room:
+        """The memory that may be taken of a device."""
+        free = device.free_bytes
+        return Room(name=device.name, free_bytes=min(free, self.memory_bytes or free))

@@ -34,6 +34,8 @@ _loaded: dict[str, tuple[int, Loaded]] = {}
 
 
 class _Props(ctypes.Structure):
+    """ggml_backend_dev_props."""
+
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("description", ctypes.c_char_p),

@@ -54,6 +54,8 @@ class Piece(ctypes.Structure):
 
 
 class _Transfer(ctypes.Structure):
+    """`Transfer` of native/cells.cpp."""
+
     _fields_ = [
         ("state", ctypes.c_uint64),
         ("copied", ctypes.POINTER(Copied)),
@@ -70,6 +72,8 @@ class _Transfer(ctypes.Structure):
 
 
 class _InitParams(ctypes.Structure):
+    """ggml_init_params."""
+
     _fields_ = [("size", ctypes.c_size_t), ("buffer", Pointer), ("no_alloc", ctypes.c_bool)]
 
 

@@ -14,6 +14,8 @@ _EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
 
 
 class _Override(ctypes.Structure):
+    """llama_model_tensor_buft_override."""
+
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 

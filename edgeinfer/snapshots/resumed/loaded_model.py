@@ -20,7 +20,7 @@ from edgeinfer.snapshots.resumed.idle import IdleWatch, give_back
 
 if TYPE_CHECKING:
     from edgeinfer.blocks.store import BlockStore  # numpy, whose threads the builder cannot clone with
-    from edgeinfer.runtime.attaching.wishes import Wishes
+    from edgeinfer.runtime.backends.devices import Wishes
 
 CANARY_TOKENS = 4
 _CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy dog"

@@ -15,7 +15,7 @@ from edgeinfer.runtime.language.reasoning import SPANS, THINK, ReasoningParser, 
 from edgeinfer.runtime.language.tool_formats.families import FAMILIES, HERMES
 from edgeinfer.runtime.language.tool_formats.families import detect as detect_format
 from edgeinfer.runtime.language.tool_formats.grammar import write_call
-from edgeinfer.runtime.language.tool_formats.python_calls import python_calls
+from edgeinfer.runtime.language.tool_formats.other_calls import python_calls
 from edgeinfer.runtime.language.tool_formats.stream import CallParser, call_id
 
 NAMES = {"get_weather": {"properties": {"city": {"type": "string"}}}, "add": {}}

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from edgeinfer.runtime.events import ToolCallDelta
 from edgeinfer.runtime.language.markers import could_become
 from edgeinfer.runtime.language.tool_formats.families import ToolFormat
-from edgeinfer.runtime.language.tool_formats.python_calls import python_calls
+from edgeinfer.runtime.language.tool_formats.other_calls import Tools, python_calls, xml_calls
 from edgeinfer.runtime.language.tool_formats.reader import ObjectReader
-from edgeinfer.runtime.language.tool_formats.xml_calls import Tools, xml_calls
 
 _BRACKETS = ("[", ",", "]")
 #: The longest name, and the most that may stand between a name and its arguments, characters.

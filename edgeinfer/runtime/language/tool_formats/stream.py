@@ -16,8 +16,8 @@ from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.language.markers import first_marker, held_back
 from edgeinfer.runtime.language.prepared import Parsed
 from edgeinfer.runtime.language.tool_formats.families import ToolFormat
+from edgeinfer.runtime.language.tool_formats.other_calls import Tools
 from edgeinfer.runtime.language.tool_formats.section import Section
-from edgeinfer.runtime.language.tool_formats.xml_calls import Tools
 from edgeinfer.runtime.randomness import random_bytes
 
 _ALPHABET = string.ascii_letters + string.digits
