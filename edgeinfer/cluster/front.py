@@ -15,8 +15,8 @@ from edgeinfer import beginnings
 from edgeinfer.cluster.asking import Accepted, Asked, Head, Part, passed_on
 from edgeinfer.server import operations
 from edgeinfer.server.core.dialect import Dialect
+from edgeinfer.server.core.exchange import json_reply
 from edgeinfer.server.core.problems import Problem, unavailable
-from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 

@@ -1,4 +1,4 @@
-"""What every request passes on its way to a route, one concern a class, in the order of `asgi`.
+"""What every request passes on its way to a route, one concern a class, in this order.
 
 Each is an ASGI application around the next. The request's `Exchange` lies in its scope.
 """
@@ -28,12 +28,14 @@ from edgeinfer.server.operations import find
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
 
-class ExchangeMiddleware:
-    """Give a request its id, its operation and its dialect, and put the id onto the answer."""
-
+class _EndpointMiddleware:
     def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
         self._app = app
         self._endpoint = endpoint
+
+
+class ExchangeMiddleware(_EndpointMiddleware):
+    """Give a request its id, its operation and its dialect, and put the id onto the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -62,12 +64,8 @@ class ExchangeMiddleware:
         await self._app(scope, receive, sending)
 
 
-class RecordMiddleware:
+class RecordMiddleware(_EndpointMiddleware):
     """Count a request and write its line to the log, whatever became of it."""
-
-    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
-        self._app = app
-        self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -145,12 +143,8 @@ def _typed_answer(exchange: Exchange) -> Content:
         return exchange.answer
 
 
-class ErrorMiddleware:
+class ErrorMiddleware(_EndpointMiddleware):
     """Turn whatever is raised into the error envelope of the request's dialect."""
-
-    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
-        self._app = app
-        self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["edgeinfer"]
@@ -172,42 +166,11 @@ class ErrorMiddleware:
         await answer(scope, receive, send)
 
 
-class HostMiddleware:
-    """Refuse a request for a name that is not this endpoint's."""
+class GateMiddleware:
+    """Refuse requests for a foreign Host, of other web pages, without a key, of another user's program.
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self._app = app
-        self._gate = gate
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._gate.check_host(scope["edgeinfer"].headers)
-        await self._app(scope, receive, send)
-
-
-class OriginMiddleware:
-    """Refuse other web pages' requests; answer preflights and add CORS headers for those named."""
-
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self._app = app
-        self._gate = gate
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["edgeinfer"]
-        origin = self._gate.check_origin(exchange.headers, scope["scheme"])
-        app = self._app
-        if origin is not None:
-            is_preflight = scope["method"] == "OPTIONS"
-            asked = exchange.headers.get("access-control-request-headers", "") if is_preflight else None
-            exchange.reply_headers |= cors_headers(origin, asked)
-            if is_preflight:
-                app = Response(status_code=204)
-        await app(scope, receive, send)
-
-
-class KeyMiddleware:
-    """Refuse a request without one of the endpoint's keys or, without keys, of another user's program.
-
-    What changes others' answers is for administrators.
+    Answer preflights and add CORS headers for the origins that are named. What changes others' answers
+    is for administrators.
     """
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
@@ -216,33 +179,36 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["edgeinfer"]
+        self._gate.check_host(exchange.headers)
+        origin = self._gate.check_origin(exchange.headers, scope["scheme"])
+        if origin is not None:
+            is_preflight = scope["method"] == "OPTIONS"
+            asked = exchange.headers.get("access-control-request-headers", "") if is_preflight else None
+            exchange.reply_headers |= cors_headers(origin, asked)
+            if is_preflight:
+                await Response(status_code=204)(scope, receive, send)
+                return
+        self._admit(exchange, scope.get("connection"))
+        await self._app(scope, receive, send)
+
+    def _admit(self, exchange: Exchange, connection: Connection | None) -> None:
         exchange.key = self._gate.check_key(exchange.headers, exchange.route)
         if exchange.route not in OPEN_ROUTES:
-            connection: Connection | None = scope.get("connection")
             self._gate.check_user(connection)
             exchange.is_admin = self._gate.is_admin(exchange.key, connection)
         if exchange.operation is not None and exchange.operation.is_admin and not exchange.is_admin:
-            raise _admin_only()
+            raise Problem(
+                403,
+                "This needs the endpoint's first API key or, without keys, the user who started it.",
+                kind="permission_error",
+                code="admin_only",
+            )
         if exchange.key:
             exchange.cache_salt = self._gate.keys.cache_salt(exchange.key)
-        await self._app(scope, receive, send)
 
 
-def _admin_only() -> Problem:
-    return Problem(
-        403,
-        "This needs the endpoint's first API key or, without keys, the user who started it.",
-        kind="permission_error",
-        code="admin_only",
-    )
-
-
-class LimitMiddleware:
+class LimitMiddleware(_EndpointMiddleware):
     """Count requests that use a model while they run, and refuse those beyond the limits."""
-
-    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
-        self._app = app
-        self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["edgeinfer"]
@@ -259,12 +225,8 @@ class LimitMiddleware:
                 self._endpoint.leave(exchange.key)
 
 
-class StoreMiddleware:
+class StoreMiddleware(_EndpointMiddleware):
     """Let an answer that may be stored outlive the connection that asked for it."""
-
-    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
-        self._app = app
-        self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["edgeinfer"]
@@ -276,3 +238,32 @@ class StoreMiddleware:
         exchange.kept = Kept(self._endpoint.limits.kept_bytes, lambda: exchange.how)
         exchange.kept.start(self._app, scope, body)
         await exchange.kept.read(receive, send)
+
+
+def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
+    """Build the application of `endpoint`, guarded by `gate`. It knows requests alone, no lifespan."""
+    app: ASGIApp = StoreMiddleware(_route, endpoint)
+    app = LimitMiddleware(app, endpoint)
+    app = GateMiddleware(app, gate)
+    app = ErrorMiddleware(app, endpoint)
+    if endpoint.payloads:
+        app = PayloadMiddleware(app, endpoint.payloads, endpoint.log)
+    app = RecordMiddleware(app, endpoint)
+    endpoint.app = ExchangeMiddleware(app, endpoint)
+    return endpoint.app
+
+
+async def _route(scope: Scope, receive: Receive, send: Send) -> None:
+    exchange: Exchange = scope["edgeinfer"]
+    if exchange.operation is None:
+        raise _nothing_here(scope["path"])
+    answer = await exchange.operation.handler(Request(scope, receive, send))
+    await answer(scope, receive, send)
+
+
+def _nothing_here(path: str) -> Problem:
+    methods = sorted(method for method in find(path).methods if method != "HEAD")
+    if not methods:
+        return Problem(404, "No such route.", code="not_found")
+    allow = {"allow": ", ".join(methods)}
+    return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=allow)

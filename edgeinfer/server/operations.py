@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from edgeinfer.server.anthropic.dialect import ANTHROPIC
 from edgeinfer.server.core.dialect import Dialect, Operation
-from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.exchange import json_reply
 from edgeinfer.server.native.dialect import NATIVE
 from edgeinfer.server.ollama.dialect import OLLAMA
 from edgeinfer.server.openai.dialect import OPENAI

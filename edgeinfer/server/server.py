@@ -12,19 +12,18 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 
 import msgspec
 import uvicorn
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import HandOver
-from edgeinfer.server.asgi import build_app
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.protocol import guarded
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.handing_over import HandingOver
+from edgeinfer.server.middlewares import build_app
 from edgeinfer.server.observe.logs import capture_loop, capture_uvicorn
 
 #: After a drain's cancellations, this long for their last words to reach the clients.
@@ -32,6 +31,9 @@ _LAST_WORDS_S = 2.0
 #: A connection accepted just now may be in its TLS handshake still, and is in no list.
 _ACCEPTED_S = 2.0
 _LOOK_S = 0.05
+#: How often, in seconds, it is looked whether other models have their snapshots by now, and whether
+#: answers are kept that somebody may come back for.
+_LOOK_AT_OTHERS_S = 5.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,3 +232,55 @@ async def _preload(endpoint: Endpoint) -> None:
         ready_ms=endpoint.start.ready_ms,
         reason=endpoint.start.reason,
     )
+
+
+class HandingOver:
+    """Leaves the endpoint to a resumed process: the sockets stay, and no client is refused.
+
+    Waits for the launcher's words, on the event loop; `leave` ends this process gently.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, hand_over: HandOver, leave: Callable[[], Coroutine[None, None, None]]
+    ) -> None:
+        self._endpoint = endpoint
+        self._hand_over = hand_over
+        self._leave = leave
+        self._task: asyncio.Task[None] | None = None
+        self._fd = hand_over.listen()
+        asyncio.get_running_loop().add_reader(self._fd, self._receive)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._fd)
+        if self._task is not None:
+            self._task.cancel()
+
+    def _receive(self) -> None:
+        word = self._hand_over.receive()
+        if word == "end":
+            self.close()
+            return
+        work = self._say_when_idle() if word == "offer" else self._leave()
+        self._task = asyncio.get_running_loop().create_task(work)
+
+    async def _say_when_idle(self) -> None:
+        while self._has_what_would_go() or not await self._others_return_at_once():
+            await asyncio.sleep(_LOOK_AT_OTHERS_S)
+        while self._is_busy():
+            await asyncio.sleep(_LOOK_S)
+        if self._has_what_would_go():  # by a request that came meanwhile
+            await self._say_when_idle()
+        else:
+            self._hand_over.idle()
+
+    def _has_what_would_go(self) -> bool:
+        """Whether answers end with this process, or adapters that were loaded while a model ran."""
+        return self._endpoint.keeps_answers or self._endpoint.models.has_changed_adapters
+
+    def _is_busy(self) -> bool:
+        return bool(self._endpoint.in_flight or self._endpoint.models.loading())
+
+    async def _others_return_at_once(self) -> bool:
+        models = self._endpoint.models
+        others = {name for name, _ in models.engines()} - {models.default}
+        return not others or others <= await self._endpoint.in_thread(self._endpoint.warm_models)

@@ -30,8 +30,7 @@ from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.kept import KeptAnswers
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.models.pool import Models
-from edgeinfer.server.core.models.shelf import Shelf
-from edgeinfer.server.core.models.values import Loaded, Progress, Pulled, Sources
+from edgeinfer.server.core.models.values import Loaded, Progress, Pulled, Shelf, Sources
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate

@@ -34,13 +34,13 @@ from edgeinfer.errors import (
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.server import offline
-from edgeinfer.server.asgi import build_app
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.models.pool import Models
 from edgeinfer.server.core.models.values import Sources
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
+from edgeinfer.server.middlewares import build_app
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.tracing import NoTracer
 from edgeinfer.server.offline import BatchLine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgeinfer.server.anthropic import routes, wire
-from edgeinfer.server.anthropic.errors import error_body, error_events
+from edgeinfer.server.anthropic.render import error_body, error_events
 from edgeinfer.server.core.dialect import Dialect, Operation
 
 ANTHROPIC = Dialect(

@@ -10,8 +10,7 @@ from edgeinfer.server.anthropic import translate, wire
 from edgeinfer.server.anthropic.render import MessageRenderer
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
-from edgeinfer.server.core.exchange import exchange_of, with_engine
-from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.exchange import exchange_of, json_reply, with_engine
 from edgeinfer.server.core.request_parts import stop_strings
 from edgeinfer.server.core.stream import answer
 

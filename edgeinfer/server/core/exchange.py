@@ -1,4 +1,4 @@
-"""What every route works with: the endpoint, and one request's state."""
+"""What every route works with: the endpoint, one request's state, and JSON answers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from edgeinfer.agents import changing_lines
@@ -27,13 +28,13 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import Message
 from edgeinfer.server.core.batches import Batches
 from edgeinfer.server.core.dialect import Dialect, Operation
-from edgeinfer.server.core.keep_alive import keep_alive_s
 from edgeinfer.server.core.kept import Kept, KeptAnswers
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.models.pool import Models
-from edgeinfer.server.core.models.shelf import Shelf
+from edgeinfer.server.core.models.values import Shelf
 from edgeinfer.server.core.preparation import Preparation
 from edgeinfer.server.core.problems import Problem, shutting_down, unavailable
+from edgeinfer.server.core.request_parts import keep_alive_s
 from edgeinfer.server.core.wire import Slot
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, version_of
@@ -327,6 +328,11 @@ def _slot(exchange: Exchange, end: Finished) -> Slot:
 def exchange_of(request: Request) -> Exchange:
     exchange: Exchange = request.scope["edgeinfer"]
     return exchange
+
+
+def json_reply(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """`value` as application/json."""
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 async def with_engine(

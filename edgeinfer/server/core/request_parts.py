@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from edgeinfer.durations import parse_duration
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import Sampling, Tool, ToolChoice
@@ -142,3 +143,21 @@ def overridden(base: Sampling, **given: Any) -> Sampling:
 def seed_of(seed: int | None) -> int | None:
     """OpenAI's 64-bit seed as llama.cpp's 32-bit one. -1 draws one, as in llama.cpp."""
     return None if seed is None or seed == -1 else seed & 0xFFFF_FFFF
+
+
+_YEAR_S = 31_536_000.0
+_FOR_EVER = -1.0
+
+
+def keep_alive_s(given: float | str | None) -> float | None:
+    """Seconds; -1 for ever, which every negative duration means. Raises InvalidRequestError.
+
+    A text is a duration in Go's notation ("5m", "1h30m"), or a plain number of seconds.
+    """
+    if given is None:
+        return None
+    try:
+        seconds = parse_duration(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise InvalidRequestError(f"keep_alive: {error}", param="keep_alive") from None
+    return seconds if 0 <= seconds <= _YEAR_S else _FOR_EVER

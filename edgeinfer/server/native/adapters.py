@@ -11,9 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.runtime.options import Adapter, EngineInfo, parse_adapters
 from edgeinfer.server.core.bodies import decode, decode_list, decode_query
-from edgeinfer.server.core.exchange import Exchange, exchange_of
+from edgeinfer.server.core.exchange import Exchange, exchange_of, json_reply
 from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.native import llama_wire as wire
 from edgeinfer.settings.load_options import LORA
 

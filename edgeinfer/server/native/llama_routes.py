@@ -23,8 +23,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
-from edgeinfer.server.core.exchange import exchange_of
-from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.exchange import exchange_of, json_reply
 from edgeinfer.server.core.request_parts import caching, refuse_infill, stop_strings
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.native import llama_wire as wire

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -17,15 +18,15 @@ from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.interface import Engine, HasCopies
 from edgeinfer.runtime.options import CopiesInfo, EngineInfo
-from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode, decode_query
-from edgeinfer.server.core.exchange import Endpoint, exchange_of, with_engine
+from edgeinfer.server.core.exchange import Endpoint, exchange_of, json_reply, with_engine
 from edgeinfer.server.core.problems import no_such_model
 from edgeinfer.server.core.renderer import wire_timings
-from edgeinfer.server.core.replies import json_reply
+from edgeinfer.server.core.request_parts import caching, loras, overridden, seed_of, stop_strings
 from edgeinfer.server.core.stream import answer
-from edgeinfer.server.native import translate, wire
+from edgeinfer.server.native import wire
 from edgeinfer.server.native.llama_wire import AdaptersQuery, LlamaDefaults
 from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, finish_reason
@@ -179,6 +180,21 @@ class _InferRenderer(ChatRenderer):
         )
 
 
+def _infer_request(body: wire.InferRequest | wire.InferQuery, info: EngineInfo) -> GenerateRequest:
+    """One prompt as the user's only turn; the model's own system prompt unless another is given."""
+    system = info.system_prompt if body.system is None else body.system
+    turns = [Message(role="system", content=system)] if system else []
+    sampling = overridden(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
+    user = Message(role="user", content=body.prompt)
+    stop = stop_strings(body.stop) if isinstance(body, wire.InferRequest) else ()
+    lora = loras(body.lora) if isinstance(body, wire.InferRequest) else None
+    shared: dict[str, Any] = {"sampling": sampling, "stop": stop, "lora": lora, **caching(body)}
+    if not info.has_chat_template:
+        max_tokens = 256 if body.max_tokens is None else body.max_tokens
+        return GenerateRequest(prompt=body.prompt, max_tokens=max_tokens, **shared)
+    return GenerateRequest(messages=(*turns, user), max_tokens=body.max_tokens, **shared)
+
+
 async def infer_get(request: Request) -> Response:
     return await _infer(request, decode_query(request, wire.InferQuery))
 
@@ -200,7 +216,7 @@ async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) ->
         model=body.model,
         keep_alive=body.keep_alive,
         stream=False,
-        requests=lambda info: [translate.infer(body, info)],
+        requests=lambda info: [_infer_request(body, info)],
         renderer=renderer,
     )
     return await answer(exchange, job)

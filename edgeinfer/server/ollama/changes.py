@@ -20,12 +20,12 @@ from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelEr
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.connection import disconnected
 from edgeinfer.server.core.exchange import Exchange, exchange_of
-from edgeinfer.server.core.models.shelf import Shelf
-from edgeinfer.server.core.models.spellings import LATEST, spellings
+from edgeinfer.server.core.models.names import LATEST, spellings
+from edgeinfer.server.core.models.values import Shelf
 from edgeinfer.server.core.problems import Problem, from_error, internal
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.ollama import wire_replies as replies
-from edgeinfer.server.ollama.errors import error_line
+from edgeinfer.server.ollama.render import error_line
 from edgeinfer.server.ollama.routes import find, named
 
 #: How Ollama writes repositories of Hugging Face.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgeinfer.server.core.dialect import Dialect, Lookup, Operation
 from edgeinfer.server.ollama import changes, routes, wire
 from edgeinfer.server.ollama import wire_replies as replies
-from edgeinfer.server.ollama.errors import error_body, error_line, waiting_line
+from edgeinfer.server.ollama.render import error_body, error_line, waiting_line
 
 OLLAMA = Dialect(
     name="ollama",

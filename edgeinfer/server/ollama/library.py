@@ -11,7 +11,7 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.language import reasoning
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.server.core.models.spellings import listed_name
+from edgeinfer.server.core.models.names import listed_name
 from edgeinfer.server.core.models.values import Pulled
 from edgeinfer.server.ollama import wire_replies as wire
 from edgeinfer.server.ollama.render import stamp

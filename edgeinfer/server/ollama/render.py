@@ -20,12 +20,32 @@ from edgeinfer.runtime.events import (
 )
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.ollama import wire_replies as wire
-from edgeinfer.server.ollama.errors import error_line
 from edgeinfer.server.openai.render import wire_logprobs
 from edgeinfer.server.openai.wire_replies import TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
 _MS = 1_000_000
+#: Our code → how Ollama's own message for it begins: clients look for these words.
+_BEGINNINGS = {
+    "model_not_found": "model not found: ",
+    "context_length_exceeded": "the input length exceeds the context length: ",
+}
+
+
+def error_body(problem: Problem, request_id: str) -> bytes:
+    """`{"error": "…"}`; there is no place for the request's id."""
+    beginning = _BEGINNINGS.get(problem.code or "", "")
+    return _encode(wire.OllamaError(error=beginning + problem.message))
+
+
+def error_line(problem: Problem, request_id: str) -> bytes:
+    """The envelope as the last line of a stream."""
+    return error_body(problem, request_id) + b"\n"
+
+
+def waiting_line(said: str) -> bytes:
+    """Keep a stream alive while the model is loaded: white space before its first line."""
+    return b" "
 
 
 def stamp(unix_s: float | None = None) -> str:

@@ -15,11 +15,10 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
-from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
-from edgeinfer.server.core.models.spellings import listed_name
+from edgeinfer.server.core.exchange import Exchange, exchange_of, json_reply, with_engine
+from edgeinfer.server.core.models.names import listed_name
 from edgeinfer.server.core.models.values import LoadedModel, Pulled
 from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.ollama import library, translate, wire
 from edgeinfer.server.ollama import wire_replies as replies

@@ -26,9 +26,8 @@ from edgeinfer.server.core.batches import (
     write,
 )
 from edgeinfer.server.core.bodies import decode, read_body
-from edgeinfer.server.core.exchange import Exchange, exchange_of
+from edgeinfer.server.core.exchange import Exchange, exchange_of, json_reply
 from edgeinfer.server.core.problems import Problem, shutting_down
-from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.wire import Reply, Wire
 
 _FIELD = re.compile(rb'[ ;]name="([^"]*)"(?:; *filename="([^"]*)")?')

@@ -17,10 +17,9 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode
-from edgeinfer.server.core.exchange import Exchange, exchange_of, with_engine
+from edgeinfer.server.core.exchange import Exchange, exchange_of, json_reply, with_engine
 from edgeinfer.server.core.models.values import Pulled
 from edgeinfer.server.core.problems import no_such_model
-from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.observe.metrics import version_of
 from edgeinfer.server.openai import functions, translate, wire

@@ -9,10 +9,9 @@ from starlette.types import Receive, Scope, Send
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode, decode_query
-from edgeinfer.server.core.exchange import exchange_of, with_engine
+from edgeinfer.server.core.exchange import exchange_of, json_reply, with_engine
 from edgeinfer.server.core.kept import Cut, Kept
 from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.replies import json_reply
 from edgeinfer.server.core.stream import answer
 from edgeinfer.server.responses import stored, translate
 from edgeinfer.server.responses.render import ResponseRenderer

@@ -18,9 +18,8 @@ import msgspec
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo
-from edgeinfer.server.core.models.aliases import DEFAULT, Aliases
 from edgeinfer.server.core.models.entry import Entry
-from edgeinfer.server.core.models.spellings import spellings
+from edgeinfer.server.core.models.names import DEFAULT, Aliases, spellings
 from edgeinfer.server.core.models.values import Loaded, LoadedModel, LoadingModel, Pulled, Sources
 
 #: Left free for the page cache, the endpoint itself and everybody else.

@@ -1,12 +1,14 @@
-"""What the pool of models is given and what it says: plain values."""
+"""What the pool of models is given and what it says: plain values, and who changes its models."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
+from edgeinfer.catalog.progress import OnProgress
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import CopiesInfo
 from edgeinfer.server.core.wire import Reply
@@ -74,3 +76,19 @@ class LoadedModel(Reply, frozen=True, kw_only=True):
     load_ms: float
     info: dict[str, Any] = msgspec.field(default_factory=dict)
     copies: CopiesInfo | None = None
+
+
+class Shelf(Protocol):
+    """Changes which models are here. Every call blocks, and raises what its command raises."""
+
+    def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
+        """Fetch what a name or a source means."""
+
+    def create(self, name: str, path: str, report: OnProgress, cancel: threading.Event) -> None:
+        """Name a GGUF file of this machine, which stays where it is."""
+
+    def copy(self, source: str, name: str) -> None:
+        """Give a model another name beside its own."""
+
+    def remove(self, name: str) -> None:
+        """Remove a model with its snapshots and what it has read."""

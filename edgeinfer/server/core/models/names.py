@@ -1,12 +1,16 @@
-"""Other names that requests may use for models: exact ones, and patterns like `claude-*`."""
+"""Names that requests may use for models: aliases, patterns like `claude-*`, Ollama's spellings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from fnmatch import fnmatchcase
+
+from edgeinfer.catalog.found.ollama import PREFIX
 
 #: The target that means the endpoint's default model.
 DEFAULT = "default"
+#: The tag that a name without one has in Ollama.
+LATEST = ":latest"
 
 
 class Aliases:
@@ -25,3 +29,16 @@ class Aliases:
         """The target of the longest pattern that fits `name`."""
         fitting = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
         return self._patterns[max(fitting, key=len)] if fitting else None
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """What a name may stand for: itself, `x` for `x:latest`, and a model in Ollama's own store."""
+    plain = name.removesuffix(LATEST)
+    return (name, plain, PREFIX + plain)
+
+
+def listed_name(name: str, others: Container[str] = ()) -> str:
+    """A name as Ollama lists it: with a tag, and without the place, unless `others` have that name."""
+    short = name.removeprefix(PREFIX)
+    plain = name if short in others else short
+    return plain if ":" in plain else plain + LATEST
