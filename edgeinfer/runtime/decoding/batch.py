@@ -58,7 +58,7 @@ class Batch:
         return self.capacity - self.n_tokens
 
     def add(self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int) -> int:
-        """Append `tokens`, logits for the last `outputs`; the first row. Raises DecodeError."""
+        """Add `tokens`, the last `outputs` with logits; return the first's row. Raises DecodeError."""
         start, end = self.n_tokens, self.n_tokens + len(tokens)
         self._check(tokens, pos, seq_id, outputs)
         self._token[start:end] = tokens

@@ -70,7 +70,7 @@ class BlockNames:
             yield names.point(parent, tokens[:n])
 
     def tail(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
-        """The unfinished block behind `parent` most like `tokens`, and how far it is; 0 for none."""
+        """The unfinished block behind `parent` most like `tokens`, and how much agrees; 0 for none."""
         best, n_best = b"", 0
         for name, its in self._tails(parent, tokens):
             n = common_prefix(its, tokens)
