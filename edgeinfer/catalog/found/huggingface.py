@@ -48,8 +48,9 @@ def search(root: Path) -> Iterator[Found]:
 
 def _repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
     try:
-        revisions = _revisions(root, repo)
-        main = _main(root, repo, revisions)
+        latest_first = sorted(folders(repo / "snapshots"), key=lambda path: -path.stat().st_mtime)
+        main = _main(root, repo, latest_first)
+        revisions = sorted(latest_first, key=lambda path: path.name != main)
         listed = {revision.name: list(ggufs(revision, _DEPTH)) for revision in revisions}
     except UnusableError as error:
         fix = error.hint or _pull(f"{PREFIX}{called}")
@@ -70,12 +71,6 @@ def _repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
             if not model.files or model.paths not in seen:
                 yield model
             seen.add(model.paths)
-
-
-def _revisions(root: Path, repo: Path) -> list[Path]:
-    found = sorted(folders(repo / "snapshots"), key=lambda path: -path.stat().st_mtime)
-    main = _main(root, repo, found)
-    return sorted(found, key=lambda path: path.name != main)
 
 
 def _main(root: Path, repo: Path, revisions: list[Path]) -> str:

@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextvars import ContextVar
+from itertools import islice
 from pathlib import Path
 
 #: Folders and files that one store is searched for at most; models are tens.
@@ -67,15 +68,11 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
     _note(folder)
     try:
         with os.scandir(folder) as found:
-            return sorted(_some(found), key=lambda entry: entry.name)
+            return sorted(islice(found, MAX_ENTRIES), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise UnusableError(f"{folder} can't be looked into: {_reason(error)}") from error
-
-
-def _some(found: Iterator[os.DirEntry[str]]) -> list[os.DirEntry[str]]:
-    return [entry for entry, _ in zip(found, range(MAX_ENTRIES), strict=False)]
 
 
 def folders(folder: Path) -> list[Path]:

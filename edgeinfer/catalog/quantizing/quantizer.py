@@ -88,14 +88,9 @@ def _error(said: dict[str, object], target: Path, kind: int) -> CatalogError | D
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
 
 
-def perplexity_text() -> Path:
-    """The text we ship for it: some nine hundred tokens of prose written for this."""
-    return paths.shipped_file("perplexity.txt")
-
-
 def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
     """What the helper says of a model, beside another of the same vocabulary where one is given."""
-    text = checked_text(options.text) if options.text else perplexity_text()
+    text = checked_text(options.text) if options.text else paths.shipped_file("perplexity.txt")
     limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)
     child = "edgeinfer.runtime.helpers.perplexity"

@@ -8,8 +8,9 @@ import sys
 import time
 from typing import ClassVar
 
+from edgeinfer.commands.asking import stoppable
 from edgeinfer.commands.snapshots.warm import StageTalk
-from edgeinfer.errors import InterruptedByUser, SnapshotError, UsageError
+from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.snapshots import criu, running
@@ -52,11 +53,8 @@ def take(options: argparse.Namespace, host: Host) -> TakeResult:
     began = time.monotonic()
     criu.available()
     talk = StageTalk(sys.stderr, quiet=options.quiet, note="in the background: idle cores only")
-    try:
-        with talk:
-            taken = build(found, options.name, host.config.snapshots, talk.say)
-    except KeyboardInterrupt as error:
-        raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
+    with stoppable("stopped; nothing of the snapshot is kept"), talk:
+        taken = build(found, options.name, host.config.snapshots, talk.say)
     return TakeResult(
         pid=pid,
         snapshot=taken.snapshot,

@@ -77,8 +77,8 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
         system=requesting.system_prompt(options.system, host.config) or files.system_prompt,
         given_name=options.name or _own_name(options.system, wanted),
     )
-    stopped = stoppable("stopped; nothing of the snapshot is kept")
-    with stopped, StageTalk(sys.stderr, quiet=options.quiet) as talk:
+    talk = StageTalk(sys.stderr, quiet=options.quiet)
+    with stoppable("stopped; nothing of the snapshot is kept"), talk:
         details = snapshots_warm.build(order, config, talk.say)
     return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from edgeinfer.runtime.loading.mappings import Range
@@ -33,21 +33,22 @@ def paths(folder: Path) -> list[str]:
 
 
 def move_files(folder: Path, moved: dict[str, str]) -> None:
-    """Name every file by its path here, with its size and mode here.
-
-    Raises OSError where one is not there.
-    """
+    """Name every file by its path here, with its size and mode. Raises OSError where one is missing."""
     path = folder / "files.img"
     image = images.read(path)
-    out = []
-    for raw in image.messages:
-        entry: Message = []
-        for n, kind, value in images.decode(raw):
-            if n == images.FILE_REG and isinstance(value, bytes):
-                value = images.encode(_moved(images.decode(value), moved))
-            entry.append((n, kind, value))
-        out.append(images.encode(entry))
+    change = {images.FILE_REG: lambda regular: _moved(regular, moved)}
+    out = [images.encode(_changed(images.decode(raw), change)) for raw in image.messages]
     images.write(path, images.Image(image.magic, out))
+
+
+def _changed(message: Message, changes: Mapping[int, Callable[[Message], Message]]) -> Message:
+    """Return `message` with the messages inside it changed, by the number of their field."""
+    return [
+        (n, kind, images.encode(changes[n](images.decode(value))))
+        if n in changes and isinstance(value, bytes)
+        else (n, kind, value)
+        for n, kind, value in message
+    ]
 
 
 def _moved(regular: Message, moved: dict[str, str]) -> Message:
@@ -65,23 +66,12 @@ def _moved(regular: Message, moved: dict[str, str]) -> Message:
 def become_ours(core: Path) -> None:
     """Make the process of this image this user's, with the limits of this process."""
     image = images.read(core)
-    changed: Message = []
-    for n, kind, value in images.decode(image.messages[0]):
-        if isinstance(value, bytes) and n == images.CORE_THREAD:
-            value = images.encode(_thread(images.decode(value)))
-        elif isinstance(value, bytes) and n == _CORE_TASK:
-            value = images.encode(_task(images.decode(value)))
-        changed.append((n, kind, value))
-    images.write(core, images.Image(image.magic, [images.encode(changed), *image.messages[1:]]))
+    first = _changed(images.decode(image.messages[0]), {images.CORE_THREAD: _thread, _CORE_TASK: _task})
+    images.write(core, images.Image(image.magic, [images.encode(first), *image.messages[1:]]))
 
 
 def _thread(thread: Message) -> Message:
-    return [
-        (n, kind, images.encode(_creds(images.decode(value))))
-        if n == _THREAD_CREDS and isinstance(value, bytes)
-        else (n, kind, value)
-        for n, kind, value in thread
-    ]
+    return _changed(thread, {_THREAD_CREDS: _creds})
 
 
 def _creds(creds: Message) -> Message:
@@ -92,13 +82,8 @@ def _creds(creds: Message) -> Message:
 
 
 def _task(task: Message) -> Message:
-    return [
-        (n, kind, images.encode(_limits(images.decode(value))))
-        if n == _TASK_RLIMITS and isinstance(value, bytes)
-        else (n, kind, value)
-        for n, kind, value in task
-        if n not in _TASK_PRIVILEGED
-    ]
+    kept = [field for field in task if field[0] not in _TASK_PRIVILEGED]
+    return _changed(kept, {_TASK_RLIMITS: _limits})
 
 
 def _limits(limits: Message) -> Message:
@@ -148,23 +133,18 @@ def _numbered(folder: Path) -> Iterator[tuple[int, str]]:
 def make_anonymous(folder: Path, name: str) -> None:
     """Turn private mappings of a file, all of whose pages are in the dump, into anonymous memory."""
     numbers = {number for number, path in _numbered(folder) if path == name}
+
+    def change(area: Message) -> Message:
+        return _anonymous(area) if images.number(area, images.AREA_FILE) in numbers else area
+
     for mm in folder.glob("mm-*.img"):
         image = images.read(mm)
-        out: Message = []
-        for n, kind, value in images.decode(image.messages[0]):
-            if n == images.MM_VMAS and isinstance(value, bytes):
-                area = images.decode(value)
-                if images.number(area, images.AREA_FILE) in numbers:
-                    value = images.encode(_anonymous(area))
-            out.append((n, kind, value))
+        out = _changed(images.decode(image.messages[0]), {images.MM_VMAS: change})
         images.write(mm, images.Image(image.magic, [images.encode(out)]))
     path = folder / "files.img"
     image = images.read(path)
-    kept = [
-        raw
-        for raw in image.messages
-        if images.number(images.decode(raw), images.FILE_ID) not in numbers
-    ]
+    files = [(images.number(images.decode(raw), images.FILE_ID), raw) for raw in image.messages]
+    kept = [raw for number, raw in files if number not in numbers]
     images.write(path, images.Image(image.magic, kept))
 
 

@@ -145,7 +145,8 @@ def own_key(*, make: bool) -> Key | None:
     if text is None and not make:
         return None
     if text is None:
-        text = _pem(os.urandom(KEY_BYTES))
+        body = base64.b64encode(_PKCS8 + os.urandom(KEY_BYTES)).decode()
+        text = f"{_BEGIN}\n{body}\n{_END}\n"
         write_private(path, text)
     return Key(_seed(text, path))
 
@@ -170,11 +171,6 @@ def write_private(path: Path, text: str) -> None:
         raise SnapshotError(
             f"{path} cannot be written: {error.strerror}", hint="run `edgeinfer doctor`"
         ) from error
-
-
-def _pem(seed: bytes) -> str:
-    body = base64.b64encode(_PKCS8 + seed).decode()
-    return f"{_BEGIN}\n{body}\n{_END}\n"
 
 
 def _seed(text: str, path: Path) -> bytes:
