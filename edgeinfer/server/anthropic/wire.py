@@ -40,20 +40,11 @@ from edgeinfer.server.core.wire import (
 
 _CACHE = frozenset({"cache_control"})
 #: What only Anthropic's own tools leave in a conversation; a model here would not know what it is.
-_SERVER_BLOCKS = (
-    "server_tool_use",
-    "web_search_tool_result",
-    "web_fetch_tool_result",
-    "code_execution_tool_result",
-    "bash_code_execution_tool_result",
-    "text_editor_code_execution_tool_result",
-    "tool_search_tool_result",
-    "advisor_tool_result",
-    "mcp_tool_listing",
-    "redacted_thinking",
-    "fallback",
-    "tool_addition",
-    "tool_removal",
+_SERVER_BLOCKS = tuple(
+    "server_tool_use web_search_tool_result web_fetch_tool_result "
+    "code_execution_tool_result bash_code_execution_tool_result "
+    "text_editor_code_execution_tool_result tool_search_tool_result advisor_tool_result "
+    "mcp_tool_listing redacted_thinking fallback tool_addition tool_removal".split()
 )
 _OTHER_BLOCKS = {
     "image": "images cannot be read",
@@ -253,20 +244,10 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
 class CountRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
-    hints: ClassVar = _CACHE | {
-        "betas",
-        "billing_policy",
-        "context_management",
-        "diagnostics",
-        "fallback_credit_token",
-        "fallbacks",
-        "inference_geo",
-        "metadata",
-        "service_tier",
-        "speed",
-        "user_profile_id",
-        "workspace_id",
-    }
+    hints: ClassVar = _CACHE | frozenset(
+        "betas billing_policy context_management diagnostics fallback_credit_token fallbacks "
+        "inference_geo metadata service_tier speed user_profile_id workspace_id".split()
+    )
     refused: ClassVar[Mapping[str, str]] = {
         "compaction": "conversations are not summed up",
         "container": "there are no containers",

@@ -58,17 +58,8 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     """What /completion and /infill share."""
 
     hints: ClassVar = frozenset(
-        {
-            "id_slot",
-            "n_cache_reuse",
-            "n_indent",
-            "n_keep",
-            "return_progress",
-            "samplers",
-            "t_max_predict_ms",
-            "t_max_prompt_ms",
-            "timings_per_token",
-        }
+        "id_slot n_cache_reuse n_indent n_keep return_progress samplers t_max_predict_ms "
+        "t_max_prompt_ms timings_per_token".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
         "dynatemp_range": "the temperature does not move",

@@ -32,30 +32,8 @@ from edgeinfer.system.machine import resident_bytes
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)
 _TOKEN_MS = (2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2500, 5000)
 TOKEN_BUCKETS = tuple(ms / 1000 for ms in _TOKEN_MS)
-_E2E_TENTHS = (
-    0.5,
-    1,
-    3,
-    5,
-    8,
-    10,
-    15,
-    20,
-    25,
-    50,
-    100,
-    150,
-    200,
-    300,
-    400,
-    500,
-    600,
-    1200,
-    2400,
-    4800,
-    9600,
-)
-E2E_BUCKETS = tuple(tenths / 10 for tenths in _E2E_TENTHS)
+_E2E_SHORT = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5)
+E2E_BUCKETS = (*_E2E_SHORT, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
 #: Values of the label `key`, with "" for none and "other" for those beyond.

@@ -40,23 +40,8 @@ class Options(Wire, frozen=True, kw_only=True):
     """How to sample. What is of load time here, and what llama.cpp has no more, changes nothing."""
 
     hints: ClassVar = frozenset(
-        {
-            "num_batch",
-            "num_gpu",
-            "num_keep",
-            "num_thread",
-            "main_gpu",
-            "tfs_z",
-            "numa",
-            "low_vram",
-            "f16_kv",
-            "logits_all",
-            "vocab_only",
-            "use_mmap",
-            "use_mlock",
-            "embedding_only",
-            "penalize_newline",
-        }
+        "num_batch num_gpu num_keep num_thread main_gpu tfs_z numa low_vram f16_kv logits_all "
+        "vocab_only use_mmap use_mlock embedding_only penalize_newline".split()
     )
 
     num_predict: Whole | None = None

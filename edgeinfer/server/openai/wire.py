@@ -303,14 +303,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     hints: ClassVar = frozenset(
-        {
-            "client_metadata",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-            "verbosity",
-        }
+        "client_metadata prompt_cache_options prompt_cache_retention safety_identifier "
+        "service_tier verbosity".split()
     )
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"store": (True,)}
     refused: ClassVar[Mapping[str, str]] = {

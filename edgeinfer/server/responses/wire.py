@@ -87,15 +87,9 @@ class MessageItem(Wire, frozen=True, tag="message", tag_field="type"):
         "mcp_approval": "MCP servers are not called",
     }
     #: What tools of OpenAI's own leave in a conversation, without a word for the model.
-    dropped_types: ClassVar = (
-        "web_search_call",
-        "file_search_call",
-        "code_interpreter_call",
-        "mcp_list_tools",
-        "tool_search_",
-        "additional_tools",
-        "compaction_trigger",
-        "program",
+    dropped_types: ClassVar = tuple(
+        "web_search_call file_search_call code_interpreter_call mcp_list_tools tool_search_ "
+        "additional_tools compaction_trigger program".split()
     )
 
     role: Literal["user", "assistant", "system", "developer"]
@@ -211,21 +205,9 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/responses."""
 
     hints: ClassVar = frozenset(
-        {
-            "access_programs",
-            "background_options",
-            "client_metadata",
-            "context_management",
-            "image",
-            "max_tool_calls",
-            "metadata",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-            "stream_options",
-            "user",
-        }
+        "access_programs background_options client_metadata context_management image "
+        "max_tool_calls metadata prompt_cache_options prompt_cache_retention safety_identifier "
+        "service_tier stream_options user".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
         "conversation": "conversations are not stored",
