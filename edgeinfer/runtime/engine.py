@@ -173,7 +173,9 @@ class LlamaEngine:
         tools: Sequence[Tool] = (),
         options: dict[str, Any] | None = None,
     ) -> list[int]:
-        return self._conversations.tokenize(self._render(messages, tools, options))
+        text = self._render(messages, tools, options)
+        check_length(len(text), self._loaded.n_ctx, "messages")
+        return self._conversations.tokenize(text)
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any] | None

@@ -128,7 +128,7 @@ def test_what_is_not_here_says_how_to_get_it(monkeypatch, capfd):
     assert cli.main(["launch", "claude"]) == 2
     assert "npm install -g @anthropic-ai/claude-code" in capfd.readouterr().err
     assert cli.main(["launch", "claud"]) == 2
-    assert "invalid choice: 'claud' (choose from 'claude', 'codex'" in capfd.readouterr().err
+    assert "did you mean claude?" in capfd.readouterr().err
     assert cli.main(["launch"]) == 2
     assert "edgeinfer launch --list" in capfd.readouterr().err
 

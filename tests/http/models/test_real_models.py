@@ -45,7 +45,12 @@ def test_an_adapter_is_chosen_by_name_and_scale(smol):
     )
     assert len({plain, red, blue}) == 3
     assert _text(smol, lora=[{"name": "red", "scale": 0}]) == plain
-    assert _text(smol, lora=[{"name": "red"}, {"name": "blue"}]) == _text(smol)
+    # a cached prefix leaves one token to prefill, and adapters of rank 4 round otherwise in a batch
+    both, default = (
+        _text(smol, cache_prompt=False, **lora)
+        for lora in ({"lora": [{"name": "red"}, {"name": "blue"}]}, {})
+    )
+    assert both == default
 
 
 SAY = "A short note about rivers:"
