@@ -54,7 +54,7 @@ def _place(request: Request) -> tuple[Exchange, Batches, Path]:
     exchange = exchange_of(request)
     batches = exchange.endpoint.batches
     if batches is None:
-        raise Problem(404, "No files are kept here.", code="not_found")
+        raise Problem(400, "No files are kept here.", code="files_not_kept")
     return exchange, batches, batches.folder(exchange.key)
 
 
