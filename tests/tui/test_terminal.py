@@ -154,7 +154,7 @@ def test_type_stream_and_quit(terminal, how):
 
 def test_stop_keeps_what_was_said(terminal, how):
     begin(terminal, how)
-    terminal.type("Count from one to five hundred in words, one line each.")
+    terminal.type("Tell a long story about a lighthouse keeper, his dog and a ship.")
     terminal.press("Enter")
     terminal.until_shown("writing")
     terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
@@ -239,7 +239,7 @@ def test_a_signal_ends_it_cleanly(terminal, how, number):
 def test_kill_9_of_the_app(terminal, how):
     before = terminal.modes()
     begin(terminal, how)
-    terminal.type("Count from one to five hundred in words, one line each.")
+    terminal.type("Tell a long story about a lighthouse keeper, his dog and a ship.")
     terminal.press("Enter")
     terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
     shown = terminal.until(lambda: answer_on(terminal.screen()))
