@@ -35,7 +35,6 @@ import pack  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
 from edgeinfer.catalog import store  # noqa: E402
-from edgeinfer.catalog.models import load_catalog  # noqa: E402
 from edgeinfer.cli import build_parser  # noqa: E402
 from edgeinfer.commands.machine.completion import script  # noqa: E402
 
@@ -159,7 +158,7 @@ def bundle(program: Path, model: str, out: Path) -> None:
     """Pull the model and write `out`: the shipped file `program` with it inside."""
     code = "import sys; from edgeinfer.cli import main; sys.exit(main())"
     subprocess.run([sys.executable, "-c", code, "pull", model], check=True, cwd=ROOT)
-    record = store.find_pulled(model, load_catalog())
+    record = store.find_pulled(model)
     assert record is not None, f"{model} is not pulled"
     assemble.with_model(program, record, out)
 
