@@ -75,7 +75,8 @@ class Machine:
         for name in ("tmp", "etc", "usr/local/bin", HOME[1:]):
             (folder / name).mkdir(parents=True, exist_ok=True)
         libc(folder)
-        (folder / "etc/passwd").write_text(f"user:x:{UID}:{UID}::{HOME}:/bin/sh\n")
+        uid = os.geteuid() or UID  # an ordinary user keeps the own one (`bare.py`)
+        (folder / "etc/passwd").write_text(f"user:x:{uid}:{uid}::{HOME}:/bin/sh\n")
         (folder / "etc/hosts").write_text("127.0.0.1 localhost\n")
         (folder / "tmp").chmod(0o1777)
         self.home = folder / HOME[1:]
