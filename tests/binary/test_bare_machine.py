@@ -178,7 +178,7 @@ def once_nothing_runs(call, refused):
 def uninstall(machine, *arguments):
     return once_nothing_runs(
         lambda: machine.run("uninstall", *arguments, check=False),
-        lambda done: "end it first" in done.stderr,
+        lambda done: "close the chats and endpoints first" in done.stderr,
     )
 
 
@@ -190,7 +190,7 @@ def asked_to_uninstall(machine):
         asking = pexpect.spawn(
             command[0], command[1:], env=machine.environment(), timeout=60, encoding="utf-8"
         )
-        return asking, asking.expect(["models: ", "end it first"])
+        return asking, asking.expect(["models: ", "close the chats and endpoints first"])
 
     return once_nothing_runs(ask, lambda asked: asked[1] == 1)[0]
 
