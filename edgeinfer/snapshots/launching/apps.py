@@ -171,7 +171,7 @@ class Apps:
         }
         message = {"op": "launch", **app.request, **surroundings.of_this_process(), **stamps, **how}
         fds = list(app.fds)
-        serves = app.role == "verb" and len(fds) > 3
+        serves = app.role == "verb" and self._verb.argv[0] == "serve"
         users = surroundings.user_lookup() if serves and app.how == "resumed" else None
         if users is not None:
             fds.append(users.fileno())
