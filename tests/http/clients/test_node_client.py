@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed"),
 ]
 
-CACHE = Path(os.environ.get("EDGEINFER_TEST_NODE") or "/var/tmp/edgeinfer-node")
+CACHE = Path(os.environ.get("EDGEINFER_TEST_NODE") or f"/var/tmp/edgeinfer-node-{os.getuid()}")
 PACKAGES = ("openai@^7", "ollama@^0.6")
 
 

@@ -158,4 +158,4 @@ def test_batch_of_a_process_that_ended_has_failed(here, until):
 
 def test_endpoint_without_a_folder_keeps_no_files(serve):
     answer = serve(FakeEngine()).client.get("/v1/files/file-" + "0" * 24)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "files_not_kept")

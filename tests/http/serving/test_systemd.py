@@ -76,9 +76,11 @@ def test_systemd_finds_nothing_to_say_about_the_units(tmp_path):
         env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
     )
     said = [
-        line for line in verified.stderr.splitlines() if str(tmp_path) in line or "edgeinfer" in line
+        line
+        for line in verified.stderr.splitlines()
+        if any(line.startswith(unit.name) or f"/{unit.name}" in line for unit in UNITS.iterdir())
     ]
-    assert (verified.returncode, said) == (0, []), verified.stderr
+    assert said == [], verified.stderr
 
 
 def test_the_nights_batches_are_answered_one_by_one(tmp_path):
