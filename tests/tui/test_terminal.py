@@ -250,7 +250,7 @@ def test_kill_9_of_the_app(terminal, how):
     assert shown[-1] in words_of(stored(terminal)[1])
     assert " ".join(shown) in words_of(stored(terminal)[1])
     begin(terminal, how, "--continue")
-    terminal.until_shown("❯ Count from one")
+    terminal.until_shown("❯ Tell a long story")
     terminal.until_shown("interrupted")
     terminal.press("C-q")
     terminal.until(lambda: left(terminal))
