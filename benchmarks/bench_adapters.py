@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 from common import add_out, model_path, write_figure
 
-from edgeinfer.catalog.gguf import read_header
+from edgeinfer.models.gguf import read_header
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling

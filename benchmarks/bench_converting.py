@@ -29,8 +29,8 @@ N_VOCAB = 128_256
 _CONVERT = """
 import resource, sys, time
 from pathlib import Path
-from edgeinfer.catalog.converting.convert import convert
-from edgeinfer.catalog.progress import Job
+from edgeinfer.models.converting.convert import convert
+from edgeinfer.models.progress import Job
 began = time.monotonic()
 convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Job())
 print(time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from common import add_out, model_path, write_figure
 
-from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress import Job
-from edgeinfer.catalog.quantizing import imatrix
-from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, run_quantizer, scored
+from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.progress import Job
+from edgeinfer.models.quantizing import imatrix
+from edgeinfer.models.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, run_quantizer, scored
 
 
 def figures(source: Path, kind: str, matrix: str, folder: Path) -> tuple[str, str, str]:

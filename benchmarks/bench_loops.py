@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 from common import add_out, markdown, model_path, write_figure
 
-from edgeinfer.catalog.models import load_catalog
+from edgeinfer.models.catalog import load_catalog
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.options import LoadOptions, ModelFiles

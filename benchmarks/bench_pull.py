@@ -19,8 +19,8 @@ from pathlib import Path
 
 from common import add_out, write_figure
 
-from edgeinfer.catalog.fetching import download
-from edgeinfer.catalog.progress import Job, Patience
+from edgeinfer.models.fetching import download
+from edgeinfer.models.progress import Job, Patience
 
 _PIECE = 1 << 16
 

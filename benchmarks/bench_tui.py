@@ -397,7 +397,7 @@ def main() -> None:
 
 
 def default_model() -> str:
-    from edgeinfer.catalog.store import model_files
+    from edgeinfer.models.store import model_files
     from edgeinfer.settings.config import load_config
 
     return model_files(load_config().default_model).paths[0]

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from edgeinfer.catalog.store import PulledModel
+from edgeinfer.models.store import PulledModel
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.bundle import Bundle, BundledFile, field
 from edgeinfer.system.disk import sha256_of_part, whole_file

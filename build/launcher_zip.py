@@ -29,7 +29,7 @@ EXCLUDES = [
     "edgeinfer.server",
     "edgeinfer.tui",
     "edgeinfer.chat",
-    "edgeinfer.catalog",
+    "edgeinfer.models",
     "edgeinfer.settings.config",
     "platformdirs",
     "msgspec",

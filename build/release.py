@@ -34,9 +34,9 @@ import notices  # noqa: E402
 import pack  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
-from edgeinfer.catalog import store  # noqa: E402
 from edgeinfer.cli import build_parser  # noqa: E402
 from edgeinfer.commands.machine.completion import script  # noqa: E402
+from edgeinfer.models import store  # noqa: E402
 
 WORK = ROOT / "work"
 CRIU_PROGRAM = "criu/bin/criu"

@@ -148,13 +148,13 @@ class Host:
         or stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
         # the catalogue is not needed when a snapshot was resumed
-        from edgeinfer.catalog.store import model_files
+        from edgeinfer.models.store import model_files
 
         return model_files(model, draft, progress or _said_once())
 
     def is_model(self, name: str) -> bool:
         """Whether `name` is a model's name or an existing GGUF file, as opposed to, say, a prompt."""
-        from edgeinfer.catalog.store import is_model  # as in `files`
+        from edgeinfer.models.store import is_model  # as in `files`
 
         return is_model(name)
 

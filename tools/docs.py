@@ -81,7 +81,7 @@ def exit_codes() -> str:
 
 def models() -> str:
     """The shipped catalogue as a table."""
-    from edgeinfer.catalog.models import load_catalog, shipped_path
+    from edgeinfer.models.catalog import load_catalog, shipped_path
 
     rows = []
     for model in load_catalog(user=shipped_path().with_name("none.toml")).models.values():
@@ -100,7 +100,7 @@ def models() -> str:
 
 def model_keys() -> str:
     """Every key of a model's table, and of its sampling table."""
-    from edgeinfer.catalog.models import Model
+    from edgeinfer.models.catalog import Model
 
     rows = []
     hints = msgspec.inspect.type_info(Model)
@@ -140,8 +140,8 @@ def chat_keys() -> str:
 
 def quantizations() -> str:
     """Every type `quantize` offers; those that need an importance matrix are marked."""
-    from edgeinfer.catalog.ggml_types import FILE_TYPES
-    from edgeinfer.catalog.quantizing.quantizer import NEEDS_IMATRIX
+    from edgeinfer.models.ggml_types import FILE_TYPES
+    from edgeinfer.models.quantizing.quantizer import NEEDS_IMATRIX
 
     return (
         ", ".join(f"`{name}`{'*' if name in NEEDS_IMATRIX else ''}" for name in FILE_TYPES.values())
@@ -151,7 +151,7 @@ def quantizations() -> str:
 
 def converted_families() -> str:
     """The families that checkpoints are converted of."""
-    from edgeinfer.catalog.converting.families import FAMILIES
+    from edgeinfer.models.converting.families import FAMILIES
 
     rows = [
         f"| {one.title} | {', '.join(f'`{name}`' for name in one.checkpoints)} | `{one.arch}` |"

@@ -4,7 +4,7 @@
     env/bin/python tools/make_checkpoints.py
 
 Weights follow from the tensors' names (`tests/made/made_checkpoints.py`), so config.json, shapes and
-logits are all that is kept, in `tests/catalog/converting/golden`.
+logits are all that is kept, in `tests/models/converting/golden`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/made")]
 import made_checkpoints as made  # noqa: E402
 from nasty_strings import digest, nasty_strings  # noqa: E402
 
-from edgeinfer.catalog.converting import pre_tokenizers as named  # noqa: E402
+from edgeinfer.models.converting import pre_tokenizers as named  # noqa: E402
 
 SIZE = 700
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

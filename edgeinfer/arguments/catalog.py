@@ -139,7 +139,7 @@ def _add_forget(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def _add_quantize(verbs: Verbs[argparse.ArgumentParser]) -> None:
-    from edgeinfer.catalog.ggml_types import FILE_TYPES  # 1 ms: a table
+    from edgeinfer.models.ggml_types import FILE_TYPES  # 1 ms: a table
 
     parser = add_verb(
         verbs,

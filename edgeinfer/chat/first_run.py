@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from edgeinfer.catalog.fits import FirstRunChoice, first_run_choices
-from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.chat.commands.settings import save
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved, size_words
 from edgeinfer.errors import DownloadError, OfflineError
+from edgeinfer.models.fits import FirstRunChoice, first_run_choices
+from edgeinfer.models.progress import PullProgress
 from edgeinfer.system.places import DEFAULT_MODEL
 
 
@@ -35,7 +35,7 @@ def fetch(
     What was pulled becomes `default-model`. Return its name, and why it is another, "" if it is not.
     Raises what `pull` raises.
     """
-    from edgeinfer.catalog.pull import pull  # 30 ms: hashing, and what the network needs
+    from edgeinfer.models.pull import pull  # 30 ms: hashing, and what the network needs
 
     note = ""
     try:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from edgeinfer.catalog.progress import PlainLines
 from edgeinfer.chat import attachments, context, first_run
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commands import slash
@@ -26,6 +25,7 @@ from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.chat.shelf import shelf, size_words
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
+from edgeinfer.models.progress import PlainLines
 from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Progress, TextDelta
 from edgeinfer.safe_text import without_controls
@@ -278,7 +278,7 @@ class Repl:
                 self.show_text(f"Here from {row.store}, used where it is: /model {row.name}")
         if self._answer_to(f"{error.message}. Fetch it now? (y/n)") not in ("y", "yes"):
             raise error
-        from edgeinfer.catalog.pull import pull  # 30 ms: hashing, and what the network needs
+        from edgeinfer.models.pull import pull  # 30 ms: hashing, and what the network needs
 
         pull(name, report)
         return name

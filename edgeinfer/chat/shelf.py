@@ -8,13 +8,13 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.catalog import fits, gguf
-from edgeinfer.catalog.found import stores
-from edgeinfer.catalog.found.model import Found
-from edgeinfer.catalog.memory import header_plan
-from edgeinfer.catalog.models import Model, load_catalog
-from edgeinfer.catalog.store import PulledModel, list_pulled
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.models import fits, gguf
+from edgeinfer.models.catalog import Model, load_catalog
+from edgeinfer.models.external_stores import stores
+from edgeinfer.models.external_stores.model import Found
+from edgeinfer.models.memory import header_plan
+from edgeinfer.models.store import PulledModel, list_pulled
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.system.machine import Machine, read_machine
 from edgeinfer.units import format_parameters

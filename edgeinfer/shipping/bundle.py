@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.catalog import store
-from edgeinfer.catalog.lock import model_lock
-from edgeinfer.catalog.store import PulledFile, PulledModel
 from edgeinfer.errors import ChecksumError, EdgeInferError, ShippingError
+from edgeinfer.models import store
+from edgeinfer.models.lock import model_lock
+from edgeinfer.models.store import PulledFile, PulledModel
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 from edgeinfer.system.disk import need_room, sha256_of_part, share_blocks, sync, whole_file
@@ -148,7 +148,7 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 def main(argv: list[str]) -> int:
     """Bring the model out of the shipped FILE, as its first start runs this."""
     from edgeinfer import error_text
-    from edgeinfer.catalog.progress import Job, progress_on
+    from edgeinfer.models.progress import Job, progress_on
 
     shipped = payload.open_shipped(Path(argv[0]))
     try:

@@ -12,10 +12,10 @@ from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_launch,
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 
-from edgeinfer.catalog.progress import PullProgress
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
 from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
+from edgeinfer.models.progress import PullProgress
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.settings.config import Config, load_config
@@ -144,7 +144,7 @@ def test_a_missing_model_is_offered_and_no_is_an_answer(tmp_path):
 def test_a_first_run_offers_models_and_remembers_the_choice(tmp_path, monkeypatch, line, model):
     monkeypatch.setattr("edgeinfer.chat.first_run.first_run_choices", lambda: OFFERED)
     pulled = {row.name: row for row in EMPTY_SHELF}
-    monkeypatch.setattr("edgeinfer.catalog.pull.pull", lambda name, report, cancel: pulled[name])
+    monkeypatch.setattr("edgeinfer.models.pull.pull", lambda name, report, cancel: pulled[name])
     host = FixedHost(errors=[ModelNotPulledError("m is not here")])
     out, _ = talk(tmp_path, line, host=host)
     assert "1. qwen3-0.6b: comfortable · 484 MB · Apache-2.0 · about 31 tokens/s" in out
@@ -226,7 +226,7 @@ def test_a_pull_is_told_in_lines(tmp_path, monkeypatch):
             report(PullProgress(stage="downloading", file="x", done_bytes=done, total_bytes=100))
         report(PullProgress(stage="verifying", file="x"))
 
-    monkeypatch.setattr("edgeinfer.catalog.pull.pull", pull)
+    monkeypatch.setattr("edgeinfer.models.pull.pull", pull)
     host = FixedHost(errors=[ModelNotPulledError("it is not here")], config=NAMED)
     out, _ = talk(tmp_path, "y", host=host)
     assert "it is not here. Fetch it now? (y/n) downloading x\nverifying x\nModel:" in out

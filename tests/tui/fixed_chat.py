@@ -8,11 +8,11 @@ import time
 
 import msgspec
 
-from edgeinfer.catalog.fits import FirstRunChoice
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved
 from edgeinfer.host import Host, Start
+from edgeinfer.models.fits import FirstRunChoice
 from edgeinfer.runtime.events import Finished, Progress, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.options import LoadOptions

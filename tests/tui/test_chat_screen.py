@@ -368,7 +368,7 @@ def first_run(monkeypatch):
             raise DownloadError("no route to host")
         return next(row for row in EMPTY_SHELF if row.name == name)
 
-    monkeypatch.setattr("edgeinfer.catalog.pull.pull", pull)
+    monkeypatch.setattr("edgeinfer.models.pull.pull", pull)
     monkeypatch.setattr("edgeinfer.tui.screens.model_picker.shelf", lambda warm=(): EMPTY_SHELF)
     monkeypatch.setattr("edgeinfer.chat.first_run.first_run_choices", lambda: OFFERED)
     return unreachable

@@ -5,9 +5,9 @@ import threading
 import pytest
 from fixed_chat import MODEL, SHELF, FixedHost
 
-from edgeinfer.catalog.progress import PullProgress, progress_text
 from edgeinfer.chat import shelf as chat_shelf
 from edgeinfer.errors import DownloadError, InterruptedByUser
+from edgeinfer.models.progress import PullProgress, progress_text
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.settings.config import load_config
 from edgeinfer.tui import bindings
@@ -50,7 +50,7 @@ def pulling(monkeypatch):
 
     pulling = Pulling()
     pulling.go = threading.Event()
-    monkeypatch.setattr("edgeinfer.catalog.pull.pull", pulling)
+    monkeypatch.setattr("edgeinfer.models.pull.pull", pulling)
     return pulling
 
 

@@ -37,7 +37,7 @@ def modules_after(statement):
         ("from edgeinfer import cli; cli.build_parser()", HEAVY),
         ("import edgeinfer.runtime.interface, edgeinfer.runtime.fake", HEAVY),
         ("import edgeinfer.tui, edgeinfer.chat, edgeinfer.server", ("llama_cpp",)),
-        ("import edgeinfer.catalog.store, edgeinfer.catalog.models", HEAVY),
+        ("import edgeinfer.models.store, edgeinfer.models.catalog", HEAVY),
         # it clones into namespaces, where a lock that another thread holds is never released
         ("import edgeinfer.snapshots.building.builder", HEAVY),
         ("import edgeinfer.snapshots.resumed.app_process", HEAVY),

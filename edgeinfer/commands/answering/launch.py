@@ -192,7 +192,7 @@ def _free_port(wanted: int) -> int:
 
 
 def _refuse_small_model(agent: Agent, model: str) -> None:
-    from edgeinfer.catalog.store import find_pulled
+    from edgeinfer.models.store import find_pulled
 
     pulled = find_pulled(model)
     if pulled is None or not 0 < pulled.n_ctx_train < agent.needs_tokens:
@@ -216,8 +216,8 @@ def _needs(agent: Agent) -> str:
 
 
 def _larger_models(agent: Agent) -> str:
-    from edgeinfer.catalog.models import load_catalog
-    from edgeinfer.catalog.store import list_pulled
+    from edgeinfer.models.catalog import load_catalog
+    from edgeinfer.models.store import list_pulled
 
     here = [m.name for m in list_pulled() if m.n_ctx_train >= agent.needs_tokens]
     if here:

@@ -42,8 +42,8 @@ from edgeinfer.workers.copies.copies_engine import Copy, CopyEngine
 from edgeinfer.workers.copies.growth import Bounds
 
 if TYPE_CHECKING:
-    from edgeinfer.catalog.found.model import Found
-    from edgeinfer.catalog.found.stores import Watched
+    from edgeinfer.models.external_stores.model import Found
+    from edgeinfer.models.external_stores.stores import Watched
 
 T = TypeVar("T")
 #: Descriptors that are for files, models and workers rather than for connections.
@@ -241,7 +241,7 @@ def pulled_models() -> Callable[[], Sequence[Pulled]]:
 
     def listed() -> Sequence[Pulled]:
         # the catalogue is not needed until a second model is named
-        from edgeinfer.catalog.found import stores
+        from edgeinfer.models.external_stores import stores
 
         watched[:] = watched or [stores.Watched()]
         return [*_own_models(), *_others_models(watched[0].usable())]
@@ -250,7 +250,7 @@ def pulled_models() -> Callable[[], Sequence[Pulled]]:
 
 
 def _own_models() -> list[Pulled]:
-    from edgeinfer.catalog.store import list_pulled
+    from edgeinfer.models.store import list_pulled
 
     return [
         Pulled(
@@ -268,7 +268,7 @@ def _own_models() -> list[Pulled]:
 
 
 def _others_models(found: Sequence[Found]) -> list[Pulled]:
-    from edgeinfer.catalog.found.stores import digest
+    from edgeinfer.models.external_stores.stores import digest
 
     return [
         Pulled(name=m.name, size_bytes=m.size_bytes, sha256=digest(m), created=int(m.modified_s))

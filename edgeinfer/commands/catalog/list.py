@@ -10,17 +10,17 @@ from typing import ClassVar
 
 import msgspec
 
-from edgeinfer.catalog import fits
-from edgeinfer.catalog.adapters import PulledAdapter, list_adapters
-from edgeinfer.catalog.fits import Fit
-from edgeinfer.catalog.found import stores
-from edgeinfer.catalog.found.model import Found
-from edgeinfer.catalog.models import Catalog, Model, load_catalog
-from edgeinfer.catalog.store import PulledModel, list_pulled, unfinished
 from edgeinfer.commands.table import table
 from edgeinfer.error_text import hint
 from edgeinfer.errors import CatalogError, ConfigError
 from edgeinfer.host import Host
+from edgeinfer.models import fits
+from edgeinfer.models.adapters import PulledAdapter, list_adapters
+from edgeinfer.models.catalog import Catalog, Model, load_catalog
+from edgeinfer.models.external_stores import stores
+from edgeinfer.models.external_stores.model import Found
+from edgeinfer.models.fits import Fit
+from edgeinfer.models.store import PulledModel, list_pulled, unfinished
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, model_part, part_of
 from edgeinfer.system.machine import read_memory

@@ -6,10 +6,10 @@ import argparse
 import time
 from typing import ClassVar
 
-from edgeinfer.catalog.adapters import merge_model
-from edgeinfer.catalog.progress import progress_on
 from edgeinfer.commands.asking import stoppable
 from edgeinfer.host import Host
+from edgeinfer.models.adapters import merge_model
+from edgeinfer.models.progress import progress_on
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
 

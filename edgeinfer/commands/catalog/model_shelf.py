@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from edgeinfer.host import Host
 
 if TYPE_CHECKING:
-    from edgeinfer.catalog.progress import OnProgress
+    from edgeinfer.models.progress import OnProgress
 
 
 class ModelShelf:
@@ -21,17 +21,17 @@ class ModelShelf:
         self._host = host
 
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
-        from edgeinfer.catalog import pull
+        from edgeinfer.models import pull
 
         pull.pull(text, report, cancel)
 
     def create(self, name: str, path: str, report: OnProgress, cancel: threading.Event) -> None:
-        from edgeinfer.catalog import pull
+        from edgeinfer.models import pull
 
         pull.pull(path, report, cancel, pull.PullOptions(name=name, in_place=True))
 
     def copy(self, source: str, name: str) -> None:
-        from edgeinfer.catalog import store
+        from edgeinfer.models import store
 
         store.copy(source, name)
 

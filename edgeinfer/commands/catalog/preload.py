@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer.catalog import store
-from edgeinfer.catalog.progress import Job, progress_on
 from edgeinfer.commands.asking import stoppable
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
+from edgeinfer.models import store
+from edgeinfer.models.progress import Job, progress_on
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf.format import generations, read_manifest
 from edgeinfer.system.machine import read_memory

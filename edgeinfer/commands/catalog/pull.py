@@ -9,17 +9,17 @@ import time
 from typing import ClassVar
 from urllib.parse import quote
 
-from edgeinfer.catalog import gguf, names, store
-from edgeinfer.catalog import pull as catalog_pull
-from edgeinfer.catalog.adapters import PulledAdapter, is_adapter, pull_adapter
-from edgeinfer.catalog.fetching import local
-from edgeinfer.catalog.found import stores
-from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.progress import FETCHED_IS_KEPT, Patience, PullProgress, progress_on
-from edgeinfer.catalog.pull import PullOptions
 from edgeinfer.commands.asking import stoppable
 from edgeinfer.errors import ChecksumError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.models import gguf, names, store
+from edgeinfer.models import pull as catalog_pull
+from edgeinfer.models.adapters import PulledAdapter, is_adapter, pull_adapter
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.models.external_stores import stores
+from edgeinfer.models.fetching import local
+from edgeinfer.models.progress import FETCHED_IS_KEPT, Patience, PullProgress, progress_on
+from edgeinfer.models.pull import PullOptions
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from edgeinfer.blocks.names import model_key
 from edgeinfer.blocks.store import forget_model
-from edgeinfer.catalog.remove import Removed, remove
 from edgeinfer.commands.asking import confirm
 from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
+from edgeinfer.models.remove import Removed, remove
 from edgeinfer.result import Result
 from edgeinfer.snapshots.shelf import failures
 from edgeinfer.snapshots.shelf.format import generations, model_part, part_of

@@ -9,15 +9,15 @@ from typing import ClassVar
 import msgspec
 
 from edgeinfer import requesting
-from edgeinfer.catalog import gguf, names, store
-from edgeinfer.catalog.found import stores
-from edgeinfer.catalog.found.model import Found, FoundFile
-from edgeinfer.catalog.memory import header_plan, header_shape
-from edgeinfer.catalog.models import Model, SamplingDefaults, load_catalog
-from edgeinfer.catalog.store import PulledModel
 from edgeinfer.commands.catalog.show_devices import DevicesShown, planned_devices
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
+from edgeinfer.models import gguf, names, store
+from edgeinfer.models.catalog import Model, SamplingDefaults, load_catalog
+from edgeinfer.models.external_stores import stores
+from edgeinfer.models.external_stores.model import Found, FoundFile
+from edgeinfer.models.memory import header_plan, header_shape
+from edgeinfer.models.store import PulledModel
 from edgeinfer.result import Result
 from edgeinfer.runtime.planning.plan import Plan, disk_warning
 from edgeinfer.runtime.planning.shape import Buffers

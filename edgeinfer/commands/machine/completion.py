@@ -69,9 +69,9 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _known(kind: str) -> list[str]:
-    from edgeinfer.catalog.found import stores
-    from edgeinfer.catalog.models import load_catalog
-    from edgeinfer.catalog.store import list_pulled
+    from edgeinfer.models.catalog import load_catalog
+    from edgeinfer.models.external_stores import stores
+    from edgeinfer.models.store import list_pulled
     from edgeinfer.snapshots.shelf.format import generations
 
     if kind == "snapshots":

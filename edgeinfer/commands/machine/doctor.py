@@ -210,9 +210,9 @@ def _configuration() -> Check:
 
 def _catalogue() -> Check:
     """Catalogue: models.toml reads, the default model is here."""
-    from edgeinfer.catalog.found import stores
-    from edgeinfer.catalog.models import load_catalog
-    from edgeinfer.catalog.store import list_pulled, model_files
+    from edgeinfer.models.catalog import load_catalog
+    from edgeinfer.models.external_stores import stores
+    from edgeinfer.models.store import list_pulled, model_files
 
     config: Config = load_config()
     known, pulled = len(load_catalog().models), len(list_pulled())

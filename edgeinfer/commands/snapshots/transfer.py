@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer.catalog import sources
-from edgeinfer.catalog.progress import Job
 from edgeinfer.commands.snapshots.warm import StageTalk
 from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.models import sources
+from edgeinfer.models.progress import Job
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import parse_adapters
 from edgeinfer.settings.load_options import DRAFT, LORA, NO_ADAPTERS, snapshot_options

@@ -10,10 +10,10 @@ import time
 from typing import ClassVar, TextIO
 
 from edgeinfer import requesting
-from edgeinfer.catalog import store
 from edgeinfer.commands.asking import stoppable
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
+from edgeinfer.models import store
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.settings.load_options import snapshot_options

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from edgeinfer.catalog import names, sources
-from edgeinfer.catalog.ggml_types import file_type
-from edgeinfer.catalog.progress import OnProgress, PullProgress
 from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError, UsageError
+from edgeinfer.models import names, sources
+from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.server.core.bodies import decode
 from edgeinfer.server.core.connection import disconnected
 from edgeinfer.server.core.exchange import Exchange, exchange_of
@@ -81,7 +81,7 @@ def _refuse_sizes(name: str) -> None:
     base, colon, tag = name.partition(":")
     if not colon or "/" in name or file_type(tag) is not None:
         return
-    from edgeinfer.catalog.models import load_catalog, nearest  # 8 ms, for a name that is not here
+    from edgeinfer.models.catalog import load_catalog, nearest  # 8 ms, for a name that is not here
 
     hint = nearest(f"{base}-{tag}", load_catalog().models)
     raise UnknownModelError(f"no model is called {name!r}", hint=hint)

@@ -17,7 +17,7 @@ from edgeinfer.server.ollama import wire_replies as wire
 from edgeinfer.server.ollama.render import stamp
 
 if TYPE_CHECKING:
-    from edgeinfer.catalog.gguf import GgufHeader
+    from edgeinfer.models.gguf import GgufHeader
 
 _FIM_KEY = "tokenizer.ggml.fim_pre_token_id"
 
@@ -76,9 +76,9 @@ def describe(model: Pulled, info: EngineInfo | None) -> wire.OllamaShowReply:
 
 def _files(name: str) -> tuple[ModelFiles | None, str]:
     # the catalogue is not needed before somebody asks
-    from edgeinfer.catalog.found import stores
-    from edgeinfer.catalog.models import load_catalog
-    from edgeinfer.catalog.store import model_files
+    from edgeinfer.models.catalog import load_catalog
+    from edgeinfer.models.external_stores import stores
+    from edgeinfer.models.store import model_files
 
     try:
         found = stores.find(name)
@@ -91,7 +91,7 @@ def _files(name: str) -> tuple[ModelFiles | None, str]:
 
 
 def _header(files: ModelFiles | None) -> GgufHeader | None:
-    from edgeinfer.catalog.gguf import read_header  # as in `_files`
+    from edgeinfer.models.gguf import read_header  # as in `_files`
 
     try:
         return read_header(files.paths[0]) if files else None

@@ -14,9 +14,9 @@ import time
 
 import msgspec
 
-from edgeinfer.catalog import store
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
+from edgeinfer.models import store
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.settings import load_options
 from edgeinfer.settings.config import Config

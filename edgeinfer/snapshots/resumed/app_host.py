@@ -126,7 +126,7 @@ class AppHost(Host):
     def _load_and_describe(
         self, model: str, options: LoadOptions, progress: LoadProgress | None
     ) -> Engine:
-        from edgeinfer.catalog.store import full_name  # in a cold process alone
+        from edgeinfer.models.store import full_name  # in a cold process alone
 
         files = self.files(model, options.draft, progress)
         stamps = stamps_of(files, options)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.catalog import names, store
 from edgeinfer.errors import SnapshotError, UsageError
+from edgeinfer.models import names, store
 from edgeinfer.runtime.options import Adapter, parse_adapters
 from edgeinfer.settings.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.snapshots.shelf import format

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.catalog import adapters, pull, store
-from edgeinfer.catalog.lock import model_lock
-from edgeinfer.catalog.models import load_catalog
-from edgeinfer.catalog.names import Reference, reference, tamed_file_name
 from edgeinfer.errors import SnapshotStaleError
+from edgeinfer.models import adapters, pull, store
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.models.lock import model_lock
+from edgeinfer.models.names import Reference, reference, tamed_file_name
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.settings.load_options import DRAFT, LORA
 from edgeinfer.snapshots.building.build_order import Progress

@@ -13,11 +13,11 @@ from urllib.parse import urljoin
 
 import httpx2  # 75–120 ms: imported for a registry only
 
-from edgeinfer.catalog.fetching import download, web
-from edgeinfer.catalog.fetching.oci import Registry
-from edgeinfer.catalog.progress import Job
-from edgeinfer.catalog.sources import OciArtifact
 from edgeinfer.errors import DownloadError, SnapshotMissingError, SourceNotFoundError
+from edgeinfer.models.fetching import download, http_client
+from edgeinfer.models.fetching.oci import Registry
+from edgeinfer.models.progress import Job
+from edgeinfer.models.sources import OciArtifact
 from edgeinfer.snapshots.transfer.description import MANIFEST_TYPE, MAX_BYTES, corrupt
 from edgeinfer.snapshots.transfer.layout import Layout
 
@@ -28,10 +28,10 @@ _TIMEOUT_S = 60.0
 def opened(artifact: OciArtifact) -> Iterator[RegistryStore]:
     """A registry to put a snapshot in. Raises OfflineError before any connection, DownloadError."""
     try:
-        with web.client(str(artifact), _TIMEOUT_S) as client:
+        with http_client.client(str(artifact), _TIMEOUT_S) as client:
             yield RegistryStore(artifact, client)
     except httpx2.TransportError as error:
-        raise DownloadError(f"{artifact}: {web.describe_trouble(error)}") from error
+        raise DownloadError(f"{artifact}: {http_client.describe_trouble(error)}") from error
 
 
 class RegistryStore(Registry):

@@ -186,7 +186,7 @@ class AppFront:
         }
 
     def _models(self) -> Sequence[tuple[str, str]]:
-        from edgeinfer.catalog.models import load_catalog  # 10 ms, once `/model ` is typed
+        from edgeinfer.models.catalog import load_catalog  # 10 ms, once `/model ` is typed
 
         try:
             return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().models.values()]

@@ -13,18 +13,18 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from edgeinfer.catalog.progress import progress_text
 from edgeinfer.chat import first_run
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved, shelf, size_words
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
+from edgeinfer.models.progress import progress_text
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.screens.choice import sheet
 
 if TYPE_CHECKING:
-    from edgeinfer.catalog.fits import FirstRunChoice
-    from edgeinfer.catalog.progress import PullProgress
+    from edgeinfer.models.fits import FirstRunChoice
+    from edgeinfer.models.progress import PullProgress
 
 _KEYS = "Enter use or pull · ^W warm · ^X stop · Esc"
 _KEYS_NARROW = "Enter use or pull · Esc"
@@ -190,7 +190,7 @@ class ModelScreen(ModalScreen[str | None]):
 
     @work(thread=True, group="pull")
     def _pull(self, name: str) -> None:
-        from edgeinfer.catalog.pull import pull  # 30 ms: hashing, and what the network needs
+        from edgeinfer.models.pull import pull  # 30 ms: hashing, and what the network needs
 
         app = self.app
 

@@ -11,10 +11,10 @@ from fake_hub import Fault, FaultServer
 from found_stores import OllamaStore
 from made_models import FIM, make_llama
 
-from edgeinfer.catalog import store
 from edgeinfer.commands.answering.serve import pulled_models
 from edgeinfer.commands.catalog.model_shelf import ModelShelf
 from edgeinfer.host import Host
+from edgeinfer.models import store
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions

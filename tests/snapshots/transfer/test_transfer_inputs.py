@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from made_models import make_adapter
 
-from edgeinfer.catalog import adapters, pull
-from edgeinfer.catalog.models import user_path
 from edgeinfer.errors import SnapshotError
+from edgeinfer.models import adapters, pull
+from edgeinfer.models.catalog import user_path
 from edgeinfer.settings.load_options import LORA
 from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.transfer import description as described

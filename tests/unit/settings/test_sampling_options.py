@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from edgeinfer import cli, requesting
-from edgeinfer.catalog.models import SamplingDefaults
 from edgeinfer.chat import presets
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.models.catalog import SamplingDefaults
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.runtime.validate import check_sampling
 from edgeinfer.server.core.wire import SamplingFields

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from fnmatch import fnmatchcase
 
-from edgeinfer.catalog.found.ollama import PREFIX
+from edgeinfer.models.external_stores.ollama import PREFIX
 
 #: The target that means the endpoint's default model.
 DEFAULT = "default"

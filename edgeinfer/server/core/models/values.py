@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from edgeinfer.catalog.progress import OnProgress
+from edgeinfer.models.progress import OnProgress
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import CopiesInfo
 from edgeinfer.server.core.wire import Reply

@@ -1,0 +1,177 @@
+"""Adapters of this machine: pulled and converted for a base model, and merged into one.
+
+adapters/NAME.gguf           the adapter, as `--lora NAME` finds it
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.errors import ConversionError, UsageError
+from edgeinfer.models import gguf, names, sources, store
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.models.converting.files import ADAPTER_CONFIG
+from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.lock import changing
+from edgeinfer.models.names import Reference
+from edgeinfer.models.plan import Fetched, plan
+from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
+from edgeinfer.models.pull import PullOptions, first_that_works
+from edgeinfer.models.quantizing.quantize import publish
+from edgeinfer.models.quantizing.quantizer import QuantizeOptions, run_quantizer
+from edgeinfer.models.store import PulledModel
+from edgeinfer.settings import load_options
+from edgeinfer.system import paths
+from edgeinfer.system.disk import sync
+
+_HOW = "`edgeinfer pull ADAPTER --base MODEL`"
+
+
+class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that is here."""
+
+    name: str
+    path: str
+    base: str
+    size_bytes: int
+    n_tensors: int
+
+
+def place(name: str) -> Path:
+    """The file of a pulled adapter; it need not exist."""
+    return paths.adapters_dir() / f"{names.model_name(name)}.gguf"
+
+
+def list_adapters() -> list[PulledAdapter]:
+    """List the adapters that were pulled, by name."""
+    return [_described(path) for path in sorted(paths.adapters_dir().glob("*.gguf"))]
+
+
+def _described(path: Path) -> PulledAdapter:
+    header = gguf.read_header(path)
+    return PulledAdapter(
+        name=path.stem,
+        path=str(path),
+        base=header.text("general.base_model.0.name"),
+        size_bytes=path.stat().st_size,
+        n_tensors=len(header.tensors) // 2,
+    )
+
+
+def is_adapter(text: str) -> bool:
+    """Whether `text` is a folder that PEFT wrote."""
+    return names.is_path(text) and (Path(text).expanduser() / ADAPTER_CONFIG).is_file()
+
+
+def pull_adapter(
+    text: str, base: str, progress: OnProgress | None = None, options: PullOptions | None = None
+) -> PulledAdapter:
+    """Fetch the adapter that `text` names, convert it for the model `base`, and store it.
+
+    Raises what `pull` and `model_files` raise, and ConversionError.
+    """
+    options = options or PullOptions()
+    header = _header(base)
+    todo = plan(text, load_catalog(), options.name)
+    ref = Reference(names.model_name(options.name or _name_of(text, todo.ref.name)))
+    job = Job(progress, None, options.patience)
+    paths.private_dir(paths.adapters_dir())
+    with changing(ref, FETCHED_IS_KEPT):
+        work = paths.models_dir() / store.PARTIAL / f"{ref.name}.adapter"
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fetched, _ = first_that_works(todo, work, job, options)
+        target = work / "adapter.gguf.part"
+        _converted(fetched, header, base, target, work)
+        sync(target)
+        os.replace(target, place(ref.name))
+        shutil.rmtree(work, ignore_errors=True)
+    return _described(place(ref.name))
+
+
+def _name_of(text: str, planned: str) -> str:
+    """A repository's name without the quantization that is no matter of an adapter."""
+    if names.is_path(text):
+        return planned
+    source = sources.parse(text)
+    return source.repo.replace("/", ".").lower() if isinstance(source, sources.HubQuant) else planned
+
+
+def _header(base: str) -> gguf.GgufHeader:
+    files = store.model_files(base)
+    if len(files.paths) > 1:
+        raise ConversionError(f"{base} is in {len(files.paths)} files; a base is one file")
+    return gguf.check(files.paths[0])
+
+
+def _converted(
+    fetched: Sequence[Fetched], header: gguf.GgufHeader, base: str, target: Path, work: Path
+) -> None:
+    from edgeinfer.models.converting.adapter import convert_adapter  # 150 ms: numpy, gguf
+    from edgeinfer.models.converting.files import linked
+
+    first = fetched[0]
+    folder = first.path if first.path.is_dir() else linked(list(fetched), work / "adapter")
+    convert_adapter(folder, header, base, target)
+
+
+def merge_model(
+    model: str, adapters: str, name: str, type_name: str = "", progress: OnProgress | None = None
+) -> PulledModel:
+    """Store `model` with `adapters` (as `--lora` takes them) merged into it as the model `name`.
+
+    `type_name` is a type to quantize the result to, "" for the types the model has. A folder of PEFT's
+    is an adapter too. Raises what `model_files` raises, UsageError, ConversionError, QuantizeError,
+    ModelBusyError, DiskFullError, InterruptedByUser.
+    """
+    from edgeinfer.models.converting.merge import merge  # 150 ms: numpy, gguf
+
+    kind = file_type(type_name) if type_name else None
+    if type_name and kind is None:
+        raise UsageError(
+            f"{type_name!r} is no type of llama.cpp", hint="`edgeinfer quantize --help` lists them"
+        )
+    before = _header(model)
+    ref = names.reference(name)
+    job = Job(progress)
+    with changing(ref), tempfile.TemporaryDirectory() as scratch:
+        work = paths.models_dir() / store.PARTIAL / ref.folder
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wanted = _opened(adapters, before, model, Path(scratch))
+        target = work / f"{ref.name}.gguf.part"
+        merge(Path(before.path), wanted, target, job)
+        if kind is not None:
+            merged = target.replace(work / f"{ref.name}-merged.gguf")
+            target = work / f"{ref.name}-{type_name.upper()}.gguf.part"
+            run_quantizer(merged, target, kind, job, QuantizeOptions())
+        job.begin("verifying", target.name, total=target.stat().st_size)
+        words = " and ".join(path.stem for path, _ in wanted)
+        record = publish(target, ref, None, before, job, f"{model} merged with {words}")
+        shutil.rmtree(work, ignore_errors=True)
+    return record
+
+
+def _opened(
+    adapters: str, base: gguf.GgufHeader, base_name: str, scratch: Path
+) -> list[tuple[Path, float]]:
+    from edgeinfer.models.converting.adapter import convert_adapter
+
+    try:
+        wanted = load_options.adapters_of(str(load_options.LORA.parse(adapters)))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    found = []
+    for path, scale in wanted.values():
+        place = Path(path)
+        if place.is_dir():
+            convert_adapter(place, base, base_name, scratch / f"{place.name}.gguf")
+            place = scratch / f"{place.name}.gguf"
+        if not place.is_file():
+            raise UsageError(f"there is no adapter {path}", hint=_HOW)
+        found.append((place, scale))
+    return found

@@ -1,0 +1,275 @@
+"""models.toml: the shipped catalogue and the user's own, typed, with unknown keys refused by name.
+
+The user's file (`models.toml` in the configuration directory) adds models, and overrides keys of a
+shipped one by name. Whoever gives `sources` gives new bytes, so the shipped `sha256` and `size-bytes`
+of that model are dropped with the old ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
+from edgeinfer.models import names
+from edgeinfer.models import sources as places
+from edgeinfer.models.ggml_types import FILE_TYPES, file_type
+from edgeinfer.runtime.requests import Sampling
+from edgeinfer.settings.config import about, refuse_unknown_keys
+from edgeinfer.settings.load_options import LORA
+from edgeinfer.settings.sampling_options import SAMPLING_OPTIONS
+from edgeinfer.system import paths
+
+FILE_NAME = "models.toml"
+_PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
+#: Of whole files of the catalogue's types: embeddings and output are often of a larger type.
+_BITS_PER_WEIGHT = {
+    "Q4_0": 4.6,
+    "Q4_1": 5.1,
+    "Q4_K_M": 4.9,
+    "Q5_K_M": 5.7,
+    "Q6_K": 6.6,
+    "Q8_0": 8.5,
+    "MXFP4_MOE": 4.6,
+    "F16": 16.0,
+    "BF16": 16.0,
+}
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+    """A table of models.toml."""
+
+
+_SamplingKeys = msgspec.defstruct(
+    "_SamplingKeys",
+    [
+        (
+            option.field,
+            Annotated[option.kind, about(option.help, ge=option.low, le=option.high)] | None,
+            None,
+        )
+        for option in SAMPLING_OPTIONS
+        if option.field != "seed"
+    ],
+    bases=(_Table,),
+    frozen=True,
+    kw_only=True,
+)
+
+
+class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
+    """A model's own sampling defaults; what is left out is the program's default."""
+
+    def given(self) -> dict[str, float]:
+        """Only what the catalogue says, by Sampling's field names."""
+        return {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def over(self, base: Sampling) -> Sampling:
+        return msgspec.structs.replace(base, **self.given())
+
+
+def parameter_count(text: str) -> float:
+    """`"1.7B"` → 1.7e9; 0.0 for ""."""
+    return float(text[:-1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[text[-1]] if text else 0.0
+
+
+class LoraTable(_Table, frozen=True, kw_only=True):
+    """An adapter of a model: one that was pulled, or a file."""
+
+    path: Annotated[str, about("A GGUF adapter's file; ~ is the home directory.")] = ""
+    name: Annotated[str, about("An adapter that was pulled by this name.")] = ""
+    scale: Annotated[float, about("How much of it is added.", ge=-100, le=100)] = 1.0
+
+    @property
+    def option(self) -> str:
+        """As `--lora` takes it."""
+        return f"{self.path or self.name}:{self.scale:g}"
+
+
+class Model(_Table, frozen=True, kw_only=True):
+    """One model. `sources` are tried in order; one that is a list is concatenated."""
+
+    title: Annotated[str, about("What a person calls it.", min_length=1)]
+    sources: Annotated[
+        tuple[str | tuple[str, ...], ...],
+        about("Where its files come from, tried in order.", min_length=1),
+    ]
+    name: Annotated[str, about("Set from the table's own name.")] = ""
+    family: Annotated[str, about("The family it belongs to.")] = ""
+    parameters: Annotated[str, about('Parameters as its makers count them: "135M", "7B".')] = ""
+    active_parameters: Annotated[
+        str, about('Of a mixture of experts: those that a token is multiplied with: "3B".')
+    ] = ""
+    licence: Annotated[str, about("SPDX name, or the licence's own.")] = ""
+    context_length: Annotated[int, about("Tokens it was trained for.", ge=0, le=1 << 24)] = 0
+    purpose: Annotated[
+        Literal["chat", "base", "code", "reasoning", "embedding", "reranker"], about("What it is for.")
+    ] = "chat"
+    quantization: Annotated[str, about("Quantization of the file the sources hold.")] = ""
+    quantize: Annotated[str, about("Quantize to this after pulling; empty keeps the file.")] = ""
+    file_name: Annotated[str, about("Name of the file; empty takes the source's.")] = ""
+    size_bytes: Annotated[int, about("Exact size, where it is known.", ge=0)] = 0
+    sha256: Annotated[str, about("SHA-256 of the file, where it is known.")] = ""
+    chat_template: Annotated[str, about("Jinja template instead of the file's own.")] = ""
+    stop: Annotated[tuple[str, ...], about("Stop strings beside the model's own end tokens.")] = ()
+    system_prompt: Annotated[str, about("System prompt when none is given.")] = ""
+    draft: Annotated[
+        str, about("A smaller pulled model of the same vocabulary that drafts (speculative decoding).")
+    ] = ""
+    lora: Annotated[
+        tuple[LoraTable, ...], about("Adapters that are applied: a list of { path or name, scale }.")
+    ] = ()
+    sampling: SamplingDefaults = SamplingDefaults()
+
+    def parsed_sources(self) -> list[tuple[places.Source, ...]]:
+        """Parse every source into its parts, in order. Raises UsageError."""
+        return [
+            tuple(map(places.parse, (one,) if isinstance(one, str) else one)) for one in self.sources
+        ]
+
+    @property
+    def final_quantization(self) -> str:
+        """The quantization that is stored: `quantize` when it is wanted, else the source's."""
+        return (self.quantize or self.quantization).upper()
+
+    @property
+    def stored_is_estimate(self) -> bool:
+        """Whether `stored_bytes` is estimated from the parameters."""
+        return bool(self.quantize) or not self.size_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of what `pull` stores, exact or estimated; 0 if not even the parameters are known."""
+        if not self.stored_is_estimate:
+            return self.size_bytes
+        bits = _BITS_PER_WEIGHT.get(self.final_quantization, 5.0)
+        return int(float(f"{parameter_count(self.parameters) * bits / 8:.2g}"))
+
+
+class Catalog(msgspec.Struct, frozen=True):
+    """Every known model, in the files' order."""
+
+    models: dict[str, Model]
+
+    def get(self, name: str) -> Model | None:
+        return self.models.get(name)
+
+    def find(self, name: str) -> Model:
+        """The model called `name`. Raises UnknownModelError with the names nearest to it."""
+        model = self.models.get(name)
+        if model is None:
+            raise UnknownModelError(f"no model is called {name!r}", hint=nearest(name, self.models))
+        return model
+
+
+def nearest(name: str, known: Any) -> str | None:
+    """A hint with the names of `known` nearest to `name`, or None when none is near."""
+    near = (
+        difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+        or [k for k in known if len(name) > 2 and name in k][:3]
+    )
+    return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
+
+
+def shipped_path() -> Path:
+    """The catalogue that came with the program."""
+    return paths.shipped_file(FILE_NAME)
+
+
+def user_path() -> Path:
+    """The user's own catalogue; it need not exist."""
+    return paths.config_dir() / FILE_NAME
+
+
+def load_catalog(shipped: Path | None = None, user: Path | None = None) -> Catalog:
+    """The shipped catalogue with the user's over it.
+
+    Raises ConfigError naming file, model, key and the nearest valid key.
+    """
+    shipped, user = shipped or shipped_path(), user or user_path()
+    tables = _read(shipped)
+    origin = dict.fromkeys(tables, shipped)
+    for name, table in _read(user).items() if user.exists() else ():
+        tables[name] = _overlaid(tables.get(name, {}), table)
+        origin[name] = user
+    return Catalog(
+        {name: _model(name, table, f'{origin[name]}: model "{name}"') for name, table in tables.items()}
+    )
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    import tomllib  # 5 ms
+
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for key in document:
+        if key != "models":
+            raise ConfigError(f'{path}: unknown key "{key}"; every model is a table [models.NAME]')
+    models = document.get("models", {})
+    if not isinstance(models, dict) or not all(isinstance(table, dict) for table in models.values()):
+        raise ConfigError(f"{path}: every model is a table [models.NAME]")
+    for name, table in models.items():
+        refuse_unknown_keys(table, Model, f'{path}: model "{name}"')
+    return models
+
+
+def _overlaid(shipped: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    base = {
+        k: v
+        for k, v in shipped.items()
+        if "sources" not in own or k not in ("sha256", "size-bytes", "file-name")
+    }
+    return base | own
+
+
+def _model(name: str, table: dict[str, Any], where: str) -> Model:
+    if "name" in table:
+        raise ConfigError(f"{where}: key \"name\": the table's own name is the model's name")
+    try:
+        names.model_name(name)
+        model = msgspec.convert(table | {"name": name}, Model)
+        _check(model)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except UsageError as error:
+        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from error
+    return model
+
+
+def _check(model: Model) -> None:
+    if any(
+        isinstance(part, places.Url) and part.url.startswith("http:")
+        for parts in model.parsed_sources()
+        for part in parts
+    ):
+        raise UsageError('key "sources": http: is not encrypted; give the https: address')
+    if model.sha256:
+        names.digest(model.sha256)
+    if model.file_name:
+        names.file_name(model.file_name)
+    for key in ("parameters", "active-parameters"):
+        count = getattr(model, key.replace("-", "_"))
+        if count and not _PARAMETERS.fullmatch(count):
+            raise UsageError(f'key "{key}": {count!r} is not like "135M" or "7B"')
+    try:
+        LORA.parse(",".join(one.option for one in model.lora))
+    except ValueError as error:
+        raise UsageError(f'key "lora": {error}') from error
+    if any(bool(one.path) == bool(one.name) for one in model.lora):
+        raise UsageError('key "lora": each adapter has a path or a name')
+    for key in ("quantize", "quantization"):
+        value = getattr(model, key)
+        if value and file_type(value) is None:
+            near = difflib.get_close_matches(value.upper(), FILE_TYPES.values(), n=1)
+            raise UsageError(
+                f'key "{key}": {value!r} is no type of llama.cpp'
+                + (f'; did you mean "{near[0]}"?' if near else "")
+            )

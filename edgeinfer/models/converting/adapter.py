@@ -1,0 +1,167 @@
+"""A LoRA adapter as PEFT writes it becomes a GGUF adapter for one base model.
+
+    W + scale * alpha / rank * (B @ A), with A [rank, in] and B [out, rank]
+
+The base decides names and order: B's rows are in the order of the base's tensor.
+Keys of `adapter_config.json`: https://huggingface.co/docs/peft/package_reference/lora.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from edgeinfer.errors import ConversionError
+from edgeinfer.models.converting import changes
+from edgeinfer.models.converting.changes import Heads
+from edgeinfer.models.converting.checkpoint import conversion_errors, read_json
+from edgeinfer.models.converting.families import FAMILIES, Family
+from edgeinfer.models.converting.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from edgeinfer.models.converting.safetensors import Array, Safetensors, to_float32
+from edgeinfer.models.converting.tensors import change_of, plain_name
+from edgeinfer.models.gguf import GgufHeader
+
+_PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
+_NO_WAY = "merge it where it was trained (`merge_and_unload`), and convert the result"
+
+
+class _Pair(msgspec.Struct):
+    """A and B of one tensor of the base, float32."""
+
+    a: Array | None = None
+    b: Array | None = None
+
+
+def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
+    """Write the adapter in `folder` to `target`, for the model `base` that is called `base_name`.
+
+    Raises ConversionError for what is no plain LoRA, and for one that does not fit the base.
+    """
+    with conversion_errors(folder):
+        _convert(folder, base, base_name, target)
+
+
+def _convert(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
+    import gguf  # 80 ms, only for who converts
+
+    config = read_json(folder / ADAPTER_CONFIG)
+    _refuse_other_kinds(folder, config)
+    family = _family_of(base)
+    pairs = _read(Safetensors(folder / ADAPTER_WEIGHTS), base, family)
+    writer = gguf.GGUFWriter(target, base.architecture)
+    writer.add_type("adapter")
+    writer.add_name(folder.name)
+    writer.add_string("general.base_model.0.name", base_name)
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 1.0)
+    for name, (module, pair) in pairs.items():
+        a, b = _fitting(name, pair, base)
+        # llama.cpp scales by alpha / rank with one alpha for all: each module's own is in its B
+        with np.errstate(over="ignore"):
+            b = b * np.float32(_scale(config, module, len(a)) * len(a))
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise ConversionError(f"the adapter's {name} holds numbers that are none (NaN, infinity)")
+        change = change_of(family, name)
+        if change is not None and change not in (changes.transpose, changes.plus_one):
+            b = change(b, _heads(base))
+        writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
+        writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
+    if not config:
+        raise ConversionError(f"{folder} has no {ADAPTER_CONFIG}: it is no adapter of PEFT's")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ConversionError(
+            f"{folder} has no {ADAPTER_WEIGHTS}", hint="save it anew: `save_pretrained(FOLDER)`"
+        )
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ConversionError(f"the adapter is of the kind {kind}; LoRA alone is known", hint=_NO_WAY)
+    if config.get("r", 1) == 0:
+        raise ConversionError("the adapter is of rank 0, which changes nothing")
+    if config.get("use_dora"):
+        raise ConversionError("the adapter is a DoRA, which llama.cpp cannot apply", hint=_NO_WAY)
+    if config.get("bias", "none") != "none":
+        raise ConversionError("the adapter trains biases, which llama.cpp cannot apply", hint=_NO_WAY)
+    if config.get("modules_to_save"):
+        words = ", ".join(map(str, config["modules_to_save"]))
+        raise ConversionError(f"the adapter replaces whole modules ({words})", hint=_NO_WAY)
+
+
+def _family_of(base: GgufHeader) -> Family:
+    for family in FAMILIES:
+        if family.arch == base.architecture:
+            return family
+    known = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
+    raise ConversionError(
+        f"adapters of the architecture {base.architecture!r} are not converted; known: {known}"
+    )
+
+
+def _heads(base: GgufHeader) -> Heads:
+    n_head = base.number(base.own("attention.head_count"), 1)
+    n_head_kv = base.number(base.own("attention.head_count_kv"), n_head)
+    head_dim = base.number(base.own("attention.key_length"), base.n_embd // n_head)
+    return Heads(n_head, n_head_kv, head_dim)
+
+
+def _read(file: Safetensors, base: GgufHeader, family: Family) -> dict[str, tuple[str, _Pair]]:
+    import gguf
+
+    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
+    table = gguf.get_tensor_name_map(arch, base.n_layer)
+    found: dict[str, tuple[str, _Pair]] = {}
+    for key, tensor in file.tensors.items():
+        match = _PAIR.fullmatch(key)
+        if match is None:
+            raise ConversionError(f"{file.path.name} has {key}, which is no plain LoRA", hint=_NO_WAY)
+        name = table.get_name(plain_name(f"{match[1]}.weight"), try_suffixes=(".weight",))
+        if name is None:
+            raise ConversionError(f"{match[1]} is no module of a {family.arch}, as the base is")
+        values = to_float32(file.view(key), tensor.dtype)
+        _, pair = found.setdefault(name, (match[1], _Pair()))
+        if match[2] == "A":
+            pair.a = values
+        else:
+            pair.b = values
+    if not found:
+        raise ConversionError(f"{file.path} has no tensors")
+    return found
+
+
+def _fitting(name: str, pair: _Pair, base: GgufHeader) -> tuple[Array, Array]:
+    if pair.a is None or pair.b is None:
+        raise ConversionError(f"{name} has one of lora_A and lora_B alone")
+    tensor = next((one for one in base.tensors if one.name == name), None)
+    if tensor is None:
+        raise ConversionError(f"the base has no tensor {name}, which the adapter changes")
+    wanted = (tensor.shape[0], tensor.shape[1]) if len(tensor.shape) == 2 else ()
+    given = (pair.a.shape[-1], pair.b.shape[0])
+    if given != wanted or pair.a.shape[0] != pair.b.shape[-1] or not pair.a.shape[0]:
+        raise ConversionError(
+            f"{name} is {given[1]} by {given[0]} in the adapter, {list(wanted[::-1])} in the base",
+            hint="name the model that the adapter was trained on: `--base MODEL`",
+        )
+    return pair.a, pair.b
+
+
+def _scale(config: dict[str, Any], module: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank) for rsLoRA, with the module's own alpha."""
+    alpha = config.get("lora_alpha", 8)
+    for pattern, own in (config.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            alpha = own
+            break
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

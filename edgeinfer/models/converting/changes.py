@@ -1,0 +1,73 @@
+"""What some families' tensors need on the way: llama.cpp keeps them in another order than their makers.
+
+A change takes the stored values of one tensor (slowest dimension first) and the facts of the model, and
+returns values of the same type, except `plus_one`, which is told float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from edgeinfer.models.converting.safetensors import Array
+
+
+class Heads(msgspec.Struct, frozen=True):
+    """Query heads, key and value heads, and values in one head."""
+
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+
+
+Change = Callable[[Array, Heads], Array]
+
+
+def _interleaved(values: Array, n_head: int) -> Array:
+    """Rows of each head from halves (rotate_half) to pairs (ggml's rope of type "norm")."""
+    shape = values.shape
+    halves = values.reshape(n_head, 2, shape[0] // n_head // 2, *shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
+
+
+def pair_queries(values: Array, heads: Heads) -> Array:
+    """Order a query projection, [n_head * head_dim, …], for rope over neighbouring values."""
+    return _interleaved(values, heads.n_head)
+
+
+def pair_keys(values: Array, heads: Heads) -> Array:
+    """Order a key projection, [n_head_kv * head_dim, …], for rope over neighbouring values."""
+    return _interleaved(values, heads.n_head_kv)
+
+
+def transpose(values: Array, _heads: Heads) -> Array:
+    """[in, out] to [out, in]: GPT-2 has its matrices the other way round."""
+    return np.ascontiguousarray(values.T)
+
+
+def plus_one(values: Array, _heads: Heads) -> Array:
+    """Norms that are stored as the difference from one, float32."""
+    return values + np.float32(1)
+
+
+def unzip_heads(values: Array, heads: Heads) -> Array:
+    """[head, (q, k, v), head_dim] to [(q, k, v), head, head_dim] rows: GPT-NeoX."""
+    shape = values.shape
+    zipped = values.reshape(heads.n_head, 3, heads.head_dim, *shape[1:])
+    return np.ascontiguousarray(zipped.swapaxes(0, 1)).reshape(shape)
+
+
+def unzip_groups(values: Array, heads: Heads) -> Array:
+    """Each group's queries, then its key and value, to all queries, all keys, all values: Falcon."""
+    shape = values.shape
+    per_group = heads.n_head // heads.n_head_kv + 2
+    groups = values.reshape(heads.n_head_kv, per_group, heads.head_dim, *shape[1:])
+    parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
+    return np.concatenate([part.reshape(-1, *shape[1:]) for part in parts])
+
+
+def drop_padding_rows(values: Array, _heads: Heads) -> Array:
+    """RoBERTa counts positions from 2: the first two rows are never used."""
+    return np.ascontiguousarray(values[2:])

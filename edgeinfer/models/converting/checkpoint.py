@@ -1,0 +1,166 @@
+"""A checkpoint: its config.json, and the tensors over all its shards, checked before any is used."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edgeinfer.errors import ConversionError
+from edgeinfer.models.converting.files import CONFIG, INDEX, weight_files
+from edgeinfer.models.converting.safetensors import FLOATS, Array, Safetensors, Tensor
+from edgeinfer.system.disk import open_regular
+
+#: What to say to who has weights in another packing, by `quant_method` of config.json.
+_PACKED = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8",
+    "mxfp4": "MXFP4",
+}
+
+Config = dict[str, Any]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} when there is none. Raises ConversionError."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            return msgspec.json.decode(file.read(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (OSError, RecursionError, msgspec.MsgspecError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def conversion_errors(folder: Path) -> Iterator[None]:
+    """Turn what a wrong value in a stranger's files leads to into ConversionError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise ConversionError(f"{folder} cannot be converted: {error!r}") from error
+
+
+class Checkpoint:
+    """An open checkpoint. `config` is the text model's; `whole_config` is as the file has it.
+
+    Raises ConversionError when a shard is missing, torn, or not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.whole_config = read_json(folder / CONFIG)
+        if not self.whole_config:
+            raise ConversionError(f"{folder} has no {CONFIG}, which says what model it is")
+        _refuse_packed(self.whole_config)
+        text = self.whole_config.get("text_config")
+        self.config: Config = self.whole_config | (text if isinstance(text, dict) else {})
+        self._home: dict[str, Safetensors] = {}
+        for file in self._open():
+            for name in file.tensors:
+                if name in self._home:
+                    raise ConversionError(f"{name} is in {self._home[name].path} and in {file.path}")
+                self._home[name] = file
+        self._compare_with_index()
+
+    def _open(self) -> list[Safetensors]:
+        try:
+            here = [child.name for child in self.folder.iterdir() if child.is_file()]
+        except OSError as error:
+            raise ConversionError(f"{self.folder} cannot be read: {error.strerror}") from error
+        named = sorted(set(self._index().values()))
+        missing = [name for name in named if name not in here]
+        if missing:
+            raise ConversionError(
+                f"{self.folder} lacks {len(missing)} of the {len(named)} shards its index names: "
+                f"{', '.join(missing[:4])}",
+                hint="fetch what is missing; a file ending in .part or .incomplete is half of one",
+            )
+        files = named or weight_files(here)
+        if not files:
+            raise _no_weights(self.folder, here)
+        return [Safetensors(self.folder / name) for name in files]
+
+    def _index(self) -> dict[str, str]:
+        found = read_json(self.folder / INDEX).get("weight_map", {})
+        if not isinstance(found, dict) or not all(
+            isinstance(file, str) and file and "/" not in file for file in found.values()
+        ):
+            raise ConversionError(f"{self.folder / INDEX} has no usable weight_map")
+        return found
+
+    def _compare_with_index(self) -> None:
+        for name, file in self._index().items():
+            if name not in self._home:
+                raise ConversionError(f"{INDEX} says {name} is in {file}, which has no such tensor")
+            if self._home[name].path.name != file:
+                raise ConversionError(
+                    f"{INDEX} says {name} is in {file}, it is in {self._home[name].path.name}"
+                )
+
+    @property
+    def architectures(self) -> list[str]:
+        """The classes that config.json names, the first of which decides the family."""
+        found = self.whole_config.get("architectures") or []
+        return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._home)
+
+    def tensor(self, name: str) -> Tensor:
+        """Where `name` lies. Raises ConversionError when it holds no floating-point numbers."""
+        tensor = self._home[name].tensors[name]
+        if tensor.dtype not in FLOATS:
+            raise ConversionError(
+                f"{name} is of type {tensor.dtype}: weights that are packed already are not converted",
+                hint="take the repository it was made from, in BF16 or F16, or one with GGUF files",
+            )
+        return tensor
+
+    def view(self, name: str) -> Array:
+        """The values as they are stored, of the tensor's shape."""
+        return self._home[name].view(name)
+
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor back."""
+        self._home[name].release(name)
+
+    @property
+    def commonest_dtype(self) -> str:
+        """The type of most of the bytes."""
+        bytes_of: dict[str, int] = {}
+        for file in set(self._home.values()):
+            for tensor in file.tensors.values():
+                bytes_of[tensor.dtype] = bytes_of.get(tensor.dtype, 0) + tensor.n_bytes
+        return max(bytes_of, key=lambda dtype: bytes_of[dtype])
+
+
+def _refuse_packed(config: Config) -> None:
+    packed = config.get("quantization_config")
+    if isinstance(packed, dict):
+        method = str(packed.get("quant_method", "an unknown method"))
+        raise ConversionError(
+            f"the checkpoint is quantized with {_PACKED.get(method, method)}, which is not read here",
+            hint="pull the repository it was made from and quantize that (`edgeinfer pull OWNER/REPO "
+            "--quantize Q4_K_M`), or one that has GGUF files",
+        )
+
+
+def _no_weights(folder: Path, here: list[str]) -> ConversionError:
+    pickles = [name for name in here if name.endswith((".bin", ".pt", ".pth"))]
+    if pickles:
+        return ConversionError(
+            f"{folder} has its weights in {pickles[0]}: Python's pickles can run any program when they "
+            "are read, so they are not",
+            hint="take a revision with .safetensors, or make them: AutoModelForCausalLM"
+            ".from_pretrained(FOLDER).save_pretrained(NEW)",
+        )
+    return ConversionError(f"{folder} has no .safetensors file: there are no weights")

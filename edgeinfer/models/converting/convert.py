@@ -1,0 +1,192 @@
+"""Convert a checkpoint to one GGUF file, a block of rows at a time.
+
+At any moment a tensor that must be reordered is in memory once, and a block of the result; the rest is
+mapped, and given back to the kernel as soon as it is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgeinfer.errors import ConversionError
+from edgeinfer.models.converting import families, hparams, rope, tensors, tokenizer
+from edgeinfer.models.converting.checkpoint import Checkpoint, conversion_errors, read_json
+from edgeinfer.models.converting.safetensors import Array, to_float32
+from edgeinfer.models.converting.tensors import Planned
+from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.progress import Job
+from edgeinfer.system.disk import need_room, room_errors
+
+if TYPE_CHECKING:
+    import gguf
+
+_BLOCK_BYTES = 64 << 20
+#: Far above any vocabulary known: each token takes memory.
+_MOST_TOKENS = 1 << 22
+_STORED_AS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
+
+
+def own_type(checkpoint: Checkpoint) -> str:
+    """The type that loses nothing, or least, of what the checkpoint has: BF16 or F16."""
+    return "BF16" if checkpoint.commonest_dtype == "BF16" else "F16"
+
+
+def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
+    """Write the checkpoint in `folder` to `target` in one of `fetched.DIRECT`; "" takes its own type.
+
+    Raises ConversionError, DiskFullError, InterruptedByUser; then nothing is left at `target`.
+    """
+    try:
+        with conversion_errors(folder):
+            checkpoint = Checkpoint(folder)
+            family = families.find_family(checkpoint.architectures)
+            checkpoint.config = family.defaults | checkpoint.config
+            families.check(family, checkpoint.config)
+            type_name = type_name or own_type(checkpoint)
+            _Conversion(checkpoint, family, type_name).write(target, job)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+class _Conversion:
+    def __init__(self, checkpoint: Checkpoint, family: families.Family, type_name: str) -> None:
+        import gguf  # 80 ms, only for who converts
+
+        self.gguf = gguf
+        self.checkpoint = checkpoint
+        self.family = family
+        self.type_name = type_name
+        self.heads = hparams.count_heads(checkpoint.config)
+        self.planned = tensors.plan(checkpoint, family, checkpoint.config)
+        self.made = rope.tensors(checkpoint.config, self.heads.head_dim) if family.rope else {}
+
+    def write(self, target: Path, job: Job) -> None:
+        writer = self.gguf.GGUFWriter(target, self.family.arch)
+        self._metadata(writer)
+        for name, values in self.made.items():
+            writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+        total = sum(values.nbytes for values in self.made.values())
+        for one in self.planned:
+            kind = self._type(one)
+            size = _n_bytes(self.gguf, one.shape, kind)
+            writer.add_tensor_info(one.name, one.shape, np.dtype(np.float32), size, kind)
+            total += size
+        need_room(target.parent, total, target.name)
+        job.begin("converting", target.name.removesuffix(".part"), total=total)
+        with room_errors(target):
+            try:
+                writer.write_header_to_file(target)
+                writer.write_kv_data_to_file()
+                writer.write_ti_data_to_file()
+                self._data(writer, job)
+            finally:
+                writer.close()
+
+    def _type(self, one: Planned) -> gguf.GGMLQuantizationType:
+        """Rows that no block of Q8_0 divides are stored as F16."""
+        name = "F32" if one.exact else self.type_name
+        if name == "Q8_0" and one.shape[-1] % 32:
+            name = "F16"
+        return self.gguf.GGMLQuantizationType[name]
+
+    def _metadata(self, writer: gguf.GGUFWriter) -> None:
+        config = self.checkpoint.config
+        name = read_json(self.checkpoint.folder / "config.json").get("_name_or_path")
+        folder_name = self.checkpoint.folder.name
+        writer.add_type("model")
+        writer.add_name(str(name or folder_name).rstrip("/").rsplit("/", 1)[-1] or folder_name)
+        writer.add_file_type(file_type(self.type_name))
+        writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
+        for key, value in hparams.metadata(self.family, config).items():
+            _add(writer, f"{self.family.arch}.{key}", value)
+        if self.family.embeds:
+            writer.add_uint32(f"{self.family.arch}.pooling_type", self._pooling())
+        for key, value in tokenizer.metadata(self.checkpoint.folder, self._n_vocab()).items():
+            _add(writer, f"tokenizer.{key}", value)
+
+    def _n_vocab(self) -> int:
+        wanted = families.needed(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
+        rows = next((one.shape[0] for one in self.planned if one.name == "token_embd.weight"), 0)
+        if wanted != rows:
+            raise ConversionError(
+                f"config.json says {wanted} tokens, the embedding has {rows} rows",
+                hint="`resize_token_embeddings` of who made it did not reach config.json",
+            )
+        return wanted
+
+    def _pooling(self) -> int:
+        """How sentence-transformers makes one vector: its own file says so; mean where none does."""
+        said = read_json(self.checkpoint.folder / "1_Pooling" / "config.json")
+        said = said or read_json(self.checkpoint.folder / "1_Pooling-config.json")
+        return next((number for word, number in _POOLINGS.items() if said.get(word)), 1)
+
+    def _data(self, writer: gguf.GGUFWriter, job: Job) -> None:
+        assert writer.fout is not None
+        out = writer.fout[0]
+        writer.write_padding(out, out.tell())
+        begin = out.tell()
+        for values in self.made.values():
+            values.tofile(out)
+            writer.write_padding(out, out.tell() - begin)
+        for one in self.planned:
+            kind = self._type(one)
+            for block in self._blocks(one, kind):
+                block.tofile(out)
+                job.at(out.tell() - begin)
+            writer.write_padding(out, out.tell() - begin)
+
+    def _blocks(self, one: Planned, kind: gguf.GGMLQuantizationType) -> Iterator[Array]:
+        for source in one.sources:
+            stored = self.checkpoint.tensor(source).dtype
+            values = self.checkpoint.view(source)
+            if one.change is not None:
+                if one.exact:
+                    values, stored = to_float32(values, stored), "F32"
+                values = one.change(values, self.heads)
+            rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
+            step = max(1, _BLOCK_BYTES // max(1, rows.shape[1] * 4))
+            for at in range(0, len(rows), step):
+                yield self._encode(rows[at : at + step], stored, kind)
+            del values, rows
+            self.checkpoint.release(source)
+
+    def _encode(self, rows: Array, stored: str, kind: gguf.GGMLQuantizationType) -> Array:
+        if _STORED_AS.get(stored) == kind.name:
+            return np.ascontiguousarray(rows)
+        plain = to_float32(rows, stored)
+        if kind.name == "F32":
+            return np.ascontiguousarray(plain)
+        if kind.name == "F16":
+            return plain.astype(np.float16)
+        found: Array = self.gguf.quants.quantize(plain, kind)
+        return found
+
+
+def _n_bytes(gguf_package: Any, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
+    block: int
+    size: int
+    block, size = gguf_package.GGML_QUANT_SIZES[kind]
+    return math.prod(shape) // block * size
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list() | bytes():
+            writer.add_array(key, value)
+        case _:
+            raise ConversionError(f"{key} cannot be {value!r}")

@@ -1,0 +1,99 @@
+"""The files of a checkpoint: which they are, in a folder or a repository, and one GGUF made of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from edgeinfer.errors import SourceNotFoundError, UsageError
+from edgeinfer.models.plan import Fetched
+from edgeinfer.models.progress import Job
+from edgeinfer.system.disk import sha256_of
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+#: What PEFT writes.
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+#: What is written without llama.cpp's quantizer.
+DIRECT = ("F32", "F16", "BF16", "Q8_0")
+_FOLDER = "checkpoint"
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+#: Beside the weights, what a conversion reads; `1_Pooling` is sentence-transformers'.
+_WORDS = (
+    CONFIG,
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "1_Pooling/config.json",
+)
+
+
+def weight_files(names: list[str]) -> list[str]:
+    """Pick the files with a checkpoint's weights, of a folder or repository, in order; [] for none.
+
+    Raises SourceNotFoundError when shards of a numbered set are missing.
+    """
+    if WEIGHTS in names:
+        return [WEIGHTS]
+    shards = sorted(name for name in names if _SHARD.fullmatch(name))
+    if not shards:
+        return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    found = _SHARD.fullmatch(shards[0])
+    assert found is not None
+    wanted = [f"model-{index + 1:05}-of-{found[2]}.safetensors" for index in range(int(found[2]))]
+    if missing := [name for name in wanted if name not in shards]:
+        raise SourceNotFoundError(
+            f"{len(missing)} of {len(wanted)} shards are missing: {', '.join(missing[:4])}",
+            hint="a file ending in .part or .incomplete is half of one: fetch it again",
+        )
+    return wanted
+
+
+def checkpoint_files(paths: list[str]) -> list[str]:
+    """What to fetch of a repository to convert it; [] when it has no checkpoint or adapter."""
+    if CONFIG not in paths and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(paths):
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+    weights = weight_files(paths) if CONFIG in paths else []
+    return [*(word for word in _WORDS if word in paths), *weights] if weights else []
+
+
+def flat_name(path: str) -> str:
+    """A file's name in one folder for all."""
+    return path.replace("/", "-")
+
+
+def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> Fetched:
+    """Convert verified files, or the folder a person named, to one GGUF in `work`.
+
+    `type_name` is one of DIRECT, or "" for the checkpoint's own. Raises ConversionError,
+    DiskFullError, InterruptedByUser; what was fetched is kept.
+    """
+    from edgeinfer.models.converting.convert import convert  # 150 ms: numpy, gguf
+
+    if any(one.file_name == ADAPTER_CONFIG for one in fetched):
+        raise UsageError(
+            "the repository holds a LoRA adapter, which is made for one model",
+            hint="say which it is here: `edgeinfer pull OWNER/REPO --base MODEL`",
+        )
+    first = fetched[0]
+    folder = first.path if first.path.is_dir() else linked(fetched, work / _FOLDER)
+    name = f"{first.file_name if first.path.is_dir() else 'model'}.gguf"
+    target = work / (name + ".part")
+    convert(folder, target, type_name, job)
+    job.begin("verifying", name, total=target.stat().st_size)
+    return Fetched(path=target, file_name=name, pinned=False, found_sha256=sha256_of(target, job.at))
+
+
+def linked(fetched: list[Fetched], folder: Path) -> Path:
+    """A folder that has the files under the names they are published by."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    for one in fetched:
+        (folder / one.file_name).symlink_to(one.path.absolute())
+    return folder

@@ -1,0 +1,259 @@
+"""A tokenizer as its makers publish it (tokenizer.json) becomes the keys of a GGUF.
+
+Four kinds: byte-level BPE, BPE over text with byte fallback (SentencePiece's: Llama 2,
+Gemma), WordPiece (BERT) and Unigram (XLM-RoBERTa).
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.errors import ConversionError
+from edgeinfer.models.converting import pre_tokenizers
+from edgeinfer.models.converting.checkpoint import read_json
+from edgeinfer.runtime.normalizing import BARE_LOWER_CASE, NFC, NORMALIZER_KEY
+
+Values = dict[str, Any]
+
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
+
+_SPACE = "\u2581"
+_FORM = NORMALIZER_KEY.removeprefix("tokenizer.")
+#: tokenizer_config.json's word → llama.cpp's key.
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+
+
+class Vocabulary:
+    """Tokens by id, with a type and a score each; what is not named is an unused padding."""
+
+    def __init__(self, size: int) -> None:
+        self.tokens = [f"[PAD{index}]" for index in range(size)]
+        self.types = [UNUSED] * size
+        self.scores = [-1000.0] * size
+
+    def put(self, index: int, token: str, kind: int, score: float = -1000.0) -> None:
+        """Name a token. Raises ConversionError when the model has no row for it."""
+        if not 0 <= index < len(self.tokens):
+            raise ConversionError(
+                f"tokenizer.json has {token!r} at {index}, config.json says {len(self.tokens)} tokens"
+            )
+        self.tokens[index] = token
+        self.types[index] = kind
+        self.scores[index] = score
+
+
+def metadata(folder: Path, n_vocab: int) -> Values:
+    """The keys under `tokenizer.` of the checkpoint in `folder`. Raises ConversionError."""
+    tokenizer = read_json(folder / "tokenizer.json")
+    if not isinstance(tokenizer.get("model"), dict):
+        raise ConversionError(
+            f"{folder} has no tokenizer.json",
+            hint="make it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+        )
+    vocabulary = Vocabulary(n_vocab)
+    found = _model(tokenizer, vocabulary)
+    types = read_json(folder / "config.json").get("type_vocab_size")
+    if types:
+        found["ggml.token_type_count"] = int(types)
+    _added(tokenizer, vocabulary)
+    found |= {"ggml.tokens": vocabulary.tokens, "ggml.token_type": vocabulary.types}
+    if found["ggml.model"] in ("llama", "t5"):
+        found["ggml.scores"] = vocabulary.scores
+    return found | _specials(folder, tokenizer) | _template(folder)
+
+
+def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
+    model = tokenizer["model"]
+    kind = model.get("type") or ("BPE" if "merges" in model else "")
+    if kind == "BPE" and _is_byte_level(tokenizer):
+        return _byte_level(tokenizer, vocabulary)
+    if kind == "BPE":
+        return _sentence_piece(tokenizer, vocabulary)
+    if kind == "WordPiece":
+        return _word_piece(tokenizer, vocabulary)
+    if kind == "Unigram":
+        return _unigram(tokenizer, vocabulary)
+    raise ConversionError(
+        f"tokenizer.json is of the kind {kind!r}; BPE, WordPiece and Unigram are known"
+    )
+
+
+def _is_byte_level(tokenizer: Values) -> bool:
+    return any('"ByteLevel"' in _text(tokenizer.get(part)) for part in ("pre_tokenizer", "decoder"))
+
+
+def _text(value: Any) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+def _merges(model: Values) -> list[tuple[str, str]]:
+    """The pairs in order of rank, in either of the two spellings."""
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
+    return [(left, right) for left, right in pairs]
+
+
+def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
+    model = tokenizer["model"]
+    for token, index in model["vocab"].items():
+        vocabulary.put(index, token, NORMAL)
+    # a space inside a token is written Ġ, so one space separates the two
+    merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(model)]
+    found: Values = {
+        "ggml.model": "gpt2",
+        "ggml.pre": pre_tokenizers.name_of(tokenizer),
+        "ggml.merges": merges,
+    }
+    normalizer = (tokenizer.get("normalizer") or {}).get("type")
+    if normalizer == "NFC":
+        found[_FORM] = NFC
+    elif normalizer:
+        raise ConversionError(f"tokenizer.json normalizes by {normalizer}, which llama.cpp does not")
+    return found
+
+
+def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
+    """SentencePiece merges the pair whose result scores best: here the rank of its first merge."""
+    model = tokenizer["model"]
+    rank: dict[str, int] = {}
+    for index, (left, right) in enumerate(_merges(model)):
+        rank.setdefault(left + right, index)
+    unknown = model.get("unk_token")
+    for token, index in model["vocab"].items():
+        if token == unknown:
+            vocabulary.put(index, token, UNKNOWN, 0.0)
+        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            vocabulary.put(index, token, BYTE, 0.0)
+        else:
+            vocabulary.put(index, token, NORMAL, -float(rank.get(token, len(rank))))
+    return {"ggml.model": "llama", "ggml.pre": "default", "ggml.add_space_prefix": _prefixes(tokenizer)}
+
+
+def _prefixes(tokenizer: Values) -> bool:
+    steps = _text(tokenizer.get("normalizer")) + _text(tokenizer.get("pre_tokenizer"))
+    if '"Prepend"' in steps:
+        return True
+    return '"Metaspace"' in steps and '"prepend_scheme": "never"' not in steps
+
+
+def _word_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
+    """llama.cpp marks the beginning of a word, WordPiece its continuation."""
+    model = tokenizer["model"]
+    more = model.get("continuing_subword_prefix", "##")
+    for token, index in model["vocab"].items():
+        if token.startswith(more):
+            vocabulary.put(index, token.removeprefix(more), NORMAL)
+        else:
+            whole = token.startswith("[") and token.endswith("]")
+            vocabulary.put(index, token if whole else _SPACE + token, NORMAL)
+    found: Values = {"ggml.model": "bert", "ggml.pre": "default"}
+    normalizer = tokenizer.get("normalizer") or {}
+    if normalizer.get("type") == "BertNormalizer":
+        lowercase = bool(normalizer.get("lowercase", True))
+        accents = normalizer.get("strip_accents")
+        found["ggml.normalizer.lowercase"] = False
+        found["ggml.normalizer.strip_accents"] = False
+        if lowercase and accents in (None, True):
+            found[_FORM] = BARE_LOWER_CASE
+        elif lowercase or accents:
+            raise ConversionError(
+                "tokenizer.json strips accents or letter case, not both: not known here"
+            )
+    return found
+
+
+def _unigram(tokenizer: Values, vocabulary: Vocabulary) -> Values:
+    model = tokenizer["model"]
+    for index, (token, score) in enumerate(model["vocab"]):
+        vocabulary.put(index, token, UNKNOWN if index == model.get("unk_id") else NORMAL, float(score))
+    found: Values = {
+        "ggml.model": "t5",
+        "ggml.pre": "default",
+        "ggml.add_space_prefix": True,
+        "ggml.remove_extra_whitespaces": True,
+    }
+    steps = tokenizer.get("normalizer") or {}
+    for step in (steps, *steps.get("normalizers", ())):
+        if step.get("type") == "Precompiled" and step.get("precompiled_charsmap"):
+            found["ggml.precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
+    return found
+
+
+def _added(tokenizer: Values, vocabulary: Vocabulary) -> None:
+    """Tokens that are found in a text before it is split: special ones, and whole words."""
+    for token in tokenizer.get("added_tokens") or ():
+        kept = vocabulary.types[token["id"]] if token["id"] < len(vocabulary.types) else UNUSED
+        if kept == UNKNOWN:
+            continue
+        vocabulary.put(token["id"], token["content"], CONTROL if token.get("special") else USER_DEFINED)
+
+
+def _ids(tokenizer: Values) -> dict[str, int]:
+    vocab = tokenizer["model"]["vocab"]
+    plain = vocab if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)}
+    return plain | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+
+
+def _specials(folder: Path, tokenizer: Values) -> Values:
+    ids = _ids(tokenizer)
+    config = read_json(folder / "config.json")
+    said = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+    model = tokenizer["model"]
+    found: Values = {}
+    if isinstance(model.get("unk_id"), int):
+        found["ggml.unknown_token_id"] = model["unk_id"]
+    said = {"unk_token": model.get("unk_token")} | said
+    for word, key in _SPECIAL.items():
+        token = said.get(word)
+        text = token.get("content") if isinstance(token, dict) else token
+        index = ids.get(text) if isinstance(text, str) else config.get(f"{word}_id")
+        if isinstance(index, list):
+            index = index[0] if index else None
+        if isinstance(index, int):
+            found[f"ggml.{key}"] = index
+    begins, ends = _frame(tokenizer.get("post_processor"))
+    if begins is None and isinstance(said.get("add_bos_token"), bool):
+        begins = said["add_bos_token"]
+    return found | {"ggml.add_bos_token": bool(begins), "ggml.add_eos_token": bool(ends)}
+
+
+def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
+    """Whether one text gets a special token before it, and one after it; None where nobody says."""
+    if step is None:
+        return None, None
+    if step["type"] == "Sequence":
+        said = [_frame(one) for one in step["processors"]]
+        return next((one for one in said if one != (None, None)), (None, None))
+    if step["type"] in ("BertProcessing", "RobertaProcessing"):
+        return True, True
+    if step["type"] == "TemplateProcessing":
+        pieces = step["single"]
+        return "SpecialToken" in pieces[0], "SpecialToken" in pieces[-1]
+    return None, None
+
+
+def _template(folder: Path) -> Values:
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return {"chat_template": own.read_text("utf-8")}
+    found = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):
+        by_name = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = by_name.get("default")
+    return {"chat_template": found} if isinstance(found, str) and found else {}

@@ -1,0 +1,212 @@
+"""Find models in the stores of other programs, and check one before it is used.
+
+A search reads names and sizes. What is in a file is checked when the model is used: the header without
+trusting a byte of it, then once the whole file against the digest in its name.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from edgeinfer.errors import ChecksumError, InvalidGgufError, ModelNotPulledError
+from edgeinfer.models import gguf, names
+from edgeinfer.models.external_stores import huggingface, lmstudio, ollama, ollama_template, reading
+from edgeinfer.models.external_stores.model import Found, verify
+from edgeinfer.models.external_stores.ollama_template import Words
+from edgeinfer.models.external_stores.reading import UnusableError
+from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.requests import Sampling
+
+#: (stage, fraction), as loading tells its progress
+Heard = Callable[[str, float | None], None]
+
+
+class _Store(NamedTuple):
+    name: str
+    prefix: str
+    roots: Callable[[Mapping[str, str]], list[Path]]
+    search: Callable[[Path], Iterator[Found]]
+
+
+_STORES = (
+    _Store(ollama.STORE, ollama.PREFIX, ollama.roots, ollama.search),
+    _Store(huggingface.STORE, huggingface.PREFIX, huggingface.roots, huggingface.search),
+    _Store(lmstudio.STORE, lmstudio.PREFIX, lmstudio.roots, lmstudio.search),
+)
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` can only mean a model of Ollama or LM Studio."""
+    return text.lower().startswith((ollama.PREFIX, lmstudio.PREFIX))
+
+
+def search(prefix: str = "") -> list[Found]:
+    """List every model of every store whose names begin so, those that can't be used included."""
+    found: dict[str, Found] = {}
+    for store in _STORES:
+        if store.prefix.startswith(prefix) or prefix.startswith(store.prefix):
+            for model in _in_store(store):
+                found.setdefault(model.name, model)
+    return list(found.values())
+
+
+def _in_store(store: _Store) -> Iterator[Found]:
+    searched: set[str] = set()
+    for root in store.roots(os.environ):
+        real = os.path.realpath(root)
+        if real in searched:
+            continue
+        searched.add(real)
+        try:
+            yield from map(_printable, store.search(root))
+        except (UnusableError, OSError) as error:
+            yield Found(
+                name=f"{store.prefix}*",
+                store=store.name,
+                problem=str(error),
+                fix=f"let this user read {root}, or leave it",
+            )
+
+
+def _printable(model: Found) -> Found:
+    if model.name.isprintable():
+        return model
+    shown = "".join(c if c.isprintable() else "?" for c in model.name)
+    return Found(name=shown, store=model.store, problem="its name can't be shown", fix="rename it")
+
+
+def find(text: str) -> Found | None:
+    """Find the model that a person means by `text`, in any letter case; None when there is none.
+
+    `hf:` may be left out. Of Ollama's, `:latest` goes without saying.
+    """
+    wanted = text.lower()
+    if wanted.startswith(ollama.PREFIX):
+        wanted = wanted.removesuffix(":latest")
+    elif "/" in wanted and not is_name(wanted) and not wanted.startswith(huggingface.PREFIX):
+        wanted = huggingface.PREFIX + wanted
+    prefix = next((s.prefix for s in _STORES if wanted.startswith(s.prefix)), None)
+    if prefix is None:
+        return None
+    return next((model for model in search(prefix) if model.name.lower() == wanted), None)
+
+
+def alike(text: str) -> list[str]:
+    """Names of usable models that end in what was typed: `ollama/llama3.2:1b` for `llama3.2:1b`."""
+    end = f"/{text.lower()}"
+    return [m.name for m in search() if not m.problem and m.name.lower().endswith(end)]
+
+
+def usable() -> list[Found]:
+    """List the models that can be tried."""
+    return [model for model in search() if not model.problem]
+
+
+class Watched:
+    """The usable models, searched for again once anything in a store has changed; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._noted: dict[str, reading.Stamp] = {}
+        self._found: list[Found] = []
+
+    def usable(self) -> list[Found]:
+        """List the models that can be tried."""
+        with self._lock:
+            has_changed = any(reading.stamp_of(path) != stamp for path, stamp in self._noted.items())
+            if has_changed or not self._noted:
+                with reading.noting() as self._noted:
+                    self._found = usable()
+            return self._found
+
+
+def headers(model: Found, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
+    """Read the headers of all files. Raises ModelNotPulledError, InvalidGgufError."""
+    if model.problem:
+        raise ModelNotPulledError(
+            f"{model.name} can't be used: {model.problem}", hint=model.fix or None
+        )
+    found = [gguf.check(path, vocabulary=vocabulary) for path in model.paths]
+    for at, header in enumerate(found):
+        if header.split[1] > 1 and header.split != (at, len(found)):
+            index, count = header.split
+            raise InvalidGgufError(
+                f"{header.path} is part {index + 1} of {count} by its header, "
+                f"{at + 1} of {len(found)} by its name"
+            )
+    return found
+
+
+def words(model: Found, header: gguf.GgufHeader) -> Words:
+    """What its owner says of a model beside its weights."""
+    return ollama_template.read(model.layers, has_template=bool(header.chat_template))
+
+
+def model_files(text: str, heard: Heard | None = None) -> ModelFiles | None:
+    """Check a found model and give its files, where they are; None when there is none called so.
+
+    Raises ModelNotPulledError for one that can't be used, InvalidGgufError, ChecksumError.
+    """
+    model = find(text)
+    if model is None:
+        if is_name(text):
+            raise not_found(text)
+        return None
+    files = described(model)
+    _verify(model, heard)
+    return files
+
+
+def described(model: Found) -> ModelFiles:
+    """A model's files as their headers and its owner describe them, before their bytes are checked.
+
+    Raises ModelNotPulledError, InvalidGgufError.
+    """
+    said = words(model, headers(model)[0])
+    return ModelFiles(
+        name=model.name,
+        paths=model.paths,
+        sha256=digest(model),
+        chat_template=said.chat_template,
+        stop=said.stop,
+        sampling=msgspec.structs.replace(Sampling(), **said.sampling),
+        system_prompt=said.system_prompt,
+    )
+
+
+def digest(model: Found) -> str:
+    """The SHA-256 that the names promise; "" where one has none."""
+    known = [file.sha256 for file in model.files]
+    return names.whole_digest(known) if all(known) else ""
+
+
+def not_found(text: str) -> ModelNotPulledError:
+    """The error for a name of another program's model that isn't there."""
+    store = next(s for s in _STORES if text.lower().startswith(s.prefix))
+    roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
+    typed = text[len(store.prefix) :]
+    fetch = f"`ollama pull {typed}` fetches it; " if store.name == ollama.STORE else ""
+    return ModelNotPulledError(
+        f"{store.name} has no {typed} in {roots}", hint=f"{fetch}`edgeinfer list` shows what is here"
+    )
+
+
+def _verify(model: Found, heard: Heard | None) -> None:
+    hear = heard or (lambda stage, fraction: None)
+    for file in model.files:
+        stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"
+        try:
+            verify(file, lambda done, whole, at=stage: hear(at, done / whole))  # type: ignore[misc]
+        except ChecksumError as error:
+            raise ChecksumError(error.message, hint=f"fetch it again with {model.store}") from error
+        except OSError as error:
+            raise ModelNotPulledError(
+                f"{file.path}, a file of {model.name}, can't be read: {error.strerror}",
+                hint=f"fetch it again with {model.store}",
+            ) from error

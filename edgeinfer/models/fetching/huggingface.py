@@ -1,0 +1,154 @@
+"""Hugging Face: from a repository's word to files with sizes, SHA-256 and addresses.
+
+huggingface_hub knows the endpoint, the tokens and the gated repositories; the bytes are fetched by
+`download`, which resumes and verifies. Nothing here is called when the network is switched off.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from edgeinfer.errors import (
+    AuthenticationError,
+    ChecksumError,
+    DownloadError,
+    OfflineError,
+    SourceNotFoundError,
+)
+from edgeinfer.models import names
+from edgeinfer.models.converting.files import checkpoint_files, flat_name
+from edgeinfer.models.fetching.download import Remote
+from edgeinfer.models.sources import HubFile, HubQuant
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_TIMEOUT_S = 15.0
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi, get_token  # 130 ms, only when something is pulled from there
+
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+    token = os.environ.get("HF_TOKEN") or get_token()
+    return HfApi(endpoint=endpoint, token=token or False, library_name="edgeinfer")
+
+
+def resolve(source: HubFile | HubQuant) -> list[Remote]:
+    """The files `source` means now, all of a split model, pinned to the commit the repository is at.
+
+    Raises AuthenticationError, SourceNotFoundError, ChecksumError when the hub contradicts itself,
+    DownloadError.
+    """
+    api = _api()
+    with _hub_errors(source):
+        info = api.model_info(
+            source.repo, revision=source.revision, files_metadata=True, timeout=_TIMEOUT_S
+        )
+    listed = {file.rfilename: file for file in info.siblings or []}
+    chosen = _chosen(source, list(listed))
+    commit = info.sha or source.revision
+    return [_remote(source, listed[path], commit, api) for path in chosen]
+
+
+def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
+    if isinstance(source, HubFile):
+        if source.path not in paths:
+            raise SourceNotFoundError(
+                f"{source.repo} has no file {source.path}", hint=_near_files(paths)
+            )
+        return _whole_split(source.path, paths, source.repo)
+    candidates = [path for path in paths if names.quantization_of(path) == source.quant]
+    if not candidates and not _ggufs(paths) and (files := checkpoint_files(paths)):
+        return files
+    if not candidates:
+        known = sorted({q for path in paths if (q := names.quantization_of(path))})
+        raise SourceNotFoundError(
+            f"{source.repo} has no GGUF in {source.quant}",
+            hint=f"it has {', '.join(known)}" if known else "it has no GGUF at all",
+        )
+    best = min(candidates, key=lambda path: (path.count("/"), len(path), path))
+    return _whole_split(best, paths, source.repo)
+
+
+def _whole_split(path: str, paths: list[str], repo: str) -> list[str]:
+    folder, slash, name = path.rpartition("/")
+    parts = [f"{folder}{slash}{part}" for part in names.split_names(name)] or [path]
+    missing = [part for part in parts if part not in paths]
+    if missing:
+        raise SourceNotFoundError(
+            f"{repo} has only {len(parts) - len(missing)} of the {len(parts)} parts of {path}"
+        )
+    return parts
+
+
+def _ggufs(paths: list[str]) -> list[str]:
+    return [path for path in paths if path.lower().endswith(".gguf")]
+
+
+def _near_files(paths: list[str]) -> str | None:
+    ggufs = _ggufs(paths)
+    return f"it has {', '.join(ggufs[:8])}" if ggufs else "it has no GGUF at all"
+
+
+def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Remote:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url  # already imported by `resolve`
+
+    url = hf_hub_url(source.repo, file.rfilename, revision=commit, endpoint=api.endpoint)
+    with _hub_errors(source):
+        head = get_hf_file_metadata(
+            url, token=api.token, timeout=_TIMEOUT_S, endpoint=api.endpoint, retry_on_errors=True
+        )
+    is_gguf = file.rfilename.lower().endswith(".gguf")
+    listed = file.lfs.sha256 if file.lfs else ""
+    announced = head.etag if head.etag and _SHA256.fullmatch(head.etag) else ""
+    if listed and announced and listed != announced:
+        raise ChecksumError(f"{source}: the hub lists SHA-256 {listed} and serves {announced}")
+    return Remote(
+        url=url,
+        file_name=names.file_name(file.rfilename if is_gguf else flat_name(file.rfilename)),
+        origin=f"hf:{source.repo}/{file.rfilename}",
+        size_bytes=head.size or file.size or 0,
+        sha256=announced or listed,
+        headers={"Authorization": f"Bearer {api.token}"} if api.token else {},
+    )
+
+
+@contextmanager
+def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
+    import httpx2  # already imported by huggingface_hub
+    from huggingface_hub import errors as hf
+
+    try:
+        yield
+    except hf.GatedRepoError as error:
+        raise AuthenticationError(
+            f"{source}: the repository is gated",
+            hint=f"accept its licence on {source.page}, then set HF_TOKEN and pull again",
+        ) from error
+    except hf.OfflineModeIsEnabled as error:
+        raise OfflineError(f"{source}: Hugging Face's offline switch is on") from error
+    except hf.HfHubHTTPError as error:
+        raise _by_status(source, error) from error
+    except hf.HFValidationError as error:
+        raise SourceNotFoundError(f"{source}: {error}") from error
+    except (httpx2.HTTPError, OSError) as error:
+        raise DownloadError(
+            f"{source}: Hugging Face cannot be reached: {error or type(error).__name__}"
+        ) from error
+
+
+def _by_status(source: HubFile | HubQuant, error: Any) -> DownloadError:
+    from huggingface_hub import errors as hf
+
+    status = error.response.status_code
+    if status in (401, 403):
+        return AuthenticationError(
+            f"{source}: the hub refuses ({status}): there is no such repository, or it wants a token",
+            hint=f"check {source.page}; for a private or gated repository set HF_TOKEN and pull again",
+        )
+    if isinstance(error, hf.EntryNotFoundError | hf.RevisionNotFoundError) or status == 404:
+        return SourceNotFoundError(f"{source}: the hub has no such repository, revision or file")
+    return DownloadError(f"{source}: the hub answers {status}")

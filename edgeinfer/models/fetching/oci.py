@@ -1,0 +1,219 @@
+"""Registries of containers: from an artefact's manifest to its layers that are GGUF files.
+
+Ollama's registry and Docker's model artefacts are such: a manifest lists layers by media type and
+digest. The digest is the SHA-256 of the file, so what is fetched is checked against it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
+
+from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
+from edgeinfer.models import names
+from edgeinfer.models.fetching import http_client
+from edgeinfer.models.fetching.download import Remote
+from edgeinfer.models.sources import OciArtifact
+
+#: A layer that is a model's weights as GGUF: Ollama's, Docker's, and ModelPack's by name.
+_WEIGHTS = (
+    "application/vnd.ollama.image.model",
+    "application/vnd.docker.ai.gguf.v3",
+    "application/vnd.cncf.model.weight.v1.gguf",
+    "application/vnd.cncf.model.weight.v1.raw",
+)
+_INDEXES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+_MANIFESTS = (
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+    *_INDEXES,
+)
+_TITLES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
+_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+#: Docker Hub's registry, by the names that people write.
+_HUB = "registry-1.docker.io"
+_TIMEOUT_S = 30.0
+
+
+def resolve(source: OciArtifact) -> list[Remote]:
+    """The artefact's GGUF files, in order, with their sizes and digests.
+
+    Raises AuthenticationError, SourceNotFoundError, ChecksumError for a manifest that is not what was
+    asked for by its digest, DownloadError.
+    """
+    try:
+        with http_client.client(str(source), _TIMEOUT_S) as client:
+            registry = Registry(source, client)
+            manifest = registry.manifest(source.reference)
+            if manifest.get("mediaType") in _INDEXES or "manifests" in manifest:
+                manifest = registry.manifest(manifest["manifests"][0]["digest"])
+            layers = _weights(source, manifest)
+            file_names = _file_names(source, layers)
+            return [registry.blob(*pair) for pair in zip(layers, file_names, strict=True)]
+    except httpx2.TransportError as error:
+        raise DownloadError(f"{source}: {http_client.describe_trouble(error)}") from error
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise DownloadError(f"{source}: the registry's manifest is none: {error!r}") from error
+
+
+def _weights(source: OciArtifact, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    layers = manifest.get("layers", [])
+    found = [layer for layer in layers if _is_weights(layer)]
+    if not found:
+        kinds = ", ".join(sorted({layer["mediaType"] for layer in layers})) or "no layers"
+        raise SourceNotFoundError(f"{source} holds no GGUF file: it has {kinds}")
+    return found
+
+
+def _is_weights(layer: dict[str, Any]) -> bool:
+    if layer["mediaType"] == "application/vnd.cncf.model.weight.v1.raw":
+        return _title(layer).endswith(".gguf")
+    return layer["mediaType"] in _WEIGHTS
+
+
+def _title(layer: dict[str, Any]) -> str:
+    titles = layer.get("annotations") or {}
+    return next((str(titles[key]) for key in _TITLES if key in titles), "")
+
+
+def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
+    made = names.tamed_file_name(source.stem)
+    if len(layers) == 1:
+        return [f"{made}.gguf"]
+    return [f"{made}-{i:05d}-of-{len(layers):05d}.gguf" for i in range(1, len(layers) + 1)]
+
+
+class Registry:
+    """One repository of a registry, asked with the token it gives for what is asked."""
+
+    def __init__(self, source: OciArtifact, client: httpx2.Client) -> None:
+        host = _HUB if source.registry in ("docker.io", "index.docker.io") else source.registry
+        # as Docker has it: a registry on this machine may speak without encryption
+        scheme = "http" if http_client.is_loopback(host) else "https"
+        self.base = f"{scheme}://{host}/v2/{source.repository}"
+        self._url = httpx2.URL(self.base)
+        self._source = source
+        self._client = client
+        self._authorization = ""
+
+    def manifest(self, reference: str) -> dict[str, Any]:
+        """The manifest by tag or digest, whose own digest is checked."""
+        manifest = json.loads(self.manifest_content(reference))
+        if not isinstance(manifest, dict):
+            raise ValueError("no object")
+        return manifest
+
+    def manifest_content(self, reference: str) -> bytes:
+        """The manifest's bytes by tag or digest, whose own digest is checked."""
+        url = f"{self.base}/manifests/{reference}"
+        content = self.asked("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content
+        found = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        if reference.startswith("sha256:") and found != reference:
+            raise ChecksumError(f"{self._source}: the registry serves {found} instead of {reference}")
+        return content
+
+    def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
+        """A layer's address, size and digest."""
+        digest = str(layer["digest"])
+        return Remote(
+            url=f"{self.base}/blobs/{digest}",
+            file_name=file_name,
+            origin=f"oci://{self._source.registry}/{self._source.repository}@{digest}",
+            size_bytes=int(layer["size"]),
+            sha256=names.digest(digest),
+            headers={"Authorization": self._authorization} if self._authorization else {},
+        )
+
+    def asked(
+        self,
+        method: str,
+        url: str,
+        headers: dict[str, str],
+        content: bytes | Iterator[bytes] | None = None,
+        wanted: tuple[int, ...] = (200,),
+    ) -> httpx2.Response:
+        """Ask, again with a token where one is wanted; an answer with a status that is `wanted`.
+
+        Raises AuthenticationError, SourceNotFoundError, DownloadError.
+        """
+        response = self._ask(method, url, headers, content)
+        if response.status_code == 401 and self._is_ours(response.url):
+            challenge = response.headers.get("WWW-Authenticate", "")
+            self._authorization = self._authorize(challenge)
+            response = self._ask(method, url, headers, content)
+        if response.status_code in wanted:
+            return response
+        if response.status_code in (401, 403):
+            raise AuthenticationError(
+                f"{self._source}: the registry refuses ({response.status_code})",
+                hint=f"log in first: `docker login {self._source.registry}`",
+            )
+        if response.status_code == 404:
+            raise SourceNotFoundError(f"{self._source}: the registry has no such artefact")
+        raise DownloadError(f"{self._source}: the registry answers {response.status_code}")
+
+    def _ask(
+        self, method: str, url: str, headers: dict[str, str], content: bytes | Iterator[bytes] | None
+    ) -> httpx2.Response:
+        target = httpx2.URL(url)  # of an upload, what the registry's Location says
+        http_client.refuse_downgrade(str(self._source), self._url, target)
+        given = {"Authorization": self._authorization} if self._authorization else {}
+        all_of = {"User-Agent": "edgeinfer"} | headers | (given if self._is_ours(target) else {})
+        return self._client.request(method, url, headers=all_of, content=content)
+
+    def _is_ours(self, url: httpx2.URL) -> bool:
+        """Whether an address is of the registry itself, which alone sees the login."""
+        return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
+
+    def _authorize(self, challenge: str) -> str:
+        kind, _, rest = challenge.partition(" ")
+        login = _login(self._source.registry)
+        if kind.lower() == "basic":
+            return f"Basic {login}" if login else ""
+        words = dict(_CHALLENGE.findall(rest))
+        realm = httpx2.URL(words.pop("realm", ""))
+        if kind.lower() != "bearer" or not realm.host:
+            return ""
+        if realm.scheme != "https" and not self._is_ours(realm):
+            raise DownloadError(f"{self._source}: the registry names an unencrypted login: {realm}")
+        asked = {key: words[key] for key in ("service", "scope") if key in words}
+        trusted = login and _same_owner(realm.host, self._url.host)
+        headers = {"Authorization": f"Basic {login}"} if trusted else {}
+        response = self._client.get(realm, params=asked, headers=headers)
+        if response.status_code != 200:
+            return ""
+        given = response.json()
+        token = given.get("token") or given.get("access_token") or ""
+        return f"Bearer {token}" if token else ""
+
+
+def _same_owner(one: str, other: str) -> bool:
+    """Whether two hosts are one, or names in one domain, as auth.docker.io is beside its registry."""
+    domain = one.split(".")[-2:]
+    return one == other or (domain == other.split(".")[-2:] and not domain[-1].isdigit())
+
+
+def _login(registry: str) -> str:
+    """What `docker login` or `podman login` has kept for a registry, base64; "" for nothing."""
+    home = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    podman = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent") / "containers/auth.json"
+    hub = registry in ("docker.io", "index.docker.io", _HUB)
+    keys = ["https://index.docker.io/v1/", "docker.io"] if hub else [registry, f"https://{registry}"]
+    named = os.environ.get("REGISTRY_AUTH_FILE")
+    for place in [Path(named)] if named else [home, podman]:
+        try:
+            kept = json.loads(place.read_bytes())["auths"]
+            return next(str(kept[key]["auth"]) for key in keys if key in kept)
+        except (OSError, ValueError, KeyError, TypeError, StopIteration):
+            continue
+    return ""

@@ -1,0 +1,118 @@
+"""Object stores: from a bucket's object to an address that botocore has signed.
+
+Credentials, region and endpoint come from where every S3 tool finds them (environment, profile,
+instance); without credentials the object is asked for anonymously. Google's buckets are asked at its
+S3 endpoint.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError, UsageError
+from edgeinfer.models import names
+from edgeinfer.models.converting.files import checkpoint_files, flat_name
+from edgeinfer.models.fetching.download import Remote
+from edgeinfer.models.sources import StoredObject
+
+_GOOGLE = "https://storage.googleapis.com"
+#: How long a signed address lasts: what S3 allows at most.
+_SIGNED_S = 7 * 24 * 3600
+
+
+def resolve(source: StoredObject) -> list[Remote]:
+    """The object, or all objects of a split model or a checkpoint, with sizes and signed addresses.
+
+    Raises UsageError without botocore, AuthenticationError, SourceNotFoundError, DownloadError.
+    """
+    if importlib.util.find_spec("botocore") is None:
+        raise UsageError(
+            f"{source} needs botocore, which is not installed",
+            hint="`pip install 'edgeinfer[s3]'`, or give a signed https: address",
+        )
+    with _botocore_errors(source):
+        client = _client(source, "")
+        return [_remote(source, client, *pair) for pair in _keys(source, client)]
+
+
+def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
+    if not source.key.endswith("/"):
+        name = names.tamed_file_name(source.key)
+        siblings = names.split_names(name) or [name]
+        return [(source.key.replace(name, one), one) for one in siblings]
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=source.bucket, Prefix=source.key)
+    there = [one["Key"].removeprefix(source.key) for page in pages for one in page.get("Contents", ())]
+    files = checkpoint_files(there)
+    if not files:
+        raise SourceNotFoundError(
+            f"{source} has no config.json with safetensors beside it",
+            hint="name a GGUF by its whole key",
+        )
+    return [(source.key + path, names.file_name(flat_name(path))) for path in files]
+
+
+def _client(source: StoredObject, region: str) -> Any:
+    import botocore.session  # 110 ms, only when something is pulled from such a store
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    session = botocore.session.get_session()
+    google = source.scheme == "gs"
+    config = Config(connect_timeout=15, read_timeout=30, signature_version="s3v4")
+    if session.get_credentials() is None:
+        config = config.merge(Config(signature_version=UNSIGNED))
+    usual = "auto" if google else session.get_config_variable("region") or "us-east-1"
+    return session.create_client(
+        "s3", region_name=region or usual, endpoint_url=_GOOGLE if google else None, config=config
+    )
+
+
+def _remote(source: StoredObject, client: Any, key: str, file_name: str) -> Remote:
+    about = {"Bucket": source.bucket, "Key": key}
+    digests = {} if source.scheme == "gs" else {"ChecksumMode": "ENABLED"}
+    head = client.head_object(**about, **digests)
+    home = head["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", "")
+    if home and home != client.meta.region_name:
+        client = _client(source, home)  # an address is signed for one region
+    return Remote(
+        url=client.generate_presigned_url("get_object", Params=about, ExpiresIn=_SIGNED_S),
+        file_name=file_name,
+        origin=f"{source.scheme}://{source.bucket}/{key}",
+        size_bytes=head["ContentLength"],
+        sha256=_sha256(head),
+    )
+
+
+def _sha256(head: dict[str, Any]) -> str:
+    """The object's SHA-256 where the store knows that of the whole; of parts it says nothing to us."""
+    digest = head.get("ChecksumSHA256", "")
+    if not digest or "-" in digest or head.get("ChecksumType", "FULL_OBJECT") != "FULL_OBJECT":
+        return ""
+    return base64.b64decode(digest).hex()
+
+
+@contextmanager
+def _botocore_errors(source: StoredObject) -> Iterator[None]:
+    from botocore.exceptions import BotoCoreError, ClientError  # imported by `_client` anyway
+
+    try:
+        yield
+    except (BotoCoreError, ClientError) as error:
+        raise _as_ours(source, error) from error
+
+
+def _as_ours(source: StoredObject, error: Exception) -> DownloadError:
+    response = getattr(error, "response", None) or {}
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    if status in (401, 403) or "Credentials" in type(error).__name__:
+        return AuthenticationError(
+            f"{source}: the store refuses: {error}",
+            hint="check AWS_ACCESS_KEY_ID, AWS_PROFILE and AWS_ENDPOINT_URL; the object's readers",
+        )
+    if status == 404:
+        return SourceNotFoundError(f"{source}: the store has no such bucket or object")
+    return DownloadError(f"{source}: {error}")

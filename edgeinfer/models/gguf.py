@@ -1,0 +1,431 @@
+"""GGUF headers, read without trusting a byte of them.
+
+The reader walks the header of a mapped file once. Every count, length, type, dimension and offset is
+checked against what is left of the file before it is used, so that a hostile or torn file ends in
+InvalidGgufError here and never reaches llama.cpp or the quantizer. Token lists are stepped over, not
+built: a 262,144-token vocabulary costs tens of milliseconds.
+
+This module knows the format (version 2 and 3, little endian), not what a model needs beyond it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import msgspec
+
+from edgeinfer.errors import InvalidGgufError
+from edgeinfer.models.ggml_types import FILE_TYPES, TENSOR_TYPES
+from edgeinfer.system.disk import open_regular
+
+MAGIC = b"GGUF"
+TOKENS = "tokenizer.ggml.tokens"
+VERSIONS = (2, 3)
+_GGML = (
+    "a GGML file, of the time before GGUF (August 2023), which llama.cpp no longer reads",
+    "pull the same model as GGUF or safetensors: `edgeinfer pull OWNER/REPO`",
+)
+_PICKLE = (
+    "a PyTorch archive of pickles, which can run any program when they are read",
+    "pull its repository as safetensors or GGUF: `edgeinfer pull OWNER/REPO`",
+)
+#: What other files begin with: what they are, and the way out.
+OTHERS = {b"lmgg": _GGML, b"fmgg": _GGML, b"tjgg": _GGML, b"algg": _GGML, b"PK\x03\x04": _PICKLE}
+DEFAULT_ALIGNMENT = 32
+#: Limits of ggml's own reader (gguf.cpp, ggml.h).
+MAX_DIMS = 4
+MAX_TENSOR_NAME_BYTES = 63
+MAX_ELEMENTS = 2**63 - 1
+#: llama.cpp aborts the process at more layers, or none (LLAMA_MAX_LAYERS, llama-model.cpp).
+MAX_LAYERS = 512
+#: Ours, far above any model known: nothing downstream loops for long over a number from the file.
+MAX_METADATA = 1 << 16
+MAX_TENSORS = 1 << 20
+MAX_KEY_BYTES = 1 << 16
+#: Numeric arrays up to this length are kept (per-layer head counts), others only described.
+KEPT_ELEMENTS = 4096
+KEPT_STRINGS = 64
+
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
+_STRING = 8
+_ARRAY = 9
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+
+class ArrayInfo(msgspec.Struct, frozen=True):
+    """A long array that was stepped over: its element type (GGUF's number) and length."""
+
+    type: int
+    count: int
+
+
+Scalar = int | float | bool | str
+Value = Scalar | tuple[Scalar, ...] | ArrayInfo
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """A tensor. `offset` is from the file's start; `shape` has the fastest dimension first."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked header: everything in it fits the file. Offsets are from the file's start."""
+
+    path: str
+    version: int
+    file_bytes: int
+    alignment: int
+    data_offset: int
+    metadata: dict[str, Value]
+    tensors: tuple[TensorInfo, ...]
+    infos_offset: int = 0
+
+    def text(self, key: str, default: str = "") -> str:
+        """The string at `key`, or `default` when it is absent or no string."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, str) else default
+
+    def number(self, key: str, default: int = 0) -> int:
+        """The non-negative integer at `key`, or `default` when it is absent or something else."""
+        value = self.metadata.get(key)
+        return (
+            value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
+        )
+
+    def own(self, key: str) -> str:
+        """`key` under the architecture's prefix, e.g. `block_count` → `llama.block_count`."""
+        return f"{self.architecture}.{key}"
+
+    @property
+    def architecture(self) -> str:
+        return self.text("general.architecture")
+
+    @property
+    def n_params(self) -> int:
+        return sum(tensor.n_elements for tensor in self.tensors)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @property
+    def n_layer(self) -> int:
+        return self.number(self.own("block_count"))
+
+    @property
+    def n_ctx_train(self) -> int:
+        return self.number(self.own("context_length"))
+
+    @property
+    def n_embd(self) -> int:
+        return self.number(self.own("embedding_length"))
+
+    @property
+    def n_vocab(self) -> int:
+        tokens = self.metadata.get(TOKENS)
+        if isinstance(tokens, ArrayInfo):
+            return tokens.count
+        return len(tokens) if isinstance(tokens, tuple) else 0
+
+    @property
+    def chat_template(self) -> str:
+        return self.text("tokenizer.chat_template")
+
+    @property
+    def purpose(self) -> Literal["chat", "base", "embedding"]:
+        """What the model is for, as far as its header tells."""
+        if self.metadata.get(self.own("attention.causal")) is False:
+            return "embedding"
+        return "chat" if self.chat_template else "base"
+
+    @property
+    def quantization(self) -> str:
+        """The type that `general.file_type` names, else the type of most of the bytes."""
+        named = FILE_TYPES.get(self.number("general.file_type", -1))
+        return named or self._commonest_type()
+
+    def _commonest_type(self) -> str:
+        bytes_of: dict[str, int] = {}
+        for tensor in self.tensors:
+            bytes_of[tensor.type] = bytes_of.get(tensor.type, 0) + tensor.size_bytes
+        return max(bytes_of, key=lambda name: bytes_of[name], default="")
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """(index from 0, count) of this file among its shards; (0, 1) for a whole file."""
+        count = self.number("split.count", 1)
+        return self.number("split.no"), max(1, count)
+
+
+def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> GgufHeader:
+    """Read the header of the GGUF at `path`; `vocabulary` refuses equal tokens (0.2 s for 262,144).
+
+    Raises InvalidGgufError, naming the file and what is wrong with it, or that it cannot be read.
+    """
+    place = Path(path)
+    try:
+        with open(open_regular(place), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise InvalidGgufError(f"{place} is empty, not a GGUF file")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+                return _Walker(view, str(place), None, vocabulary).header()
+    except OSError as error:
+        raise InvalidGgufError(f"{place} cannot be read: {error.strerror or error}") from error
+
+
+def parse(view: bytes | mmap.mmap, name: str = "buffer", file_bytes: int | None = None) -> GgufHeader:
+    """Parse the header in `view`, which is not kept. Raises InvalidGgufError.
+
+    `file_bytes` is the whole file's length when `view` holds only its beginning.
+    """
+    return _Walker(view, name, file_bytes).header()
+
+
+def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeader:
+    """Read the header of a model that llama.cpp can be given. Raises InvalidGgufError."""
+    header = read_header(path, vocabulary=vocabulary)
+    if header.alignment < DEFAULT_ALIGNMENT:
+        raise InvalidGgufError(
+            f"{header.path} aligns its tensors to {header.alignment} bytes; "
+            f"llama.cpp needs {DEFAULT_ALIGNMENT} at least"
+        )
+    for key, value in header.metadata.items():
+        if isinstance(value, float) and key.startswith(f"{header.architecture}."):
+            least = 0.0 if key.endswith("epsilon") else -math.inf
+            if not least <= value < math.inf:
+                raise InvalidGgufError(f"{header.path} says {key} is {value}: llama.cpp would abort")
+    index, count = header.split
+    if index >= count:
+        raise InvalidGgufError(f"{header.path} says it is part {index + 1} of {count}")
+    if index == 0 and not header.architecture:
+        raise InvalidGgufError(f"{header.path} has no general.architecture: not a model")
+    if count == 1 and not header.tensors:
+        raise InvalidGgufError(f"{header.path} has no tensors: not a model")
+    layers = header.metadata.get(header.own("block_count"), 1)
+    if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
+        raise InvalidGgufError(
+            f"{header.path} claims {layers!r} layers; 1 to {MAX_LAYERS} are possible"
+        )
+    return header
+
+
+class _Walker:
+    """One pass over a header. `at` only grows and never passes `end`."""
+
+    def __init__(
+        self, view: bytes | mmap.mmap, name: str, file_bytes: int | None, vocabulary: bool = False
+    ) -> None:
+        self.view = view
+        self.name = name
+        self.vocabulary = vocabulary
+        self.at = 0
+        self.end = len(view)
+        self.file_bytes = self.end if file_bytes is None else file_bytes
+
+    def header(self) -> GgufHeader:
+        version, n_tensors, n_metadata = self._preamble()
+        metadata = dict(self._metadata(n_metadata))
+        alignment = self._alignment(metadata)
+        infos_offset = self.at
+        raw = [self._tensor(index) for index in range(n_tensors)]
+        data_offset = _padded(self.at, alignment)
+        return GgufHeader(
+            path=self.name,
+            version=version,
+            file_bytes=self.file_bytes,
+            alignment=alignment,
+            infos_offset=infos_offset,
+            data_offset=data_offset,
+            metadata=metadata,
+            tensors=self._placed(raw, data_offset, alignment),
+        )
+
+    def bad(self, what: str) -> NoReturn:
+        raise InvalidGgufError(f"{self.name} is not a valid GGUF file: {what} (at byte {self.at})")
+
+    def _need(self, n_bytes: int, what: str) -> int:
+        """Step over `n_bytes` and return where they begin."""
+        at = self.at
+        if n_bytes > self.end - at:
+            self.bad(f"{what} needs {n_bytes} bytes and {self.end - at} are left")
+        self.at = at + n_bytes
+        return at
+
+    def _u32(self, what: str) -> int:
+        value: int = _U32.unpack_from(self.view, self._need(4, what))[0]
+        return value
+
+    def _u64(self, what: str) -> int:
+        value: int = _U64.unpack_from(self.view, self._need(8, what))[0]
+        return value
+
+    def _string(self, what: str, limit: int) -> str:
+        length = self._u64(f"the length of {what}")
+        if length > limit:
+            self.bad(f"{what} is {length} bytes long, more than {limit}")
+        start = self._need(length, what)
+        return self.view[start : start + length].decode("utf-8", errors="replace")
+
+    def _preamble(self) -> tuple[int, int, int]:
+        start = self._need(4, "the magic")
+        magic = self.view[start : start + 4]
+        if magic in OTHERS:
+            raise InvalidGgufError(f"{self.name} is {OTHERS[magic][0]}", hint=OTHERS[magic][1])
+        if magic != MAGIC:
+            self.bad(f"it begins with {magic!r}, not {MAGIC!r}")
+        version = self._u32("the version")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            self.bad(
+                "it is big-endian"
+                if swapped in VERSIONS
+                else f"version {version} is not one of 2 and 3"
+            )
+        n_tensors, n_metadata = self._u64("the tensor count"), self._u64("the metadata count")
+        if n_tensors > min(MAX_TENSORS, self.end // 24):  # a tensor's entry takes at least 24 bytes
+            self.bad(f"it claims {n_tensors} tensors")
+        if n_metadata > min(MAX_METADATA, self.end // 13):  # an entry takes at least 13 bytes
+            self.bad(f"it claims {n_metadata} metadata entries")
+        return version, n_tensors, n_metadata
+
+    def _metadata(self, count: int) -> Iterator[tuple[str, Value]]:
+        seen = set()
+        for index in range(count):
+            key = self._string(f"metadata key {index}", MAX_KEY_BYTES)
+            if not key or key in seen:
+                self.bad(f"metadata key {index} is {'a second ' + key if key else 'empty'}")
+            seen.add(key)
+            yield key, self._value(self._u32(f"the type of {key}"), key)
+
+    def _value(self, kind: int, key: str) -> Value:
+        if kind == _ARRAY:
+            return self._array(key)
+        if kind == _STRING:
+            return self._string(key, self.end)
+        scalar = _SCALARS.get(kind) or self.bad(f"{key} has the unknown type {kind}")
+        value: Scalar = scalar.unpack_from(self.view, self._need(scalar.size, key))[0]
+        return value
+
+    def _array(self, key: str) -> Value:
+        kind, count = self._u32(f"the element type of {key}"), self._u64(f"the length of {key}")
+        if kind == _STRING:
+            return self._strings(key, count)
+        scalar = _SCALARS.get(kind) or self.bad(f"{key} has elements of the unknown type {kind}")
+        start = self._need(count * scalar.size, f"{key} with {count} elements")
+        if count > KEPT_ELEMENTS:
+            return ArrayInfo(kind, count)
+        return struct.unpack_from(f"<{count}{scalar.format[1:]}", self.view, start)
+
+    def _strings(self, key: str, count: int) -> Value:
+        if count > (self.end - self.at) // 8:
+            self.bad(f"{key} claims {count} strings")
+        if self.vocabulary and key == TOKENS:
+            self._refuse_equal_tokens(count)
+        if count <= KEPT_STRINGS:
+            return tuple(self._string(f"an element of {key}", self.end) for _ in range(count))
+        self._step_over_strings(key, count)
+        return ArrayInfo(_STRING, count)
+
+    def _refuse_equal_tokens(self, count: int) -> None:
+        """Look ahead for two equal tokens, at which llama.cpp aborts; it renames empty ones."""
+        start = self.at
+        seen = set()
+        for _ in range(count):
+            length = self._u64("the length of a token")
+            at = self._need(length, "a token")
+            token = self.view[at : at + length]
+            if token and token in seen:
+                self.bad(f"there are two tokens {token!r}")
+            seen.add(token)
+        self.at = start
+
+    def _step_over_strings(self, key: str, count: int) -> None:
+        """Step over strings; unpack_from itself refuses an offset past the buffer."""
+        unpack = _U64.unpack_from
+        view = self.view
+        at = self.at
+        try:
+            for _ in range(count):
+                at += 8 + unpack(view, at)[0]
+        except (struct.error, OverflowError):
+            self.bad(f"a string of {key} reaches past the end")
+        if at > self.end:
+            self.bad(f"the last string of {key} reaches past the end")
+        self.at = at
+
+    def _alignment(self, metadata: dict[str, Value]) -> int:
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if (
+            not isinstance(alignment, int)
+            or not 1 <= alignment <= 1 << 20
+            or alignment & (alignment - 1)
+        ):
+            self.bad(f"general.alignment is {alignment!r}, not a power of two")
+        return alignment
+
+    def _tensor(self, index: int) -> tuple[str, str, tuple[int, ...], int, int]:
+        """(name, type, shape, size in bytes, offset from the data's start) of the next entry."""
+        name = self._string(f"the name of tensor {index}", MAX_TENSOR_NAME_BYTES)
+        n_dims = self._u32(f"the dimensions of {name}")
+        if n_dims > MAX_DIMS:
+            self.bad(f"tensor {name} has {n_dims} dimensions")
+        shape = tuple(self._u64(f"a dimension of {name}") for _ in range(n_dims))
+        known = TENSOR_TYPES.get(kind := self._u32(f"the type of {name}"))
+        if known is None:
+            self.bad(f"tensor {name} has the unknown type {kind}")
+        elements = math.prod(shape)
+        if elements > MAX_ELEMENTS or any(n > MAX_ELEMENTS for n in shape):
+            self.bad(f"tensor {name} claims {elements} elements")
+        if (shape[0] if shape else 1) % known.block:
+            self.bad(
+                f"tensor {name} has rows of {shape[:1]} elements, no multiple of {known.name}'s "
+                f"{known.block}"
+            )
+        return (
+            name,
+            known.name,
+            shape,
+            elements // known.block * known.bytes,
+            self._u64(f"the offset of {name}"),
+        )
+
+    def _placed(
+        self, raw: list[tuple[str, str, tuple[int, ...], int, int]], data_offset: int, alignment: int
+    ) -> tuple[TensorInfo, ...]:
+        """Check that tensors follow each other without gaps and end within the file."""
+        expected = 0
+        placed, names = [], set()
+        for name, kind, shape, size, offset in raw:
+            if name in names:
+                self.bad(f"there are two tensors {name}")
+            names.add(name)
+            if offset != expected:
+                self.bad(f"tensor {name} is at {offset} of the data, not at {expected}")
+            expected = _padded(offset + size, alignment)
+            if data_offset + offset + size > self.file_bytes:
+                missing = data_offset + offset + size - self.file_bytes
+                self.bad(f"tensor {name} ends {missing} bytes past the end of the file: it is cut off")
+            placed.append(TensorInfo(name, kind, shape, data_offset + offset, size))
+        return tuple(placed)
+
+
+def _padded(offset: int, alignment: int) -> int:
+    return (offset + alignment - 1) // alignment * alignment

@@ -1,0 +1,129 @@
+"""Names, digests and file names from outside become paths here, and nowhere else.
+
+A model's reference is `NAME` or `NAME:QUANT`. Its folder's name is the name itself, or `name+quant`:
+`+` is in no name, so two references never share a folder. What is not plainly harmless is refused; only
+names of files that a person already has are made harmless instead, because they are hers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.errors import UsageError
+from edgeinfer.models.ggml_types import file_type
+from edgeinfer.system import paths
+
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """A model by name, with the quantization it is wanted in ("" for the catalogue's own)."""
+
+    name: str
+    quant: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.quant}" if self.quant else self.name
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}+{self.quant.lower()}" if self.quant else self.name
+
+
+def model_name(text: str) -> str:
+    """Check a model's name: 1 to 96 of a-z, digits, `.`, `_`, `-`. Raises UsageError."""
+    if not _NAME.fullmatch(text) or ".." in text:
+        raise UsageError(
+            f"{text!r} is no model name",
+            hint="names have lower-case letters, digits, '.', '_' and '-', up to 96 of them",
+        )
+    return text
+
+
+def reference(text: str) -> Reference:
+    """Parse `NAME` or `NAME:QUANT`, in any letter case. Raises UsageError."""
+    name, colon, quant = text.partition(":")
+    if colon and file_type(quant) is None:
+        raise UsageError(
+            f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them"
+        )
+    return Reference(model_name(name.lower()), quant.upper())
+
+
+def folder(ref: Reference) -> Path:
+    """The folder of a pulled model; it need not exist."""
+    return paths.models_dir() / ref.folder
+
+
+def digest(text: str) -> str:
+    """Parse a SHA-256 in hexadecimal, `sha256:` before it or not. Raises UsageError."""
+    plain = text.lower().removeprefix("sha256:")
+    if not _DIGEST.fullmatch(plain):
+        raise UsageError(f"{text!r} is no SHA-256: 64 hexadecimal digits are")
+    return plain
+
+
+def file_name(text: str) -> str:
+    """The last component of `text`, if it is a harmless file name. Raises UsageError."""
+    name = text.rsplit("/", 1)[-1]
+    if not _FILE.fullmatch(name) or ".." in name:
+        raise UsageError(f"{name!r} is no file name this program will write")
+    return name
+
+
+def tamed_file_name(text: str) -> str:
+    """Make a path's or URL's last component a safe file name. Raises UsageError for none."""
+    plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.rstrip("/").rsplit("/", 1)[-1])
+    return file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
+
+
+def is_path(text: str) -> bool:
+    """Whether a person who typed this means a file: it ends in .gguf, or begins like a path."""
+    return text.startswith(("/", "./", "../", "~")) or (
+        text.lower().endswith(".gguf") and ":" not in text
+    )
+
+
+def quantization_of(path: str) -> str:
+    """The quantization in a GGUF's file name; "" for none and for `mmproj-` files."""
+    name = path.rsplit("/", 1)[-1]
+    if not name.lower().endswith(".gguf") or name.lower().startswith("mmproj"):
+        return ""
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", name[:-5])
+    tail = re.split(r"[.-]", stem)[-1].upper()
+    if tail == "MXFP4":
+        return "MXFP4_MOE"
+    return tail if file_type(tail) is not None else ""
+
+
+def split_parts(path: Path) -> list[Path]:
+    """List a split GGUF's parts from any of them, there or not; `[path]` for a whole file."""
+    siblings = split_names(path.name)
+    return [path.with_name(name) for name in siblings] if siblings else [path]
+
+
+def split_names(file_name: str) -> list[str]:
+    """List the names of all parts from one of them, 999 at most; [] for another name."""
+    stem = file_name.removesuffix(".gguf")
+    head, of, count = stem.rpartition("-of-")
+    prefix, dash, index = head.rpartition("-")
+    if not (of and dash and len(count) == len(index) == 5 and count.isdecimal() and index.isdecimal()):
+        return []
+    if not 1 <= int(index) <= int(count) <= 999:
+        return []
+    return [f"{prefix}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
+
+
+def whole_digest(digests: Sequence[str]) -> str:
+    """The SHA-256 of a model: its file's, or that of its files' digests in order."""
+    if len(digests) == 1:
+        return digests[0]
+    import hashlib  # 3 ms, only for split models
+
+    return hashlib.sha256("".join(digests).encode()).hexdigest()

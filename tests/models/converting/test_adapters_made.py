@@ -1,0 +1,171 @@
+"""PEFT's adapters: converted for a base, applied, merged; the same model each way."""
+
+from __future__ import annotations
+
+import os
+
+import gguf as gguf_package
+import numpy as np
+import pytest
+from made_checkpoints import golden, make_checkpoint, safetensors, token_ids, weights
+from made_peft import ALPHA, RANK, make_peft, pairs
+from raw_logits import read
+
+from edgeinfer.errors import ConfigError, ConversionError, UsageError
+from edgeinfer.models import adapters, store
+from edgeinfer.models.adapters import merge_model, pull_adapter
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.remove import remove
+from edgeinfer.runtime.options import Adapter, LoadOptions
+from edgeinfer.settings.load_options import LORA, adapters_of
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+BASES = {
+    "llama3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
+    "qwen3": ATTENTION,
+    "gptneox": ("query_key_value", "dense"),
+    "falcon40b": ("query_key_value",),
+}
+
+
+def pulled_base(name, tmp_path) -> None:
+    pull(
+        str(make_checkpoint(name, tmp_path / "base")), options=PullOptions(name="base", quantize="F32")
+    )
+
+
+def with_adapter_added(name, folder, factor):
+    """The checkpoint with factor * B @ A added, as its makers' own tools would."""
+    make_checkpoint(name, folder)
+    tensors = {one: weights(one, tuple(shape)) for one, shape in golden(name)["tensors"].items()}
+    for module, (a, b) in pairs(name, BASES[name]).items():
+        added = factor * (b.astype(np.float64) @ a.astype(np.float64))
+        tensors[f"{module}.weight"] = (tensors[f"{module}.weight"] + added).astype(np.float32)
+    (folder / "model.safetensors").write_bytes(safetensors(tensors))
+    return folder
+
+
+def gap(ours, theirs) -> float:
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_applied_merged_and_added_to_the_checkpoint_are_one_model(name, tmp_path) -> None:
+    """Whatever order llama.cpp keeps the family's rows in."""
+    pulled_base(name, tmp_path)
+    pull_adapter(str(make_peft(tmp_path / "red", name, BASES[name])), "base")
+    merged = merge_model("base", "red:0.5", "merged")
+    added = pull(
+        str(with_adapter_added(name, tmp_path / "added", 0.5 * ALPHA / RANK)),
+        options=PullOptions(quantize="F32"),
+    )
+    base = store.find_pulled("base").paths[0]
+    plain = read(base, token_ids())
+    applied = read(base, token_ids(), adapters={adapters.place("red"): 0.5})
+    in_weights = read(merged.paths[0], token_ids())
+    assert gap(applied, in_weights) < 1e-5
+    assert gap(in_weights, read(added.paths[0], token_ids())) < 1e-5
+    assert gap(plain, in_weights) > 0.01
+
+
+def tensor_of(path, name):
+    reader = gguf_package.GGUFReader(path)
+    tensor = next(one for one in reader.tensors if one.name == name)
+    return tensor.tensor_type.name, gguf_package.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def test_merging_is_what_float64_makes_of_it_and_leaves_the_rest_alone(tmp_path) -> None:
+    pulled_base("qwen3", tmp_path)
+    pull_adapter(str(make_peft(tmp_path / "red", "qwen3", ("o_proj",), use_rslora=True)), "base")
+    merged = merge_model("base", "red:-0.25", "merged")
+    base = store.find_pulled("base").paths[0]
+    kind, found = tensor_of(merged.paths[0], "blk.1.attn_output.weight")
+    _, before = tensor_of(base, "blk.1.attn_output.weight")
+    a, b = pairs("qwen3", ("o_proj",))["model.layers.1.self_attn.o_proj"]
+    meant = before.astype(np.float64) - 0.25 * ALPHA / np.sqrt(RANK) * (b.astype(np.float64) @ a)
+    assert kind == "F32"
+    assert np.abs(found - meant).max() < 1e-6
+    other = "blk.1.attn_q.weight"
+    assert np.array_equal(tensor_of(merged.paths[0], other)[1], tensor_of(base, other)[1])
+
+
+def test_a_quantized_base_keeps_its_types_or_takes_the_one_that_is_named(tmp_path) -> None:
+    folder = str(make_checkpoint("qwen3", tmp_path / "base"))
+    pull(folder, options=PullOptions(name="base", quantize="Q8_0"))
+    peft = make_peft(tmp_path / "red", "qwen3", ("q_proj",))
+    merged = merge_model("base", str(peft), "merged")  # straight from PEFT's folder
+    assert tensor_of(merged.paths[0], "blk.0.attn_q.weight")[0] == "Q8_0"
+    assert merge_model("base", str(peft), "small", "q4_0").quantization == "Q4_0"
+    assert adapters.list_adapters() == []
+
+
+def test_a_pulled_adapter_is_listed_named_and_removed(tmp_path) -> None:
+    pulled_base("qwen3", tmp_path)
+    pull_adapter(str(make_peft(tmp_path / "Red-1.0", "qwen3", ATTENTION)), "base")
+    (one,) = adapters.list_adapters()
+    assert (one.name, one.base, one.n_tensors) == ("red-1.0", "base", 8)
+    path = LORA.parse("red-1.0:0.5").removesuffix(":0.5")
+    assert path == one.path
+    assert adapters_of(f"{path}:0.5") == {"red-1.0": (path, 0.5)}
+    remove("red-1.0")
+    assert adapters.list_adapters() == []
+
+
+def test_a_repository_with_an_adapter_is_pulled(server, hasty, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    pulled_base("qwen3", tmp_path)
+    folder = make_peft(tmp_path / "red", "qwen3", ATTENTION)
+    server.repos["someone/Red"] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    options = PullOptions(patience=hasty)
+    with pytest.raises(UsageError, match="holds a LoRA adapter"):
+        pull("someone/Red", options=options)
+    assert pull_adapter("someone/Red", "base", options=options).name == "someone.red"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"use_dora": True}, "is a DoRA"),
+        ({"peft_type": "IA3"}, "of the kind IA3"),
+        ({"bias": "all"}, "trains biases"),
+        ({"modules_to_save": ["lm_head"]}, r"replaces whole modules \(lm_head\)"),
+        ({"r": 0}, "of rank 0"),
+        ({"lora_alpha": 1e308}, "numbers that are none"),
+        ({"lora_alpha": "much"}, "cannot be converted: ValueError"),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused_by_name(config, words, tmp_path) -> None:
+    pulled_base("qwen3", tmp_path)
+    folder = make_peft(tmp_path / "red", "qwen3", ATTENTION, **config)
+    with pytest.raises(ConversionError, match=words):
+        pull_adapter(str(folder), "base")
+    assert adapters.list_adapters() == []
+
+
+def test_an_adapter_of_another_model_says_where_it_does_not_fit(tmp_path) -> None:
+    pulled_base("qwen3", tmp_path)
+    with pytest.raises(ConversionError, match="attn_q"):
+        pull_adapter(str(make_peft(tmp_path / "red", "llama3", ("q_proj",))), "base")
+
+
+def test_models_toml_names_adapters_which_who_asks_can_leave_out(user_models, tmp_path) -> None:
+    pulled_base("qwen3", tmp_path)
+    user_models(
+        '[models.base]\ntitle = "Base"\nsources = ["file:/x.gguf"]\n'
+        'lora = [{ name = "red", scale = 0.5 }, { path = "~/blue.gguf" }]\n'
+    )
+    files = store.model_files("base")
+    blue = os.path.expanduser("~/blue.gguf")
+    assert LoadOptions().adapters(files) == (
+        Adapter("red", str(adapters.place("red")), 0.5),
+        Adapter("blue", blue),
+    )
+    assert LoadOptions(lora="none").adapters(files) == ()
+    assert [one.name for one in LoadOptions(lora="/a/green.gguf").adapters(files)] == ["green"]
+
+
+def test_an_adapter_in_models_toml_has_one_place(user_models) -> None:
+    user_models('[models.x]\ntitle = "X"\nsources = ["a/b"]\nlora = [{ scale = 2.0 }]\n')
+    with pytest.raises(ConfigError, match="a path or a name"):
+        load_catalog()

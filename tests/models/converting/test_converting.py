@@ -1,0 +1,289 @@
+"""Checkpoints become GGUF files: logits as transformers', token ids as tokenizers', or a plain refusal."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import struct
+
+import gguf as gguf_package
+import numpy as np
+import pytest
+from made_checkpoints import (
+    GOLDEN,
+    KEPT,
+    golden,
+    make_checkpoint,
+    safetensors,
+    tiny_byte_level,
+    token_ids,
+    weights,
+)
+from nasty_strings import digest, nasty_strings
+from raw_logits import loaded, read
+
+from edgeinfer.errors import (
+    ConversionError,
+    InvalidGgufError,
+    ModelNotPulledError,
+    SourceNotFoundError,
+    UsageError,
+)
+from edgeinfer.models import gguf, store
+from edgeinfer.models.converting.convert import convert
+from edgeinfer.models.converting.families import FAMILIES
+from edgeinfer.models.progress import Job
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.runtime.vocab import Vocab
+
+MADE = sorted(path.stem for path in GOLDEN.glob("*.json"))
+TOKENIZERS = json.loads(gzip.decompress((GOLDEN / "tokenizers.json.gz").read_bytes()))
+REPO = "someone/Tiny-3.2-1B"
+
+
+@pytest.fixture(scope="module")
+def logits():
+    return np.load(GOLDEN / "logits.npz")
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_logits_are_those_of_transformers(name, logits, tmp_path) -> None:
+    """Both in float32. Where the activation is GELU, llama.cpp's is a table of half precision."""
+    folder = make_checkpoint(name, tmp_path / "made", shards=3)
+    convert(folder, tmp_path / "made.gguf", "F32", Job())
+    ours = read(tmp_path / "made.gguf", token_ids(), encoder="bert" in name)[list(KEPT)]
+    theirs = logits[name]
+    assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
+
+
+def test_every_family_of_the_table_is_made() -> None:
+    made = {golden(name)["config"]["architectures"][0] for name in MADE}
+    alike = {"RWForCausalLM", "MPTForCausalLM", "LLaMAForCausalLM"}
+    for family in FAMILIES:
+        assert made & set(family.checkpoints), family.title
+    assert not made - {word for family in FAMILIES for word in family.checkpoints} - alike
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_token_ids_are_those_of_tokenizers(name, tmp_path) -> None:
+    kept = TOKENIZERS[name]
+    folder = make_checkpoint("llama2", tmp_path / "made")
+    config = json.loads((folder / "config.json").read_text())
+    tokens = kept["tokenizer"]["model"]["vocab"]
+    config["vocab_size"] = n_vocab = len(tokens) + len(kept["tokenizer"]["added_tokens"])
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = golden("llama2")["tensors"]
+    for one in ("model.embed_tokens.weight", "lm_head.weight"):
+        shapes[one] = [n_vocab, shapes[one][1]]
+    tensors = {one: weights(one, tuple(shape)) for one, shape in shapes.items()}
+    (folder / "model.safetensors").write_bytes(safetensors(tensors))
+    (folder / "tokenizer.json").write_text(json.dumps(kept["tokenizer"]))
+    convert(folder, tmp_path / "made.gguf", "F16", Job())
+    with loaded(tmp_path / "made.gguf", vocab_only=True) as model:
+        vocab = Vocab(model)
+        texts = nasty_strings()
+        found = [digest(vocab.tokenize(text, parse_special=True)) for text in texts]
+    wrong = [
+        text for text, ours, theirs in zip(texts, found, kept["ids"], strict=True) if ours != theirs
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
+def test_values_are_kept_in_each_type(kind, tmp_path) -> None:
+    """A tensor that is not reordered, against the values that were written."""
+    folder = make_checkpoint("qwen2", tmp_path / "made", bf16=True)
+    convert(folder, tmp_path / "made.gguf", kind, Job())
+    reader = gguf_package.GGUFReader(tmp_path / "made.gguf")
+    tensor = next(one for one in reader.tensors if one.name == "blk.1.ffn_up.weight")
+    assert tensor.tensor_type.name == kind
+    found = gguf_package.quants.dequantize(tensor.data, tensor.tensor_type)
+    meant = weights("model.layers.1.mlp.up_proj.weight", (48, 32))
+    step = np.abs(meant).max() / 127 if kind == "Q8_0" else 0
+    assert np.abs(found - meant).max() <= step
+    assert gguf.check(tmp_path / "made.gguf").quantization == kind
+
+
+def test_a_repository_is_pulled_and_stored_in_the_type_that_is_named(
+    server, hasty, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    folder = make_checkpoint("llama3", tmp_path / "made", shards=2, bf16=True)
+    server.repos[REPO] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    options = PullOptions(patience=hasty)
+    record = pull(f"{REPO}:Q8_0", options=options)
+    assert (record.name, record.quantization) == ("someone.tiny-3.2-1b-q8_0", "Q8_0")
+    assert store.model_files(f"{REPO}:Q8_0").paths == tuple(map(str, record.paths))
+    assert pull(REPO, options=options).requantized_from == "BF16"  # Q4_K_M, by llama.cpp's quantizer
+    asked = len(server.seen)
+    assert pull(f"{REPO}:Q8_0", options=options) == record
+    assert len(server.seen) == asked
+
+
+def test_a_repository_that_lacks_a_shard_says_which(server, hasty, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    folder = make_checkpoint("llama3", tmp_path / "made", shards=3)
+    server.repos[REPO] = {
+        path.name: path.read_bytes() for path in folder.iterdir() if "00002-of" not in path.name
+    }
+    with pytest.raises(SourceNotFoundError, match="model-00002-of-00003"):
+        pull(REPO, options=PullOptions(patience=hasty))
+    assert store.list_pulled() == []
+
+
+def test_a_folder_is_pulled_under_its_name_and_left_as_it_is(tmp_path) -> None:
+    folder = make_checkpoint("llama3", tmp_path / "My-Model-1.5", bf16=True)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    with pytest.raises(ModelNotPulledError, match="is a folder"):
+        store.model_files(str(folder))
+    record = pull(str(folder))
+    assert (record.name, record.quantization, record.in_place) == ("my-model-1.5", "BF16", False)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def config_with(folder, **changes) -> None:
+    place = folder / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | changes))
+
+
+def without_a_shard(folder) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def with_a_lying_index(folder) -> None:
+    place = folder / "model.safetensors.index.json"
+    index = json.loads(place.read_text())
+    index["weight_map"]["model.norm.weight"] = "model-00002-of-00002.safetensors"
+    index["weight_map"]["model.embed_tokens.weight"] = "model-00002-of-00002.safetensors"
+    place.write_text(json.dumps(index))
+
+
+def with_a_torn_shard(folder) -> None:
+    place = folder / "model-00001-of-00002.safetensors"
+    place.write_bytes(place.read_bytes()[:-100])
+
+
+def with_a_header_beyond_the_file(folder) -> None:
+    (folder / "model-00001-of-00002.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+
+
+def with_a_tensor_too_many(folder) -> None:
+    extra = {"model.layers.0.self_attn.novelty.weight": weights("x", (4, 4))}
+    (folder / "model.safetensors.index.json").unlink()
+    for place in folder.glob("*.safetensors"):
+        place.unlink()
+    kept = golden("llama3")["tensors"]
+    tensors = {name: weights(name, tuple(shape)) for name, shape in kept.items()}
+    (folder / "model.safetensors").write_bytes(safetensors(tensors | extra))
+
+
+def with_pickles(folder) -> None:
+    for place in folder.glob("*.safetensors*"):
+        place.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+
+
+def with_other_splits(folder) -> None:
+    tokenizer = tiny_byte_level()
+    tokenizer["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "x+"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def with_deep_json(folder, name) -> None:
+    (folder / name).write_bytes(b'{"a":' + b"[" * 100_000)
+
+
+def with_a_deep_header(folder) -> None:
+    header = b'{"a":' + b"[" * 100_000
+    (folder / "model-00001-of-00002.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def with_tensor_of(folder, **entry) -> None:
+    """A shard whose header says `entry` of a tensor that has the bytes of another."""
+    whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = json.dumps({"a": whole, "b": whole | entry}).encode()
+    (folder / "model-00001-of-00002.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(64)
+    )
+
+
+def with_torn_merges(folder) -> None:
+    tokenizer = tiny_byte_level()
+    tokenizer["model"]["merges"] = [["a"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def with_a_pipe_for_config(folder) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+REFUSED = {
+    "config.json cannot be read": lambda folder: with_deep_json(folder, "config.json"),
+    "tokenizer.json cannot be read": lambda folder: with_deep_json(folder, "tokenizer.json"),
+    "not a valid safetensors file: its header": with_a_deep_header,
+    "a and b overlap": lambda folder: with_tensor_of(folder, data_offsets=[4, 12]),
+    "cannot be converted: ValueError": with_torn_merges,
+    "float too large": lambda folder: config_with(folder, rope_parameters={"rope_theta": 1e308}),
+    "of -1 each": lambda folder: config_with(folder, head_dim=-1),
+    ", 0 of them for keys": lambda folder: config_with(folder, num_key_value_heads=0),
+    f"no vocab_size between 1 and .*: {1 << 40}": lambda folder: config_with(
+        folder, vocab_size=1 << 40
+    ),
+    "says 129 tokens, the embedding has 128 rows": lambda folder: config_with(folder, vocab_size=129),
+    "lacks 1 of the 2 shards its index names: model-00002": without_a_shard,
+    "says model.embed_tokens.weight is in model-00002": with_a_lying_index,
+    "bytes past the end of the file": with_a_torn_shard,
+    "its header would be": with_a_header_beyond_the_file,
+    "novelty.weight has no place in llama.cpp's llama": with_a_tensor_too_many,
+    "can run any program": with_pickles,
+    "splits texts in a way that llama.cpp has no name for: 'x\\+'": with_other_splits,
+    "architecture NovelForCausalLM, which is not converted; known: LlamaForCausalLM": lambda folder: (
+        config_with(folder, architectures=["NovelForCausalLM"])
+    ),
+    "quantized with GPTQ": lambda folder: config_with(
+        folder, quantization_config={"quant_method": "gptq", "bits": 4}
+    ),
+    "quantized with AWQ": lambda folder: config_with(
+        folder, quantization_config={"quant_method": "awq", "bits": 4}
+    ),
+    "with the activation 'relu'": lambda folder: config_with(folder, hidden_act="relu"),
+    "rope scaling 'novel'": lambda folder: config_with(folder, rope_parameters={"rope_type": "novel"}),
+    "has no num_hidden_layers": lambda folder: config_with(folder, num_hidden_layers=None),
+    "says 64 tokens, the embedding": lambda folder: config_with(folder, vocab_size=64),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_converted_is_refused_and_leaves_nothing(words, tmp_path) -> None:
+    folder = make_checkpoint("llama3", tmp_path / "made", shards=2)
+    REFUSED[words](folder)
+    with pytest.raises(ConversionError, match=words):
+        pull(str(folder))
+    assert store.list_pulled() == []
+    assert not list((tmp_path / "made").glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("magic", "words"), [(b"tjgg", "of the time before GGUF"), (b"PK\x03\x04", "archive of pickles")]
+)
+def test_other_programs_files_are_called_what_they_are(magic, words, tmp_path) -> None:
+    place = tmp_path / "old.bin"
+    place.write_bytes(magic + bytes(100))
+    with pytest.raises(InvalidGgufError, match=words) as caught:
+        pull(f"file:{place}")
+    assert caught.value.hint is not None
+    assert "edgeinfer pull" in caught.value.hint
+
+
+def test_a_file_of_weights_alone_names_its_folder(tmp_path) -> None:
+    folder = make_checkpoint("llama3", tmp_path / "made")
+    with pytest.raises(UsageError, match="weights alone") as caught:
+        pull(str(folder / "model.safetensors"))
+    assert str(folder) in caught.value.hint

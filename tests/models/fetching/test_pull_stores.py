@@ -1,0 +1,329 @@
+"""Models from object stores and registries: real servers, and the same promises as from the web."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import pytest
+from made_checkpoints import make_checkpoint
+from made_gguf import entry, model_entries
+from stores_here import docker_registry, moto, push, registry_program
+
+from edgeinfer.errors import (
+    AuthenticationError,
+    ChecksumError,
+    DownloadError,
+    InvalidGgufError,
+    SourceNotFoundError,
+    UsageError,
+)
+from edgeinfer.models import names, sources, store
+from edgeinfer.models.fetching import s3, spans
+from edgeinfer.models.progress import PullProgress
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.system import paths
+
+from ...conftest import BUILD_CACHE
+
+OLLAMA = "application/vnd.ollama.image.model"
+DOCKER = "application/vnd.docker.ai.gguf.v3"
+BCRYPT = "user:$2y$05$QZmYf2zVtmXSBl/sFnEcQOl2/TVD7Tm1pw.M1IFXzgAkQJl5n0oNO\n"
+
+
+@pytest.fixture
+def body(make_gguf) -> bytes:
+    return make_gguf(tensors=[("token_embd.weight", 1 << 20)])
+
+
+@pytest.fixture
+def options(hasty) -> PullOptions:
+    return PullOptions(name="tiny", patience=msgspec.structs.replace(hasty, parallel_bytes=1 << 20))
+
+
+@pytest.fixture
+def store_settings(monkeypatch) -> None:
+    """What a person's environment says, and no question to a cloud's metadata service."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": "/nonexistent",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def s3_url() -> Iterator[str]:
+    with moto() as url:
+        yield url
+
+
+@pytest.fixture
+def bucket(s3_url, store_settings, monkeypatch):
+    """Put objects into a bucket of the S3 server, which the environment names."""
+    import botocore.session
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url)
+    client = botocore.session.get_session().create_client("s3", region_name="us-east-1")
+    client.create_bucket(Bucket="models")
+
+    def put(key: str, content: bytes, **more: str) -> None:
+        client.put_object(Bucket="models", Key=key, Body=content, **more)
+
+    return put
+
+
+def is_right(body: bytes, source: str) -> bool:
+    record = store.find_pulled("tiny")
+    return record is not None and record.paths[0].read_bytes() == body and record.source == source
+
+
+def test_an_object_of_s3(bucket, body, options, monkeypatch) -> None:
+    bucket("a/tiny.gguf", body, ChecksumAlgorithm="SHA256", ACL="public-read")
+    bucket("a/private.gguf", body)
+    [remote] = s3.resolve(sources.StoredObject("models", "a/tiny.gguf"))
+    assert remote.sha256 == hashlib.sha256(body).hexdigest()
+    pull("s3://models/a/tiny.gguf", options=options)
+    assert is_right(body, "s3://models/a/tiny.gguf")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    [remote] = s3.resolve(sources.StoredObject("models", "a/tiny.gguf"))
+    assert "Signature" not in remote.url, "without credentials it is asked for anonymously"
+    pull("s3://models/a/tiny.gguf", options=msgspec.structs.replace(options, again=True))
+    with pytest.raises(AuthenticationError):
+        pull("s3://models/a/private.gguf", options=msgspec.structs.replace(options, name="other"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.raises(SourceNotFoundError):
+        pull("s3://models/a/other.gguf", options=msgspec.structs.replace(options, name="other"))
+
+
+def test_a_checkpoint_of_s3(bucket, options, tmp_path) -> None:
+    folder = make_checkpoint("llama3", tmp_path / "made", shards=2)
+    for path in folder.iterdir():
+        bucket(f"deep/tiny/{path.name}", path.read_bytes())
+    bucket("empty/readme.md", b"nothing")
+    record = pull("s3://models/deep/tiny/", options=options)
+    assert (record.architecture, record.source) == ("llama", "s3://models/deep/tiny/")
+    assert record.n_params > 1000
+    with pytest.raises(SourceNotFoundError, match=r"config\.json"):
+        pull("s3://models/empty/", options=msgspec.structs.replace(options, name="other"))
+
+
+def test_googles_buckets_at_their_s3_endpoint(bucket, s3_url, body, options, monkeypatch) -> None:
+    bucket("tiny.gguf", body)
+    monkeypatch.setattr(s3, "_GOOGLE", s3_url)
+    pull("gs://models/tiny.gguf", options=options)
+    assert is_right(body, "gs://models/tiny.gguf")
+
+
+def test_a_signed_address_is_named_without_its_signature(bucket, body, options) -> None:
+    bucket("tiny.gguf", body)
+    [remote] = s3.resolve(sources.StoredObject("models", "tiny.gguf"))
+    pull(remote.url, options=options)
+    record = store.find_pulled("tiny")
+    assert record is not None
+    assert record.source == remote.url.partition("?")[0]
+    assert b"ignature" not in (record.folder / store.RECORD).read_bytes()
+    assert store.find_pulled(remote.url) is not None
+
+
+def test_an_object_whose_store_fails(server, store_settings, monkeypatch, body, options, fault) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    server.files["/models/tiny.gguf"] = body
+    server.faults.extend(fault(cut_after=50_000 * i) for i in range(10))
+    server.faults.append(fault(status=403))  # an address that has run out: another is signed
+    pull("s3://models/tiny.gguf", options=options)
+    assert is_right(body, "s3://models/tiny.gguf")
+
+    again = msgspec.structs.replace(options, again=True)
+    part = paths.models_dir() / ".partial/tiny/tiny.gguf.part"
+    server.faults.extend(fault(cut_after=100_000) for _ in range(8))
+    server.always = fault(status=403)
+    with pytest.raises(AuthenticationError):
+        pull("s3://models/tiny.gguf", options=again)
+    assert not part.exists(), "it is asked for before anything is fetched"
+    server.always = fault(extra_length=-8)
+    server.faults.clear()
+    with pytest.raises((ChecksumError, InvalidGgufError, DownloadError)):
+        pull("s3://models/tiny.gguf", options=again)
+    assert is_right(body, "s3://models/tiny.gguf")
+
+
+def test_an_object_that_changes_while_its_parts_come_slowly(
+    server, store_settings, monkeypatch, make_gguf, options, fault
+) -> None:
+    """The parts of two objects are never one file; a slow part is helped by the quick ones."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    before, after = (make_gguf(tensors=[("token_embd.weight", 2 << 20)], seed=n) for n in (0, 1))
+    server.files["/models/tiny.gguf"] = before
+    server.always = fault(pace=1 << 12)
+    changing = threading.Event()
+
+    def change(now: PullProgress) -> None:
+        if now.stage == "downloading" and now.done_bytes > 1 << 20 and not changing.is_set():
+            changing.set()
+            server.files["/models/tiny.gguf"] = after
+            server.always = fault()
+            server.faults.extend(fault(pace=1024) for _ in range(3))
+            server.drop_all()
+
+    pull("s3://models/tiny.gguf", change, options=options)
+    assert changing.is_set()
+    assert is_right(after, "s3://models/tiny.gguf")
+
+
+def test_an_object_is_continued_after_kill_9(
+    server, store_settings, monkeypatch, make_gguf, start_cli, fault
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    body = make_gguf(tensors=[("token_embd.weight", 6 << 20)])
+    server.files["/models/tiny.gguf"] = body
+    server.always = fault(pace=1 << 14)
+    process = start_cli("pull", "s3://models/tiny.gguf", "--name", "tiny")
+    server.wait_served(3 << 20)
+    process.kill()
+    process.wait()
+    part = paths.models_dir() / ".partial/tiny/tiny.gguf.part"
+    kept = spans.fetched_bytes(part)
+    assert kept > 1 << 20
+    server.always = fault()
+    server.served = 0
+    process = start_cli("pull", "s3://models/tiny.gguf", "--name", "tiny", "--json")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert json.loads(out)["result"]["size_bytes"] == len(body)
+    assert is_right(body, "s3://models/tiny.gguf")
+
+
+@pytest.fixture
+def registry(tmp_path) -> Iterator[str]:
+    program = registry_program(BUILD_CACHE)
+    if program is None:
+        pytest.skip("docker-registry is missing: tools/setup.sh test")
+    with docker_registry(program, tmp_path) as address:
+        yield address
+
+
+@pytest.mark.parametrize("kind", [OLLAMA, DOCKER])
+def test_an_artefact_of_a_registry(registry, body, options, kind) -> None:
+    others = [("application/vnd.ollama.image.params", b"{}"), ("text/plain", b"a licence")]
+    digest = push(registry, "library/tiny", "1b", [others[0], (kind, body), others[1]])
+    seen: list[PullProgress] = []
+    pull(f"oci://{registry}/library/tiny:1b", seen.append, options=options)
+    assert is_right(body, f"oci://{registry}/library/tiny:1b")
+    by_digest = f"oci://{registry}/library/tiny@{digest}"
+    pull(by_digest, options=msgspec.structs.replace(options, again=True))
+    assert is_right(body, by_digest)
+    with pytest.raises(SourceNotFoundError, match="no such artefact"):
+        pull(f"oci://{registry}/library/tiny:7b", options=msgspec.structs.replace(options, name="x"))
+
+
+def test_an_artefact_of_several_files_and_one_without(registry, make_gguf, options) -> None:
+    two = entry("split.count", 2, struct.pack("<H", 2))
+    parts = [
+        make_gguf(
+            [*model_entries(), entry("split.no", 2, struct.pack("<H", i)), two],
+            tensors=[(f"blk.{i}.weight", 20_000)],
+            seed=i,
+        )
+        for i in range(2)
+    ]
+    push(registry, "ai/tiny", "latest", [(DOCKER, part) for part in parts])
+    record = pull(f"oci://{registry}/ai/tiny", options=options)
+    assert [path.read_bytes() for path in record.paths] == parts
+    push(registry, "ai/none", "latest", [("application/vnd.docker.ai.safetensors", b"x")])
+    with pytest.raises(SourceNotFoundError, match="safetensors"):
+        pull(f"oci://{registry}/ai/none", options=msgspec.structs.replace(options, name="x"))
+
+
+class TokenRegistry(BaseHTTPRequestHandler):
+    """A registry that gives a token to whoever has logged in, and takes each token three times."""
+
+    protocol_version = "HTTP/1.1"
+    blob = b""
+    login = "Basic " + base64.b64encode(b"user:word").decode()
+    tokens: ClassVar[dict[str, int]] = {}
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/token?"):
+            assert "service=here" in self.path
+            self.answer(200 if self.headers["Authorization"] == self.login else 401, self.token())
+            return
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.tokens.get(token, 0) < 1:
+            host = self.headers["Host"]
+            self.answer(401, b"", f'Bearer realm="http://{host}/token",service="here",scope="pull"')
+            return
+        self.tokens[token] -= 1
+        digest = f"sha256:{hashlib.sha256(self.blob).hexdigest()}"
+        layer = {"mediaType": OLLAMA, "digest": digest, "size": len(self.blob)}
+        if "/manifests/" in self.path:
+            self.answer(200, json.dumps({"schemaVersion": 2, "layers": [layer]}).encode())
+        else:
+            start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
+            self.answer(206, self.blob[start:], first=start, cut=200_000)
+
+    def token(self) -> bytes:
+        name = f"token{len(self.tokens)}"
+        self.tokens[name] = 3
+        return json.dumps({"token": name}).encode()
+
+    def answer(
+        self, status: int, body: bytes, challenge: str = "", first: int = 0, cut: int = 1 << 30
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("WWW-Authenticate", challenge)
+        if status == 206:
+            whole = len(self.blob)
+            self.send_header("Content-Range", f"bytes {first}-{whole - 1}/{whole}")
+        self.end_headers()
+        self.wfile.write(body[:cut])
+        self.close_connection = len(body) > cut
+
+
+def test_tokens_of_a_registry_are_asked_for_again(body, hasty, tmp_path, monkeypatch) -> None:
+    tokens: dict[str, int] = {}
+    handler = type("Handler", (TokenRegistry,), {"blob": body, "tokens": tokens})
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        address = f"127.0.0.1:{httpd.server_port}"
+        source, wish = f"oci://{address}/tiny:1b", PullOptions(name="tiny", patience=hasty)
+        with pytest.raises(AuthenticationError):
+            pull(source, options=wish)
+        auth = base64.b64encode(b"user:word").decode()
+        (tmp_path / "config.json").write_text(json.dumps({"auths": {address: {"auth": auth}}}))
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+        pull(source, options=wish)
+        assert is_right(body, source)
+        assert len(tokens) > 3
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+        thread.join()
+
+
+def test_names_of_stores() -> None:
+    parsed = sources.parse("oci://registry.ollama.ai/library/llama3.2:1b")
+    assert parsed == sources.OciArtifact("registry.ollama.ai", "library/llama3.2", "1b")
+    assert str(sources.parse("oci://docker.io/ai/smollm2")) == "oci://docker.io/ai/smollm2:latest"
+    assert str(sources.parse("gs://bucket/a/b.gguf")) == "gs://bucket/a/b.gguf"
+    for bad in ("s3://bucket", "s3://bucket/../x.gguf", "oci://here", "oci://h/Name:x", "gs:x"):
+        with pytest.raises(UsageError):
+            sources.parse(bad)
+    assert not names.is_path("s3://bucket/x.gguf") or Path("s3:").exists()

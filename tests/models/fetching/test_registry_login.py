@@ -1,0 +1,110 @@
+"""What a login for a registry is sent to: the registry, and nobody else, and never in the open."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+
+import httpx2
+import pytest
+
+from edgeinfer.errors import DownloadError, OfflineError
+from edgeinfer.models.sources import OciArtifact
+from edgeinfer.snapshots.transfer.registry import RegistryStore, opened
+
+LOGIN = base64.b64encode(b"me:pass").decode()
+SOURCE = OciArtifact("registry.example.org", "people/small", "a")
+Answer = Callable[[httpx2.Request], httpx2.Response]
+
+
+@pytest.fixture(autouse=True)
+def _logged_in(tmp_path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {SOURCE.registry: {"auth": LOGIN}}}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+
+
+def sent(answer: Answer) -> list[tuple[str, str]]:
+    """(scheme and host, Authorization) of each request of an upload to a registry that answers so."""
+    seen = []
+
+    def handle(request: httpx2.Request) -> httpx2.Response:
+        place = f"{request.url.scheme}://{request.url.host}"
+        seen.append((place, request.headers.get("Authorization", "")))
+        return answer(request)
+
+    with httpx2.Client(transport=httpx2.MockTransport(handle), follow_redirects=True) as client:
+        try:
+            RegistryStore(SOURCE, client).put("sha256:" + "0" * 64, 3, iter([b"abc"]))
+        except DownloadError as error:
+            seen.append(("refused", error.message))
+    return seen
+
+
+def registry(location: str, challenge: str = "Basic") -> Answer:
+    """Answer uploads with `location`, and whoever has no login with a challenge."""
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if "/token" in request.url.path:
+            return httpx2.Response(200, json={"token": "given"})
+        if request.method == "PUT":
+            return httpx2.Response(201)
+        if "Authorization" not in request.headers:
+            return httpx2.Response(401, headers={"WWW-Authenticate": challenge})
+        return httpx2.Response(202, headers={"Location": location})
+
+    return answer
+
+
+def test_upload_at_the_registry_is_logged_in() -> None:
+    assert sent(registry("/v2/uploads/1"))[-1] == ("https://registry.example.org", f"Basic {LOGIN}")
+
+
+def test_upload_at_another_host_carries_no_login() -> None:
+    assert sent(registry("https://store.example.net/uploads/1"))[-1] == (
+        "https://store.example.net",
+        "",
+    )
+
+
+def test_another_host_cannot_ask_for_the_login() -> None:
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.url.host == "store.example.net":
+            return httpx2.Response(401, headers={"WWW-Authenticate": "Basic"})
+        return registry("https://store.example.net/uploads/1")(request)
+
+    assert [login for place, login in sent(answer) if place.endswith("store.example.net")] == [""]
+
+
+def test_upload_in_the_open_is_refused() -> None:
+    *asked, refusal = sent(registry("http://registry.example.org/uploads/1"))
+    assert "redirects to an unencrypted address" in refusal[1]
+    assert {place for place, _ in asked} == {"https://registry.example.org"}
+
+
+@pytest.mark.parametrize(
+    ("realm", "login"),
+    [
+        ("https://registry.example.org/token", f"Basic {LOGIN}"),
+        ("https://auth.example.org/token", f"Basic {LOGIN}"),
+        ("https://example.net/token", ""),
+    ],
+)
+def test_token_service_of_another_domain_sees_no_login(realm: str, login: str) -> None:
+    seen = sent(registry("/v2/uploads/1", f'Bearer realm="{realm}",service="here"'))
+    assert (realm.removesuffix("/token"), login) in seen
+    assert seen[-1] == ("https://registry.example.org", "Bearer given")
+
+
+def test_token_service_in_the_open_is_refused() -> None:
+    *asked, refusal = sent(
+        registry("/v2/uploads/1", 'Bearer realm="http://registry.example.org/token"')
+    )
+    assert "unencrypted login" in refusal[1]
+    assert len(asked) == 1
+
+
+def test_registry_is_not_opened_offline(monkeypatch) -> None:
+    monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
+    with pytest.raises(OfflineError, match="offline switch"), opened(SOURCE):
+        pass

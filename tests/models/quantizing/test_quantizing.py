@@ -1,0 +1,276 @@
+"""The quantizer's process on both real models, and everything that can go wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from made_models import make_llama
+
+from edgeinfer.cli import main
+from edgeinfer.errors import (
+    DiskFullError,
+    InterruptedByUser,
+    InvalidGgufError,
+    QuantizeError,
+    UsageError,
+)
+from edgeinfer.models import store
+from edgeinfer.models.ggml_types import FILE_TYPES
+from edgeinfer.models.gguf import check
+from edgeinfer.models.progress import Job, PullProgress
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.quantizing import children
+from edgeinfer.models.quantizing.quantize import quantize
+from edgeinfer.models.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, scored
+from edgeinfer.system import paths
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def smol(smollm2: Path) -> str:
+    return pull(str(smollm2), options=PullOptions(name="smol", in_place=True)).name
+
+
+@pytest.fixture
+def gemma(gemma3: Path) -> str:
+    return pull(str(gemma3), options=PullOptions(name="gemma", in_place=True)).name
+
+
+def generated(model: str) -> str:
+    """A few greedy tokens of the stored model, by the engine itself, in a process of its own."""
+    program = (
+        "from edgeinfer.models.store import model_files\n"
+        "from edgeinfer.runtime.engine import load_engine\n"
+        "from edgeinfer.runtime.options import LoadOptions\n"
+        "from edgeinfer.runtime.requests import GenerateRequest, Sampling\n"
+        "import sys\n"
+        "engine = load_engine(model_files(sys.argv[1]), LoadOptions(n_ctx=256, n_parallel=1), None)\n"
+        "request = GenerateRequest(prompt='The capital of France is', max_tokens=8, "
+        "sampling=Sampling(temperature=0))\n"
+        "print(''.join(getattr(event, 'text', '') for event in engine.submit(request)))\n"
+        "engine.close()\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, model], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout.strip()
+
+
+def test_smollm2_to_q2_k(smol: str) -> None:
+    """SmolLM2's rows of 576 are no multiple of 256: llama.cpp falls back for them, and the result still
+    works.
+    """
+    seen: list[PullProgress] = []
+    done = quantize(smol, "q2_k", seen.append, options=QuantizeOptions(score_tokens=160))
+    assert (done.model.name, done.before_type, done.twice) == ("smol:Q2_K", "Q4_1", True)
+    assert done.model.size_bytes < done.before_bytes
+    assert done.before_perplexity is not None
+    assert done.after_perplexity is not None
+    assert 10 < done.before_perplexity < done.after_perplexity < 10_000
+    assert done.n_scored_tokens == 160 - 1 - 32
+    tensors = [now for now in seen if now.stage == "quantizing" and now.total_bytes]
+    assert tensors[-1].done_bytes == tensors[-1].total_bytes == len(check(done.model.paths[0]).tensors)
+    assert generated("smol:Q2_K")
+    assert not list((paths.models_dir() / ".partial").iterdir())
+
+
+def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
+    done = quantize(gemma, "Q8_0", options=QuantizeOptions(perplexity=False))
+    assert done.model.quantization == "Q8_0"
+    assert done.before_perplexity is None
+    assert check(done.model.paths[0]).n_params == check(store.model_files(gemma).paths[0]).n_params
+    assert "capital" in generated("gemma:Q8_0")
+
+
+def test_a_catalogue_model_that_wants_quantizing(smollm2: Path, user_models) -> None:
+    user_models(
+        f'[models.small]\ntitle = "S"\nquantize = "Q4_0"\nsources = ["file:{smollm2}"]\nstop = '
+        f'["END"]\n'
+    )
+    record = pull("small")
+    assert (record.name, record.quantization, record.requantized_from) == ("small", "Q4_0", "Q4_1")
+    assert record.paths[0].name == "SmolLM2-135M-Instruct.Q4_1-Q4_0.gguf"
+    assert store.model_files("small").stop == ("END",)
+    assert not (paths.models_dir() / ".partial/small").exists()
+
+
+def test_quantize_writes_a_model_and_says_so(smol: str, capsys) -> None:
+    assert main(["quantize", smol, "q4_0", "--name", "small", "--no-perplexity", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)["result"]
+    assert (body["name"], body["type"], body["perplexity"]) == ("small", "Q4_0", None)
+    assert Path(body["path"]).stat().st_size == body["size_bytes"]
+
+
+@pytest.mark.parametrize("kind", sorted(NEEDS_IMATRIX))
+def test_types_that_need_an_importance_matrix_say_so(gemma: str, kind: str) -> None:
+    with pytest.raises(QuantizeError, match="importance matrix"):
+        quantize(gemma, kind, options=QuantizeOptions(perplexity=False))
+    assert store.find_pulled(f"gemma:{kind}") is None
+
+
+def importance(model: Path, place: Path, make_gguf, *, wrong: bool = False) -> str:
+    """An importance matrix that finds every value equally important."""
+    rows = {
+        t.name: t.shape[0]
+        for t in check(model).tensors
+        if len(t.shape) == 2 and t.name.startswith("blk.")
+    }
+    tensors = [
+        pair
+        for name, n in rows.items()
+        for pair in ((f"{name}.in_sum2", n), (f"{name}.counts", 24 if wrong else 8))
+    ]
+    content = bytearray(make_gguf(entries=[], tensors=tensors))
+    data = sum(4 * n for _, n in tensors)
+    content[-data:] = struct.pack("<f", 1.0) * (data // 4)
+    place.write_bytes(content)
+    return str(place)
+
+
+def test_an_importance_matrix_allows_them(gemma: str, gemma3: Path, tmp_path: Path, make_gguf) -> None:
+    matrix = importance(gemma3, tmp_path / "imatrix.gguf", make_gguf)
+    done = quantize(gemma, "Q2_K_S", options=QuantizeOptions(perplexity=False, imatrix=matrix))
+    assert "Q2_K" in {tensor.type for tensor in check(done.model.paths[0]).tensors}
+
+
+def test_what_is_no_importance_matrix(gemma: str, gemma3: Path, tmp_path: Path, make_gguf) -> None:
+    with pytest.raises(InvalidGgufError, match="no importance matrix"):
+        quantize(gemma, "IQ2_XXS", options=QuantizeOptions(imatrix=str(gemma3)))
+    wrong = importance(gemma3, tmp_path / "imatrix.gguf", make_gguf, wrong=True)
+    with pytest.raises(InvalidGgufError, match="do not fit"):
+        quantize(gemma, "IQ2_XXS", options=QuantizeOptions(imatrix=wrong))
+
+
+def test_every_type_is_offered(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["quantize", "--help"])
+    said = "".join(capsys.readouterr().out.split())
+    assert all(name in said for name in FILE_TYPES.values())
+
+
+def test_what_cannot_be(smol: str, smollm2: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no type of"):
+        quantize(smol, "Q9")
+    with pytest.raises(UsageError, match="over itself"):
+        quantize(smol, "Q4_0", options=QuantizeOptions(name="smol"))
+    with pytest.raises(UsageError, match="needs a name"):
+        quantize(str(smollm2), "Q4_0")
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF" + b"\xff" * 100)
+    with pytest.raises(InvalidGgufError):
+        quantize(str(bad), "Q4_0", options=QuantizeOptions(name="x"))
+
+
+def test_cancelling_leaves_nothing(gemma: str) -> None:
+    cancel = threading.Event()
+
+    def stop(now: PullProgress) -> None:
+        if now.stage == "quantizing":
+            cancel.set()
+
+    with pytest.raises(InterruptedByUser):
+        quantize(gemma, "Q8_0", stop, cancel)
+    assert store.find_pulled("gemma:Q8_0") is None
+    assert not list((paths.models_dir() / ".partial").rglob("*.part"))
+
+
+def test_a_report_that_raises_ends_the_process_before_the_file(gemma: str) -> None:
+    class Oops(Exception):
+        pass
+
+    def report(now: PullProgress) -> None:
+        if now.stage == "quantizing" and now.done_bytes:
+            raise Oops
+
+    with pytest.raises(Oops):
+        quantize(gemma, "Q8_0", report)
+    assert not list((paths.models_dir() / ".partial").rglob("*.part"))
+    assert store.find_pulled("gemma:Q8_0") is None
+
+
+def test_no_room(smol: str, monkeypatch) -> None:
+    monkeypatch.setattr(
+        children, "child_command", lambda module, *args: _with_a_full_disk(module, args)
+    )
+    with pytest.raises(DiskFullError, match="no room"):
+        quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
+    assert store.find_pulled("smol:Q4_0") is None
+
+
+def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
+    program = (
+        "import sys, runpy\n"
+        "from edgeinfer.system import disk\n"
+        "disk.free_bytes = lambda _: 0\n"
+        f"sys.argv = [{module!r}, *{list(args)!r}]\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
+    )
+    return [sys.executable, "-c", program]
+
+
+def test_a_quantizer_that_dies_takes_nobody_along(smol: str, monkeypatch) -> None:
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
+    monkeypatch.setattr(children, "child_command", lambda *_: [sys.executable, "-c", program])
+    with pytest.raises(QuantizeError, match="SIGABRT"):
+        quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
+    assert store.find_pulled("smol:Q4_0") is None
+
+
+def test_the_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> None:
+    wish = {"source": str(gemma3), "target": str(tmp_path / "x.gguf"), "ftype": 7, "threads": 1}
+    program = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-m', 'edgeinfer.runtime.helpers.quantizer', "
+        f"{json.dumps(wish)!r}],"
+        " stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    watched = os.pidfd_open(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    import select
+
+    assert select.select([watched], [], [], 10)[0], "the child outlived its parent"
+    os.close(watched)
+
+
+@pytest.mark.parametrize("limit", [0, 60_000])
+def test_quantizing_on_a_full_disk_says_so(limit: int, tmp_path: Path, start_cli) -> None:
+    """A file-size limit fails a write as a full disk does: of our own files, and of llama.cpp's."""
+    made = make_llama(tmp_path / "made.gguf")
+    before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
+    process = start_cli("quantize", str(made), "Q8_0", "--name", "eight", "--json", before=before)
+    out, err = process.communicate()
+    assert process.returncode == 6, err
+    assert json.loads(out)["error"]["code"] == "disk-full"
+    assert store.list_pulled() == []
+
+
+def test_perplexity_is_the_same_twice(smollm2: Path) -> None:
+    first, second = (scored(str(smollm2), Job(), QuantizeOptions(score_tokens=100)) for _ in range(2))
+    assert first["n_tokens"] == second["n_tokens"]
+    assert first["perplexity"] == pytest.approx(second["perplexity"], rel=1e-3)
+
+
+def test_perplexity_of_a_file_llama_cpp_refuses(tmp_path: Path, make_gguf) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(make_gguf())
+    with pytest.raises(QuantizeError, match="cannot be measured"):
+        scored(str(path), Job(), QuantizeOptions())

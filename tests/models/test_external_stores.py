@@ -1,0 +1,490 @@
+"""Models that Ollama, the Hugging Face cache and LM Studio keep: listed, checked, used, never written to.
+
+Each store is made by hand in its own layout, and broken in every way that a disk, a person or another
+program breaks one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, picture, sha
+from made_gguf import entry, gguf_bytes, model_entries, text
+
+from edgeinfer.cli import main
+from edgeinfer.commands.answering.serve import pulled_models
+from edgeinfer.errors import (
+    CatalogError,
+    ChecksumError,
+    ModelNotPulledError,
+    UnknownModelError,
+    UsageError,
+)
+from edgeinfer.models import store as own
+from edgeinfer.models.external_stores import model, stores
+from edgeinfer.snapshots.shelf.format import part_of, safe_name
+from edgeinfer.system import disk
+
+TINY = gguf_bytes()
+
+
+@pytest.fixture
+def home() -> Path:
+    return Path.home()
+
+
+@pytest.fixture(autouse=True)
+def _no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+
+
+@pytest.fixture(params=STORES, ids=lambda kind: kind.__name__)
+def kind(request) -> type[AnyStore]:
+    return request.param
+
+
+@pytest.fixture
+def made(kind, home: Path) -> AnyStore:
+    """A store with one model."""
+    return kind(home, TINY)
+
+
+def listed(capsys) -> dict:
+    assert main(["list", "--pulled", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["result"]
+
+
+def test_a_model_of_another_program_is_listed_shown_and_used_in_place(made, capsys) -> None:
+    before = picture(made.root)
+    (row,) = listed(capsys)["models"]
+    assert (row["name"], row["store"], row["quantization"]) == (made.name, made.program, "F32")
+    assert row["size_bytes"] == len(TINY)
+    assert main(["list", "--pulled"]) == 0
+    assert f"from {made.program}" in capsys.readouterr().out
+    assert main(["show", made.name, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["result"]
+    assert shown["files"][0]["path"] == str(made.file)
+    assert f"from {made.program}" in shown["notes"][0]
+    files = own.model_files(made.name)
+    assert (files.name, files.paths) == (made.name, (str(made.file),))
+    assert files.sha256 in ("", made.file.name.removeprefix("sha256-"))
+    assert own.is_model(made.name)
+    assert [model.name for model in pulled_models()()] == [made.name]
+    assert main(["pull", made.name]) == 0
+    assert "was already here" in capsys.readouterr().out
+    assert picture(made.root) == before
+
+
+def test_a_name_is_found_in_any_letter_case(made) -> None:
+    assert own.model_files(made.name.upper().replace("HF:", "hf:")).name == made.name
+
+
+def test_removing_is_its_owners(made, capsys) -> None:
+    before = picture(made.root)
+    assert main(["rm", made.name]) != 0
+    assert f"belongs to {made.program}" in capsys.readouterr().err
+    assert picture(made.root) == before
+
+
+def test_a_digest_is_checked_once_and_again_when_the_file_changed(home: Path, monkeypatch) -> None:
+    made = OllamaStore(home, TINY)
+    read = []
+
+    def counted(path: Path, progress: Callable[[int], None]) -> str:
+        read.append(path)
+        return disk.sha256_of(path, progress)
+
+    monkeypatch.setattr(model, "sha256_of", counted)
+    heard = []
+    own.model_files(made.name, heard=lambda stage, fraction: heard.append((stage, fraction)))
+    own.model_files(made.name)
+    assert len(read) == 1
+    assert heard[-1][1] == 1.0
+    assert "Ollama" in heard[-1][0]
+    made.file.write_bytes(gguf_bytes(seed=5))
+    with pytest.raises(ChecksumError, match=r"not .* as its name says"):
+        own.model_files(made.name)
+
+
+# --- broken
+
+Break = Callable[[AnyStore], None]
+BREAKS: dict[str, tuple[Break, str]] = {}
+
+
+def breaks(said: str) -> Callable[[Break], Break]:
+    """One way to break a store, and what is said of the model then."""
+
+    def add(how: Break) -> Break:
+        BREAKS[how.__name__] = (how, said)
+        return how
+
+    return add
+
+
+@breaks("is gone|is missing")
+def the_file_is_gone(made: AnyStore) -> None:
+    if isinstance(made, StudioFolder):  # where nothing else would tell of it
+        made.file.rename(made.repo / "tiny-F32-00001-of-00002.gguf")
+    else:
+        made.file.unlink()
+
+
+@breaks("it claims 2 tensors|bytes, and its manifest says")
+def the_header_is_cut_off(made: AnyStore) -> None:
+    made.file.write_bytes(TINY[:40])
+
+
+@breaks("cut off|needs .* bytes and")
+def a_truncated_file_under_its_own_digest(made: AnyStore) -> None:
+    made.replace(TINY[: len(TINY) - 40])
+
+
+@breaks("is empty|bytes, and its manifest says")
+def the_file_is_empty(made: AnyStore) -> None:
+    made.file.write_bytes(b"")
+
+
+@breaks("not a valid GGUF")
+def it_is_no_gguf(made: AnyStore) -> None:
+    made.replace(b"what is certainly no model, but as long as one may be")
+
+
+@breaks("claims .* layers|tensors|metadata")
+def a_hostile_header(made: AnyStore) -> None:
+    layers = entry("llama.block_count", 4, struct.pack("<I", 1 << 30))
+    made.replace(gguf_bytes([e for e in model_entries() if b"block_count" not in e] + [layers]))
+
+
+@breaks("is a folder")
+def a_folder_in_its_place(made: AnyStore) -> None:
+    made.file.unlink()
+    made.file.mkdir()
+
+
+@breaks("no ordinary file")
+def a_pipe_in_its_place(made: AnyStore) -> None:
+    made.file.unlink()
+    os.mkfifo(made.file)
+
+
+@breaks("outside")
+def a_link_out_of_the_store(made: AnyStore) -> None:
+    elsewhere = made.root.parent.parent / "elsewhere.gguf"
+    shutil.move(made.file, elsewhere)
+    made.file.symlink_to(elsewhere)
+
+
+@breaks("can't be read")
+def a_link_to_itself(made: AnyStore) -> None:
+    made.file.unlink()
+    made.file.symlink_to(made.file)
+
+
+@breaks("is gone")
+def a_dangling_link(made: AnyStore) -> None:
+    made.file.unlink()
+    made.file.symlink_to(made.root / "nowhere")
+
+
+@breaks("split|part|alone")
+def a_part_of_a_split_model_alone(made: AnyStore) -> None:
+    count = entry("split.count", 2, struct.pack("<H", 3)), entry("split.no", 2, struct.pack("<H", 1))
+    content = gguf_bytes([*model_entries(), *count])
+    if isinstance(made, OllamaStore):
+        made.replace(content)
+        return
+    made.link.unlink()
+    name = "tiny-F32-00002-of-00003.gguf"
+    if isinstance(made, HubCache):
+        made.add(name, content)
+    else:
+        (made.repo / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_broken_model_is_listed_with_what_to_do_and_never_written_to(made, how: str, capsys) -> None:
+    break_it, said = BREAKS[how]
+    break_it(made)
+    before = picture(made.root)
+    (row,) = listed(capsys)["unusable"]
+    assert (row["name"], row["store"]) == (made.name, made.program)
+    assert row["fix"]
+    assert main(["list"]) == 0
+    assert f"{made.name} can't be used: {row['problem']}" in capsys.readouterr().out
+    with pytest.raises(CatalogError, match=said):
+        own.model_files(made.name)
+    assert main(["run", made.name, "Hello"]) != 0
+    err = capsys.readouterr().err
+    assert "error:" in err
+    assert "Traceback" not in err
+    assert picture(made.root) == before
+
+
+def test_a_file_that_may_not_be_read(made, capsys) -> None:
+    made.file.chmod(0)
+    try:
+        found = listed(capsys)
+        if os.geteuid():
+            (row,) = found["unusable"]
+            assert "may not be read" in row["problem"]
+        else:
+            assert found["models"]
+    finally:
+        made.file.chmod(0o600)
+
+
+def test_a_folder_that_may_not_be_looked_into(made, capsys) -> None:
+    place = made.root / "manifests" if isinstance(made, OllamaStore) else made.root
+    place.chmod(0)
+    try:
+        found = listed(capsys)
+        if os.geteuid():
+            (row,) = found["unusable"]
+            assert row["name"].endswith("*")
+            assert "can't be looked into" in row["problem"]
+            with pytest.raises(ModelNotPulledError):
+                own.model_files(made.name)
+        else:
+            assert found["models"]
+    finally:
+        place.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("}{ garbage", "can't be understood"),
+        ('{"layers": 7}', "can't be understood"),
+        ("[" * 100_000, "can't be understood"),
+        ('{"layers": []}', "0 GGUF files"),
+        (" " * (2 << 20) + "{}", "are read at most"),
+    ],
+    ids=["garbage", "other-types", "deep", "no-model", "huge"],
+)
+def test_a_manifest_that_makes_no_sense(home: Path, content: str, said: str, capsys) -> None:
+    made = OllamaStore(home, TINY)
+    made.manifest.write_text(content)
+    before = picture(made.root)
+    assert said in listed(capsys)["unusable"][0]["problem"]
+    with pytest.raises(ModelNotPulledError, match=said):
+        own.model_files(made.name)
+    assert picture(made.root) == before
+
+
+@pytest.mark.parametrize(
+    "digest",
+    ["sha256:../../../../etc/passwd", "sha256:" + "A" * 64, "md5:00", "", "sha256:" + "0" * 63],
+)
+def test_a_digest_that_is_a_path_is_no_digest(home: Path, digest: str) -> None:
+    made = OllamaStore(home, TINY)
+    made.write_manifest(digest=digest)
+    with pytest.raises(ModelNotPulledError, match="no SHA-256"):
+        own.model_files(made.name)
+
+
+def test_wrong_bytes_of_the_right_length(home: Path) -> None:
+    for made in (OllamaStore(home, TINY), HubCache(home, TINY)):
+        made.file.write_bytes(gguf_bytes(seed=9))
+        before = picture(made.root)
+        with pytest.raises(ChecksumError, match="as its name says"):
+            own.model_files(made.name)
+        assert picture(made.root) == before
+
+
+def test_a_store_that_is_closed_or_none(home: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("no folder")
+    found = listed(capsys)
+    assert (found["models"], found["unusable"]) == ([], [])
+    with pytest.raises(ModelNotPulledError, match=r"Ollama has no llama3:8b in .*nowhere"):
+        own.model_files("ollama/llama3:8b")
+
+
+# --- names and layouts
+
+
+def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
+    made = OllamaStore(home, TINY)
+    for place in (
+        "registry.ollama.ai/library/big/latest",
+        "registry.ollama.ai/someone/tiny/q8_0",
+        "hf.co/someone/Tiny-GGUF/Q4_K_M",
+    ):
+        made.write_manifest(made.root / "manifests" / place)
+    names = {model.name for model in stores.search("ollama/")}
+    others = {"ollama/big", "ollama/someone/tiny:q8_0", "ollama/hf.co/someone/Tiny-GGUF:Q4_K_M"}
+    assert names == {"ollama/tiny:1b", *others}
+    assert own.model_files("ollama/big:latest").name == "ollama/big"
+    assert len({safe_name(name) for name in names}) == 4
+    assert part_of("Ollama/Big:latest") == part_of("ollama/big")
+
+
+def test_a_store_is_searched_again_only_when_something_in_it_has_changed(made, monkeypatch) -> None:
+    searches: list[str] = []
+    plain = stores.search
+
+    def counted(prefix=""):
+        searches.append(prefix)
+        return plain(prefix)
+
+    monkeypatch.setattr(stores, "search", counted)
+    watched = stores.Watched()
+    names = [[model.name for model in watched.usable()] for _ in range(3)]
+    assert names == [[made.name]] * 3
+    assert len(searches) == 1
+    made.file.unlink()
+    assert watched.usable() == []
+    assert watched.usable() == []
+    assert len(searches) == 2
+
+
+def test_a_bare_name_of_ollama_is_told_in_full(home: Path) -> None:
+    OllamaStore(home, TINY)
+    with pytest.raises(UsageError) as caught:
+        own.model_files("tiny:1b")
+    assert caught.value.hint == "did you mean ollama/tiny:1b?"
+    with pytest.raises(UnknownModelError):
+        own.model_files("tiny")
+
+
+def test_what_ollama_says_of_a_model_is_used_or_reported(home: Path, capsys) -> None:
+    params = {"stop": ["<|end|>"], "temperature": 0.5, "num_ctx": 4096, "top_k": -3, "seed": 1}
+    OllamaStore(
+        home,
+        TINY,
+        template="{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>{{ end }}",
+        system="Be brief.",
+        params=params,
+        license="MIT",
+        projector="pixels",
+    )
+    files = own.model_files("ollama/tiny:1b")
+    assert files.system_prompt == "Be brief."
+    assert files.stop == ("<|end|>",)
+    assert files.sampling.temperature == 0.5
+    assert "<|im_start|>" in (files.chat_template or "")
+    assert main(["show", "ollama/tiny:1b"]) == 0
+    out = capsys.readouterr().out
+    assert "template: recognised as ChatML's" in out
+    assert "not used: num_ctx 4096: --ctx says it" in out
+    assert "not used: top_k -3" in out
+    assert "not used: projector" in out
+
+
+def test_the_ggufs_own_template_is_used_before_ollamas(home: Path) -> None:
+    jinja = entry("tokenizer.chat_template", 8, text("{{ messages[0].content }}"))
+    OllamaStore(home, gguf_bytes([*model_entries(), jinja]), template="[INST] {{ .Prompt }} [/INST]")
+    assert own.model_files("ollama/tiny:1b").chat_template is None
+
+
+def test_an_adapter_of_ollamas_is_named_with_the_way_to_use_it(home: Path) -> None:
+    OllamaStore(home, TINY, adapter="lora")
+    with pytest.raises(ModelNotPulledError) as caught:
+        own.model_files("ollama/tiny:1b")
+    assert "--lora" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "variable", ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"]
+)
+def test_the_hubs_cache_is_where_its_variables_say(
+    home: Path, tmp_path: Path, variable: str, monkeypatch
+) -> None:
+    made = HubCache(home, TINY)
+    below = {"HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}.get(variable, "")
+    (tmp_path / "moved" / below).parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(made.root, tmp_path / "moved" / below)
+    assert stores.search() == []
+    monkeypatch.setenv(variable, str(tmp_path / "moved"))
+    assert [model.name for model in stores.usable()] == [made.name]
+
+
+def test_files_of_one_quantization_and_other_revisions_have_names_of_their_own(home: Path) -> None:
+    made = HubCache(home, TINY)
+    made.add("Q8/tiny-Q8_0.gguf", gguf_bytes(seed=1))
+    made.add("other-Q8_0.gguf", gguf_bytes(seed=2))
+    made.add("mmproj-tiny-F16.gguf", gguf_bytes(seed=3))
+    made.add("tiny-F32.gguf", gguf_bytes(seed=4), revision="b" * 40)
+    made.add("same-F16.gguf", TINY, revision="b" * 40)
+    assert {model.name for model in stores.search("hf:")} == {
+        made.name,
+        "hf:someone/Tiny-GGUF/Q8/tiny-Q8_0.gguf",
+        "hf:someone/Tiny-GGUF/other-Q8_0.gguf",
+        f"hf:someone/Tiny-GGUF@{'b' * 40}:F32",
+    }
+    assert own.model_files("someone/Tiny-GGUF:F32").name == made.name
+
+
+@pytest.mark.parametrize("kind", [HubCache, StudioFolder])
+def test_a_split_model_is_one_model(kind, home: Path) -> None:
+    count = entry("split.count", 2, struct.pack("<H", 2))
+    parts = [
+        gguf_bytes([*model_entries(), count, entry("split.no", 2, struct.pack("<H", n))])
+        for n in (0, 1)
+    ]
+    made = kind(home, *parts)
+    assert len(own.model_files(made.name).paths) == 2
+    made.link.unlink()
+    with pytest.raises(ModelNotPulledError, match=r"its part .* is missing"):
+        own.model_files(made.name)
+
+
+def test_lm_studio_says_where_its_models_are(home: Path, tmp_path: Path) -> None:
+    made = StudioFolder(home, TINY)
+    shutil.move(made.root, tmp_path / "models")
+    assert stores.search() == []
+    (home / ".lmstudio/settings.json").write_text(
+        json.dumps({"downloadsFolder": str(tmp_path / "models")})
+    )
+    assert own.model_files(made.name).paths[0].startswith(str(tmp_path))
+    for wrong in (
+        "[]",
+        "{",
+        json.dumps({"downloadsFolder": "/\0"}),
+        json.dumps({"downloadsFolder": 3}),
+    ):
+        (home / ".lmstudio/settings.json").write_text(wrong)
+        assert stores.search() == []
+
+
+def test_a_name_with_control_characters_reaches_no_terminal(home: Path, capsys) -> None:
+    made = StudioFolder(home, TINY)
+    made.file.rename(made.repo / "tiny\x1b[2J.gguf")
+    assert main(["list", "--pulled"]) == 0
+    assert "\x1b[2J" not in capsys.readouterr().out
+
+
+def test_a_model_of_ollamas_becomes_one_of_ours_by_a_name(home: Path, capsys) -> None:
+    made = OllamaStore(home, TINY)
+    before = picture(made.root)
+    assert main(["pull", made.name, "--name", "mine"]) == 0
+    assert picture(made.root) == before
+    copy = Path(own.model_files("mine").paths[0])
+    assert copy.read_bytes() == TINY
+    shutil.rmtree(made.root)
+    assert own.model_files("mine").sha256 == sha(TINY)
+
+
+# --- the first launch
+
+
+def test_who_has_no_model_of_ours_is_offered_what_is_here(made, capsys) -> None:
+    assert main(["run", "Hello"]) != 0
+    assert f"from {made.program}: `edgeinfer chat {made.name}`" in capsys.readouterr().err
+
+
+def test_each_layout_answers(kind, home: Path, smollm2: Path, capsys) -> None:
+    made = kind(home, smollm2.read_bytes())
+    before = picture(made.root)
+    name = next(iter(stores.usable())).name
+    assert main(["run", name, "Hello", "--max-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["usage"]["completion_tokens"] > 0
+    assert picture(made.root) == before

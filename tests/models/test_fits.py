@@ -1,0 +1,117 @@
+"""Which models suit a machine, as `list --fits` and the first run tell."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from edgeinfer.cli import main
+from edgeinfer.commands.catalog import list as list_verb
+from edgeinfer.models import fits
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.system.machine import Memory
+from edgeinfer.system.memory_rate import MemoryRate, read_memory_rate
+
+GB = 10**9
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Make this machine one of given memory and threads."""
+
+    def make(available_bytes: int, bytes_per_s: float, threads: int, busy: bool = False) -> None:
+        memory = Memory(total_bytes=available_bytes, available_bytes=available_bytes, reason="")
+        rate = MemoryRate(bytes_per_s, threads, busy)
+        for module in (fits, list_verb):
+            monkeypatch.setattr(module, "read_memory", lambda: memory)
+            monkeypatch.setattr(module, "read_memory_rate", lambda: rate)
+
+    return make
+
+
+def listed(capsys, *words: str) -> list[dict]:
+    assert main(["list", "--fits", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["result"]["models"]
+
+
+def test_memory_rate_is_measured_on_this_machine() -> None:
+    found = read_memory_rate()
+    assert found.bytes_per_s > 1e8
+    assert found.threads >= 1
+
+
+def test_groups_are_headed_and_in_order_of_use(machine, capsys) -> None:
+    machine(12 * GB, 40e9, 2, busy=True)
+    assert main(["list", "--fits"]) == 0
+    out = capsys.readouterr().out
+    heads = [line.partition(":")[0] for line in out.split("\n\n") for line in [line.splitlines()[0]]]
+    assert heads[1:-1] == [
+        "comfortable",
+        "slow",
+        "too big for the memory that is available",
+        "embedding and reranking",
+    ]
+    assert "the machine was busy" in out.splitlines()[-1]
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_embedding_models_are_not_ranked_by_how_fast_they_write(machine, capsys) -> None:
+    machine(12 * GB, 40e9, 2)
+    by_group: dict[str, list[str]] = {}
+    for model in listed(capsys):
+        by_group.setdefault(model["fit"]["group"], []).append(model["purpose"])
+    assert set(by_group["embedding"]) == {"embedding", "reranker"}
+    assert not {"embedding", "reranker"} & {*by_group["comfortable"], *by_group["slow"]}
+
+
+def test_quantization_and_size_are_of_what_pull_stores(machine, capsys) -> None:
+    machine(16 * GB, 40e9, 2)
+    by_name = {model["name"]: model for model in listed(capsys)}
+    assert by_name["qwen3-4b"]["quantization"] == "Q4_K_M"
+    assert 2.2 * GB < by_name["qwen3-4b"]["size_bytes"] < 2.8 * GB
+    assert by_name["gpt-oss-20b"]["quantization"] == "MXFP4_MOE"
+    assert by_name["gpt-oss-20b"]["fit"]["group"] != "too big"
+    assert by_name["gemma-3-270m"]["size_bytes"] == 253113024
+    assert not by_name["gemma-3-270m"]["size_is_estimate"]
+
+
+def test_mixture_is_as_fast_as_its_active_parameters(machine, capsys) -> None:
+    machine(64 * GB, 40e9, 2)
+    speed = {model["name"]: model["fit"]["tokens_per_s"] for model in listed(capsys, "instruct")}
+    assert speed["qwen3-30b-a3b-instruct-2507"] > speed["qwen3-4b-instruct-2507"]
+
+
+def test_list_estimates_the_size_of_every_model(capsys) -> None:
+    assert main(["list"]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert all("?" not in [cell.strip() for cell in row[:4]] for row in rows)
+    assert all(model.licence for model in load_catalog().models.values())
+
+
+@pytest.mark.parametrize(
+    ("available", "rate", "threads", "roles"),
+    [
+        (GB // 4, 10e9, 1, ["tiny"]),
+        (12 * GB, 40e9, 2, ["comfortable", "better", "tiny"]),
+        (64 * GB, 80e9, 16, ["comfortable", "better", "tiny"]),
+    ],
+)
+def test_first_run_offers_models_that_suit_the_machine(
+    machine, available, rate, threads, roles
+) -> None:
+    machine(available, rate, threads)
+    choices = fits.first_run_choices()
+    assert [one.role for one in choices] == roles
+    assert choices[-1].name == "smollm2-135m-instruct"
+    assert len({one.name for one in choices}) == len(choices)
+    for one in choices:
+        assert one.licence
+        assert one.why
+        assert one.role == "tiny" or fits.needed_bytes(one.size_bytes) <= available
+    assert all(one.tokens_per_s >= fits.READABLE_TOKENS_PER_S for one in choices)
+
+
+def test_offered_models_are_chat_models_of_the_catalogue() -> None:
+    catalog = load_catalog()
+    assert {catalog.models[name].purpose for name in fits._OFFERED} == {"chat"}

@@ -1,0 +1,78 @@
+"""The header reader on real files, with the gguf package as oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.errors import InvalidGgufError
+from edgeinfer.models.ggml_types import FILE_TYPES, TENSOR_TYPES
+from edgeinfer.models.gguf import ArrayInfo, check, read_header
+
+
+def test_smollm2_header(smollm2: Path) -> None:
+    header = check(smollm2)
+    assert (header.architecture, header.quantization, header.n_layer, header.n_ctx_train) == (
+        "llama",
+        "Q4_1",
+        30,
+        8192,
+    )
+    assert (header.n_params, header.n_vocab, header.n_embd) == (134_515_008, 49_152, 576)
+    assert header.file_bytes == smollm2.stat().st_size
+    assert header.split == (0, 1)
+    assert "assistant" in header.chat_template
+
+
+def test_gemma_header_steps_over_a_large_vocabulary(gemma3: Path) -> None:
+    header = check(gemma3)
+    assert header.metadata["tokenizer.ggml.tokens"] == ArrayInfo(8, 262_144)
+    assert header.n_vocab == 262_144
+    assert header.number("gemma3.attention.sliding_window") == 512
+    assert header.metadata["general.tags"] == ("gemma3", "gemma", "google", "text-generation")
+
+
+def test_tensors_agree_with_the_gguf_package(smollm2: Path) -> None:
+    from gguf import GGUFReader
+
+    ours = read_header(smollm2)
+    theirs = GGUFReader(smollm2)
+    assert [(t.name, t.type, t.shape, t.offset, t.size_bytes) for t in ours.tensors] == [
+        (t.name, t.tensor_type.name, tuple(map(int, t.shape)), int(t.data_offset), int(t.n_bytes))
+        for t in theirs.tensors
+    ]
+
+
+def test_tensor_types_agree_with_the_gguf_package() -> None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    for kind in GGMLQuantizationType:
+        ours = TENSOR_TYPES[kind.value]
+        assert ours.name == kind.name
+        if (
+            kind.name != "Q8_1"
+        ):  # the package counts two 32-bit floats a block; ggml's block_q8_1 has two halves
+            assert (ours.block, ours.bytes) == GGML_QUANT_SIZES[kind]
+
+
+def test_file_types_agree_with_llama_cpp() -> None:
+    import llama_cpp
+
+    prefix = "LLAMA_FTYPE_MOSTLY_"
+    theirs = {
+        value: name.removeprefix(prefix)
+        for name, value in vars(llama_cpp).items()
+        if name.startswith(prefix)
+    }
+    assert {0: "F32", **theirs} == FILE_TYPES
+
+
+def test_a_file_that_is_not_there_is_our_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidGgufError, match="No such file"):
+        read_header(tmp_path / "none.gguf")
+    with pytest.raises(InvalidGgufError, match="cannot be read"):
+        read_header(tmp_path)
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(InvalidGgufError, match="is empty"):
+        read_header(tmp_path / "empty.gguf")

@@ -1,0 +1,297 @@
+"""Hostile and torn headers: each gives our error and nothing else, and llama.cpp never sees one."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.errors import EdgeInferError, InvalidGgufError
+from edgeinfer.models.gguf import GgufHeader, check, parse
+
+SEED = 538_630
+U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
+HUGE = (2**63, 2**64 - 1, 2**62, 2**40, 2**33)
+
+
+def name(text: str) -> bytes:
+    return U64.pack(len(text)) + text.encode()
+
+
+def string_entry(key: str, value: str) -> bytes:
+    return name(key) + U32.pack(8) + name(value)
+
+
+def uint_entry(key: str, value: int) -> bytes:
+    return name(key) + U32.pack(4) + U32.pack(value)
+
+
+BASE = [string_entry("general.architecture", "llama"), uint_entry("llama.block_count", 2)]
+
+
+def file_of(
+    entries: list[bytes],
+    tensors: list[bytes],
+    *,
+    n_tensors: int | None = None,
+    n_entries: int | None = None,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    data: int = 4096,
+) -> bytes:
+    head = magic + U32.pack(version)
+    head += U64.pack(len(tensors) if n_tensors is None else n_tensors)
+    head += U64.pack(len(entries) if n_entries is None else n_entries)
+    head += b"".join(entries) + b"".join(tensors)
+    return head + b"\0" * (-len(head) % 32) + b"\0" * data
+
+
+def tensor(
+    label: str = "a",
+    shape: tuple[int, ...] = (32,),
+    kind: int = 0,
+    offset: int = 0,
+    n_dims: int | None = None,
+) -> bytes:
+    dims = b"".join(U64.pack(n) for n in shape)
+    return (
+        name(label)
+        + U32.pack(len(shape) if n_dims is None else n_dims)
+        + dims
+        + U32.pack(kind)
+        + U64.pack(offset)
+    )
+
+
+Case = tuple[str, bytes]
+
+
+def truncations(rng: random.Random) -> Iterator[Case]:
+    whole = file_of(
+        [*BASE, string_entry("k", "v" * 40)], [tensor("a"), tensor("b", (64,), 0, 128)], data=128 + 256
+    )
+    for at in sorted(rng.sample(range(1, len(whole)), 60)):
+        yield f"cut at {at} of {len(whole)}", whole[:at]
+
+
+def preambles(rng: random.Random) -> Iterator[Case]:
+    for magic in (
+        b"GGML",
+        b"gguf",
+        b"FUGG",
+        b"GGU\0",
+        b"\x7fELF",
+        b"PK\3\4",
+        b"\0\0\0\0",
+        b"<htm",
+        b"GGJT",
+        b"GGLA",
+    ):
+        yield f"magic {magic!r}", file_of(BASE, [tensor()], magic=magic)
+    for version in (
+        0,
+        1,
+        4,
+        5,
+        255,
+        0x03000000,
+        0x02000000,
+        2**31,
+        2**32 - 1,
+        *rng.sample(range(4, 2**32), 10),
+    ):
+        yield f"version {version}", file_of(BASE, [tensor()], version=version)
+    for count in (*HUGE, *rng.sample(range(500, 2**40), 10)):
+        yield f"{count} tensors", file_of(BASE, [tensor()], n_tensors=count)
+        yield f"{count} entries", file_of(BASE, [tensor()], n_entries=count)
+
+
+def metadata(rng: random.Random) -> Iterator[Case]:
+    for length in (*HUGE, *rng.sample(range(10_000, 2**50), 8)):
+        yield f"key of {length}", file_of([U64.pack(length) + b"k" * 20, *BASE], [tensor()])
+        yield (
+            f"value of {length}",
+            file_of([*BASE, name("k") + U32.pack(8) + U64.pack(length) + b"v"], [tensor()]),
+        )
+        yield (
+            f"array of {length} strings",
+            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(8) + U64.pack(length)], [tensor()]),
+        )
+        yield (
+            f"array of {length} floats",
+            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(6) + U64.pack(length)], [tensor()]),
+        )
+        strings = U64.pack(100) + name("x") * 50 + U64.pack(length) + name("x") * 49
+        yield (
+            f"a string of {length} in an array",
+            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(8) + strings], [tensor()]),
+        )
+    for kind in (13, 14, 99, 2**31, 2**32 - 1, *rng.sample(range(13, 2**32), 5)):
+        yield (
+            f"value type {kind}",
+            file_of([*BASE, name("k") + U32.pack(kind) + b"\0" * 64], [tensor()]),
+        )
+        yield (
+            f"element type {kind}",
+            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(kind) + U64.pack(4) + b"\0" * 64], []),
+        )
+    yield (
+        "array of arrays",
+        file_of([*BASE, name("k") + U32.pack(9) + U32.pack(9) + U64.pack(1) + b"\0" * 64], [tensor()]),
+    )
+    for epsilon in (float("nan"), float("inf"), -1e-5):
+        key = name("llama.attention.layer_norm_rms_epsilon") + U32.pack(6)
+        yield f"epsilon {epsilon}", file_of([*BASE, key + struct.pack("<f", epsilon)], [tensor()])
+    for count in (2, 100):
+        tokens = b"".join(name(f"t{i}") for i in range(count - 1)) + name("t0")
+        key = name("tokenizer.ggml.tokens") + U32.pack(9) + U32.pack(8) + U64.pack(count)
+        yield f"two equal tokens of {count}", file_of([*BASE, key + tokens], [tensor()])
+    yield "empty key", file_of([*BASE, name("") + U32.pack(4) + U32.pack(1)], [tensor()])
+    yield "same key twice", file_of([*BASE, *BASE], [tensor()])
+    for alignment in (0, 1, 2, 4, 8, 16, 3, 31, 33, 2**31, 2**32 - 1, 2**21):
+        yield (
+            f"alignment {alignment}",
+            file_of([*BASE, uint_entry("general.alignment", alignment)], [tensor()]),
+        )
+    yield (
+        "alignment that is a word",
+        file_of([*BASE, string_entry("general.alignment", "32")], [tensor()]),
+    )
+
+
+def tensors(rng: random.Random) -> Iterator[Case]:
+    for n_dims in (5, 6, 255, 2**31, 2**32 - 1):
+        yield f"{n_dims} dimensions", file_of(BASE, [tensor(n_dims=n_dims)])
+    for n in (*HUGE, 2**31, *rng.sample(range(2**20, 2**60), 10)):
+        yield f"{n} elements", file_of(BASE, [tensor(shape=(n // 32 * 32,))])
+        yield f"{n} × {n} elements", file_of(BASE, [tensor(shape=(n // 32 * 32, n))])
+    yield (
+        "dimensions that multiply to nothing in 64 bits",
+        file_of(BASE, [tensor(shape=(2**32, 2**32))]),
+    )
+    yield "dimensions that wrap to little in 64 bits", file_of(BASE, [tensor(shape=(2**33, 2**31 + 1))])
+    for kind in (4, 5, 31, 32, 33, 36, 37, 38, 43, 99, 2**31, 2**32 - 1):
+        yield f"tensor type {kind}", file_of(BASE, [tensor(kind=kind)])
+    for kind, row in ((2, 31), (8, 33), (10, 255), (12, 32), (14, 128), (40, 32), (41, 64)):
+        yield f"a row of {row} in type {kind}", file_of(BASE, [tensor(shape=(row,), kind=kind)])
+    for offset in (1, 32, 128, 4096, *HUGE):
+        yield f"first tensor at {offset}", file_of(BASE, [tensor(offset=offset)])
+    for offset in (0, 64, 127, 160, 2**40):
+        yield f"second tensor at {offset}", file_of(BASE, [tensor("a"), tensor("b", offset=offset)])
+    for length in (64, 65, 1000, *HUGE):
+        yield f"tensor name of {length}", file_of(BASE, [U64.pack(length) + b"n" * 64 + tensor()])
+    yield "two tensors of one name", file_of(BASE, [tensor("a"), tensor("a", offset=128)])
+    yield "no tensors", file_of(BASE, [])
+    yield "no architecture", file_of([uint_entry("x", 1)], [tensor()])
+    yield "architecture that is a number", file_of([uint_entry("general.architecture", 1)], [tensor()])
+    for layers in (0, 513, 1_000_000, 2**32 - 1):
+        yield (
+            f"{layers} layers",
+            file_of([BASE[0], uint_entry("llama.block_count", layers)], [tensor()]),
+        )
+    yield "layers in words", file_of([BASE[0], string_entry("llama.block_count", "two")], [tensor()])
+    yield (
+        "part 5 of 3",
+        file_of([*BASE, uint_entry("split.no", 5), uint_entry("split.count", 3)], [tensor()]),
+    )
+
+
+def all_cases() -> list[Case]:
+    rng = random.Random(SEED)
+    return [case for group in (truncations, preambles, metadata, tensors) for case in group(rng)]
+
+
+def test_the_file_they_are_made_from_is_valid(tmp_path: Path) -> None:
+    path = tmp_path / "good.gguf"
+    path.write_bytes(file_of(BASE, [tensor("a"), tensor("b", offset=128)]))
+    assert check(path).n_params == 64
+
+
+def test_empty_tokens_may_be_equal(tmp_path: Path) -> None:
+    path = tmp_path / "good.gguf"
+    key = name("tokenizer.ggml.tokens") + U32.pack(9) + U32.pack(8) + U64.pack(3)
+    path.write_bytes(file_of([*BASE, key + name("") * 3], [tensor()]))
+    assert check(path).n_vocab == 3
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_only_a_regular_file_is_read(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    make(path)
+    with pytest.raises(InvalidGgufError, match="not a regular file"):
+        check(path)
+
+
+def test_there_are_more_than_two_hundred() -> None:
+    assert len(all_cases()) >= 200
+
+
+@pytest.mark.parametrize(("what", "content"), all_cases(), ids=[what for what, _ in all_cases()])
+def test_a_malformed_header_is_our_error(what: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(InvalidGgufError) as caught:
+        check(path)
+    assert str(path) in caught.value.message
+
+
+def mutants(whole: bytes, header_bytes: int, n: int) -> Iterator[bytes]:
+    """`whole` with one to four bytes of its header changed."""
+    rng = random.Random(SEED)
+    for _ in range(n):
+        changed = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            changed[rng.randrange(header_bytes)] = rng.choice((0, 1, 127, 128, 255, rng.randrange(256)))
+        yield bytes(changed)
+
+
+@pytest.fixture
+def survivors(make_gguf: Callable[..., bytes]) -> list[bytes]:
+    """Mutants that our reader takes."""
+    whole = make_gguf()
+    header_bytes = parse(whole).data_offset
+    taken = []
+    for mutant in mutants(whole, header_bytes, 3000):
+        try:
+            header = parse(mutant)
+        except EdgeInferError:
+            continue
+        assert isinstance(header, GgufHeader)
+        assert header.tensors[-1].offset + header.tensors[-1].size_bytes <= len(mutant)
+        taken.append(mutant)
+    return taken
+
+
+_ORACLE = """
+import ctypes, pathlib, sys
+import llama_cpp
+base = ctypes.CDLL(str(pathlib.Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so.0"))
+class Params(ctypes.Structure):
+    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
+base.gguf_init_from_file.argtypes = [ctypes.c_char_p, Params]
+base.gguf_init_from_file.restype = ctypes.c_void_p
+refused = [p for p in sys.argv[1:] if not base.gguf_init_from_file(p.encode(), Params(True, None))]
+print(len(refused), *refused)
+"""
+
+
+def test_what_we_take_ggml_takes_too(survivors: list[bytes], tmp_path: Path) -> None:
+    """ggml's own reader, in a process of its own, reads every mutant that passed ours: ours is at least
+    as strict.
+    """
+    assert len(survivors) > 300
+    paths = []
+    for i, content in enumerate(survivors):
+        paths.append(tmp_path / f"{i}.gguf")
+        paths[-1].write_bytes(content)
+    ran = subprocess.run(
+        [sys.executable, "-c", _ORACLE, *map(str, paths)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.split()[0] == "0", ran.stdout + ran.stderr[-2000:]

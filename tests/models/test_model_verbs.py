@@ -1,0 +1,297 @@
+"""The verbs on the command line: words for a person, JSON for a script, exit codes, progress."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+from made_gguf import entry, gguf_bytes, model_entries, text
+
+from edgeinfer.blocks.store import BlockStore
+from edgeinfer.cli import main
+from edgeinfer.models.lock import model_lock
+from edgeinfer.models.names import reference
+from edgeinfer.models.progress import Job, PlainLines, PullProgress, progress_on, progress_text
+from edgeinfer.models.store import list_pulled
+from edgeinfer.snapshots.shelf.format import MANIFEST
+from edgeinfer.system import paths
+
+
+@pytest.fixture
+def local(tmp_path: Path, make_gguf) -> Path:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(make_gguf())
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def result(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+    code, out, _ = run(capsys, *argv, "--json")
+    assert code == 0, out
+    body = json.loads(out)
+    assert body["schema"] == "edgeinfer/1"
+    assert body["kind"] == argv[0]
+    assert body["ok"] is True
+    return body["result"]
+
+
+def test_pull_list_show_rm(local: Path, capsys) -> None:
+    pulled = result(capsys, "pull", str(local), "--name", "mine")
+    assert (pulled["name"], pulled["was_here"], pulled["quantization"]) == ("mine", False, "F32")
+    assert result(capsys, "pull", str(local), "--name", "mine")["was_here"] is True
+    listed = {model["name"]: model for model in result(capsys, "list")["models"]}
+    assert listed["mine"]["pulled"] is True
+    assert listed["qwen3-8b"]["pulled"] is False
+    assert [m["name"] for m in result(capsys, "list", "--pulled")["models"]] == ["mine"]
+    assert {m["purpose"] for m in result(capsys, "list", "embedding")["models"]} == {"embedding"}
+    shown = result(capsys, "show", "mine")
+    assert shown["header"]["architecture"] == "llama"
+    assert shown["files"][0]["sha256"] == pulled["sha256"]
+    assert shown["memory"]["fits"] is True
+    removed = result(capsys, "rm", "mine")["removed"]
+    assert removed[0]["name"] == "mine"
+    assert result(capsys, "list", "--pulled")["models"] == []
+
+
+def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys) -> None:
+    root = paths.private_dir(paths.snapshots_dir())
+    for name in ("mine@01", "mine,ctx512@02", "mine+Q8_0@03", "minest@04"):
+        (root / name).mkdir(mode=0o700)
+        (root / name / MANIFEST).touch(mode=0o600)
+    main(["pull", str(local), "--name", "mine", "--quiet"])
+    capsys.readouterr()
+    assert result(capsys, "list", "--pulled")["models"][0]["snapshots"] == 2
+    assert sorted(result(capsys, "rm", "mine")["snapshots"]) == ["mine", "mine,ctx512"]
+    assert sorted(path.name for path in root.iterdir()) == ["mine+Q8_0@03", "minest@04"]
+
+
+def test_what_a_model_has_read_goes_with_it(local: Path, capsys) -> None:
+    pulled = result(capsys, "pull", str(local), "--name", "mine")
+    blocks = BlockStore(paths.blocks_dir()).model(pulled["sha256"], {})
+    kept = BlockStore(paths.blocks_dir()).model("another", {})
+    folders = [one.path(b"x").parent for one in (blocks, kept)]
+    result(capsys, "rm", "mine")
+    assert [folder.exists() for folder in folders] == [False, True]
+
+
+def test_words(local: Path, capsys) -> None:
+    code, out, err = run(capsys, "pull", str(local), "--name", "mine")
+    assert code == 0
+    assert out.startswith("mine is here:")
+    assert "edgeinfer run mine" in out
+    assert "copying tiny.gguf" in err
+    _, out, _ = run(capsys, "list")
+    assert out.splitlines()[0].split() == [
+        "NAME",
+        "HERE",
+        "SIZE",
+        "PARAMETERS",
+        "QUANT",
+        "CONTEXT",
+        "SNAPSHOTS",
+        "LICENCE",
+        "FOR",
+    ]
+    _, out, _ = run(capsys, "show", "mine")
+    for word in (
+        "architecture",
+        "sha256",
+        "KV cache",
+        "for 1,000 tokens",
+        "compute",
+        "available",
+        "trained context",
+    ):
+        assert word in out
+    _, out, _ = run(capsys, "show", "qwen3-8b")
+    assert "not here yet: edgeinfer pull qwen3-8b" in out
+    _, out, _ = run(capsys, "rm", "mine")
+    assert out.startswith("mine is removed:")
+    _, out, _ = run(capsys, "list", "no-such-thing")
+    assert out == "no model matches\n"
+
+
+def test_empty_home_says_what_to_type(capsys) -> None:
+    _, out, _ = run(capsys, "list", "--pulled")
+    assert out == "nothing is here yet: `edgeinfer pull smollm2-135m-instruct`\n"
+
+
+def test_unknown_config_key_is_warned_of_by_list(capsys) -> None:
+    paths.config_dir().mkdir(parents=True)
+    (paths.config_dir() / "config.toml").write_text('default-modle = "x"\n')
+    code, out, err = run(capsys, "list")
+    assert (code, out[:4]) == (0, "NAME")
+    assert 'did you mean "default-model"' in err
+
+
+def test_wrong_local_file_is_refused_before_it_is_copied(capsys) -> None:
+    code, out, _ = run(capsys, "pull", "/etc/passwd", "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["code"]) == (5, "invalid-gguf")
+    assert "name a GGUF file" in error["hint"]
+    assert not list((paths.models_dir() / ".partial").rglob("*passwd*"))
+
+
+def test_other_type_of_a_model_that_is_here_is_refused(local: Path, capsys) -> None:
+    run(capsys, "pull", str(local), "--name", "mine", "--quiet")
+    code, out, _ = run(capsys, "pull", str(local), "--name", "mine", "--quantize", "Q4_0", "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["code"]) == (2, "usage")
+    assert "is here already, in F32" in error["message"]
+    assert "edgeinfer quantize mine Q4_0" in error["hint"]
+
+
+def test_digest_that_was_typed_is_compared(server, local: Path, capsys) -> None:
+    server.files["/tiny.gguf"] = local.read_bytes()
+    words = ("pull", f"{server.url}/tiny.gguf", "--name", "mine", "--quiet")
+    digest = hashlib.sha256(local.read_bytes()).hexdigest()
+    code, out, _ = run(capsys, *words, "--sha256", "0" * 64, "--json")
+    assert (code, json.loads(out)["error"]["code"]) == (5, "checksum")
+    assert "as --sha256 says" in json.loads(out)["error"]["message"]
+    assert run(capsys, *words, "--sha256", "12", "--json")[0] == 2
+    assert result(capsys, *words, "--sha256", f"sha256:{digest.upper()}")["sha256"] == digest
+    assert result(capsys, *words, "--sha256", digest)["was_here"]
+    code, out, _ = run(capsys, *words, "--sha256", "0" * 64, "--json")
+    assert code == 5, "a model that is here is no answer to another digest"
+    assert list_pulled()[0].sha256 == digest
+
+
+def test_what_a_model_is_for_follows_from_its_header(tmp_path: Path, capsys) -> None:
+    with_template = [*model_entries(), entry("tokenizer.chat_template", 8, text("{{ messages }}"))]
+    encoder = [*model_entries(), entry("llama.attention.causal", 7, b"\0")]
+    for name, entries in (("b", model_entries()), ("c", with_template), ("e", encoder)):
+        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(entries))
+        _, out, _ = run(capsys, "pull", str(tmp_path / f"{name}.gguf"), "--name", name, "--quiet")
+        tries = {"b": 'run b "The sea is"', "c": 'run c "Name three colours."', "e": "serve e"}
+        assert out.splitlines()[-1] == f"try it: edgeinfer {tries[name]}"
+    listed = result(capsys, "list", "--pulled")["models"]
+    assert [one["purpose"] for one in listed] == ["base", "chat", "embedding"]
+    assert listed[0]["parameters"] == "72"
+
+
+def test_file_in_place_that_others_may_change_is_warned_of(local: Path, capsys) -> None:
+    words = ("pull", str(local), "--in-place", "--quiet", "--name")
+    assert "warning" not in run(capsys, *words, "safe")[2]
+    local.chmod(0o666)
+    assert f"warning: others may change {local}" in run(capsys, *words, "shared")[2]
+    local.chmod(0o644)
+    local.parent.chmod(0o777)
+    assert f"warning: others may change {local}" in run(capsys, *words, "movable")[2]
+    local.parent.chmod(0o1777)
+    assert "warning" not in run(capsys, *words, "sticky")[2]
+
+
+def test_unfinished_pull_is_listed_and_removed(capsys) -> None:
+    folder = paths.models_dir() / ".partial/mine"
+    folder.mkdir(parents=True)
+    (folder / "mine.gguf.part").write_bytes(bytes(5000))
+    (folder.parent / "empty").mkdir()
+    listed = "mine: 5.0 kB of an unfinished pull; the same pull goes on, `edgeinfer rm mine` removes it"
+    assert listed in run(capsys, "list", "--pulled")[1]
+    with model_lock(reference("mine")):
+        assert "unfinished" not in run(capsys, "list")[1]
+    assert run(capsys, "rm", "mine")[0] == 0
+    assert "unfinished" not in run(capsys, "list")[1]
+
+
+def test_quiet_is_quiet(local: Path, capsys) -> None:
+    _, _, err = run(capsys, "pull", str(local), "--name", "mine", "--quiet")
+    assert err == ""
+
+
+def test_show_says_what_is_wrong(local: Path, capsys) -> None:
+    main(["pull", str(local), "--name", "mine", "--quiet"])
+    list_pulled()[0].paths[0].touch()
+    capsys.readouterr()
+    shown = result(capsys, "show", "mine")
+    assert "was changed after mine was pulled" in shown["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "kind"),
+    [
+        (("pull", "nope"), 3, "unknown-model"),
+        (("pull", "a/b:Q9"), 2, "usage"),
+        (("pull", "/no/such.gguf"), 4, "source-not-found"),
+        (("show", "nope"), 3, "unknown-model"),
+        (("show", "/no/such.gguf"), 5, "invalid-gguf"),
+        (("rm", "qwen3-4b"), 3, "model-not-pulled"),
+        (("quantize", "qwen3-4b", "Q8_0"), 3, "model-not-pulled"),
+        (("quantize", "qwen3-4b", "Q99"), 2, "usage"),
+    ],
+)
+def test_errors_have_codes_and_no_traceback(argv, code, kind, capsys) -> None:
+    got, out, err = run(capsys, *argv, "--json")
+    body = json.loads(out)
+    assert (got, body["error"]["code"], body["ok"]) == (code, kind, False)
+    assert "Traceback" not in err
+    got, out, err = run(capsys, *argv)
+    assert got == code
+    assert out == ""
+    assert "error: " in err
+    assert "\nhint: " in err
+
+
+def test_offline_is_an_error_with_a_way_out(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
+    code, out, _ = run(capsys, "pull", "qwen3-4b", "--json")
+    assert code == 4
+    assert json.loads(out)["error"]["code"] == "offline"
+
+
+def test_progress_is_one_line_with_what_is_known() -> None:
+    now = PullProgress(
+        stage="downloading",
+        file="x.gguf",
+        index=1,
+        n_files=3,
+        done_bytes=12_000_000,
+        total_bytes=98_400_000,
+    )
+    assert progress_text(now) == "downloading x.gguf (2 of 3): 12.0 MB of 98.4 MB"
+    fast = PullProgress(
+        stage="downloading", file="x", done_bytes=5_000, rate_bytes_per_s=3.1e6, left_s=200, note="why"
+    )
+    assert progress_text(fast) == "downloading x: 5.0 kB, 3.1 MB/s, 3 min 20 s left: why"
+    assert (
+        progress_text(PullProgress(stage="quantizing", file="x", done_bytes=3, total_bytes=9))
+        == "quantizing x: 3 of 9 tensors"
+    )
+
+
+def test_plain_lines_are_few() -> None:
+    out = io.StringIO()
+    lines = PlainLines(out, interval_s=3600)
+    for done in range(100):
+        lines.report(PullProgress(stage="downloading", file="x", done_bytes=done, total_bytes=100))
+    lines.report(
+        PullProgress(stage="downloading", file="x", done_bytes=99, total_bytes=100, note="dropped")
+    )
+    lines.report(PullProgress(stage="verifying", file="x"))
+    assert len(out.getvalue().splitlines()) == 3
+
+
+def test_the_bar_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    with progress_on(out) as report:
+        job = Job(report)
+        job.begin("downloading", "x.gguf", total=100)
+        job.at(50)
+        job.note("the connection was dropped; trying again")
+        job.at(100)
+        job.begin("verifying", "x.gguf", total=100)
+    said = out.getvalue()
+    assert "x.gguf" in said
+    assert "the connection was dropped" in said

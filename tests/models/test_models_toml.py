@@ -1,0 +1,128 @@
+"""The shipped catalogue and the user's over it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.errors import ConfigError, UnknownModelError
+from edgeinfer.models import sources
+from edgeinfer.models.catalog import load_catalog, shipped_path, user_path
+
+MINIMAL = '[models.mine]\ntitle = "Mine"\nsources = ["hf:me/mine-GGUF:Q8_0"]\n'
+
+
+def user_file(text: str) -> Path:
+    user_path().parent.mkdir(parents=True, exist_ok=True)
+    user_path().write_text(text)
+    return user_path()
+
+
+def test_shipped_catalogue_is_whole() -> None:
+    catalog = load_catalog()
+    assert len(catalog.models) >= 17
+    assert {
+        "smollm2-135m-instruct",
+        "gemma-3-270m",
+        "qwen3-0.6b",
+        "llama-3.2-1b-instruct",
+    } <= catalog.models.keys()
+    marked = set(re.findall(r'# Not verified: .*\n\[models\."?([^"\]]+)', shipped_path().read_text()))
+    for model in catalog.models.values():
+        assert model.title
+        assert model.family
+        assert model.parameters
+        unknown = not model.licence or not model.context_length
+        assert not unknown or model.name in marked, "what could not be verified is marked in the file"
+        assert model.final_quantization
+        assert model.parsed_sources()
+    assert {m.purpose for m in catalog.models.values()} >= {
+        "chat",
+        "base",
+        "code",
+        "embedding",
+        "reranker",
+        "reasoning",
+    }
+
+
+def test_only_hashed_models_carry_a_sha256() -> None:
+    assert [m.name for m in load_catalog().models.values() if m.sha256] == [
+        "smollm2-135m-instruct",
+        "gemma-3-270m",
+    ]
+
+
+def test_small_models_have_a_penalty_against_loops() -> None:
+    small = [
+        model
+        for model in load_catalog().models.values()
+        if model.parameters.endswith("M")
+        and float(model.parameters[:-1]) < 500
+        and model.purpose in ("chat", "base")
+    ]
+    assert {"smollm2-135m-instruct", "gemma-3-270m"} <= {model.name for model in small}
+    assert all(model.sampling.given().get("dry_multiplier") for model in small)
+
+
+def test_shipped_file_is_the_top_level_one() -> None:
+    assert shipped_path().resolve() == Path(__file__).parents[2] / "models.toml"
+
+
+def test_user_adds_a_model() -> None:
+    user_file(MINIMAL)
+    assert load_catalog().find("mine").parsed_sources() == [(sources.HubQuant("me/mine-GGUF", "Q8_0"),)]
+
+
+def test_user_overrides_one_key_and_keeps_the_rest() -> None:
+    user_file('[models.smollm2-135m-instruct]\nsystem-prompt = "Be brief."\n')
+    model = load_catalog().find("smollm2-135m-instruct")
+    assert model.system_prompt == "Be brief."
+    assert model.sha256.startswith("b179c952")
+
+
+def test_new_sources_drop_the_old_hash() -> None:
+    user_file('[models.smollm2-135m-instruct]\nsources = ["file:/x/other.gguf"]\n')
+    model = load_catalog().find("smollm2-135m-instruct")
+    assert (model.sha256, model.size_bytes) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            MINIMAL + "contxt-length = 5\n",
+            ['model "mine"', '"contxt-length"', 'did you mean "context-length"'],
+        ),
+        (
+            MINIMAL + "[models.mine.sampling]\ntemprature = 1\n",
+            ['model "mine": [sampling]', 'did you mean "temperature"'],
+        ),
+        (MINIMAL + "[models.mine.sampling]\ntemperature = -1\n", ['model "mine"', "temperature"]),
+        (MINIMAL + 'quantize = "Q4_KM"\n', ['model "mine"', '"quantize"', 'did you mean "Q4_K_M"']),
+        (MINIMAL + 'sha256 = "abc"\n', ['model "mine"', "SHA-256"]),
+        (MINIMAL + 'name = "x"\n', ['model "mine"', '"name"']),
+        (MINIMAL + 'parameters = "many"\n', ['model "mine"', "parameters"]),
+        ('[models.mine]\ntitle = "x"\n', ['model "mine"', "sources"]),
+        ('[models.mine]\ntitle = "x"\nsources = ["ftp://x/y"]\n', ['model "mine"', "no source"]),
+        ('[models."../x"]\ntitle = "x"\nsources = ["a/b:Q8_0"]\n', ["'../x' is no model name"]),
+        ("[model.mine]\n", ['unknown key "model"']),
+        ("[models\n", ["not valid TOML"]),
+        ("x = " + "[" * 5000, ["not valid TOML"]),
+    ],
+)
+def test_errors_name_file_model_key_and_the_nearest(text: str, words: list[str]) -> None:
+    path = user_file(text)
+    with pytest.raises(ConfigError) as caught:
+        load_catalog()
+    assert str(path) in caught.value.message
+    for word in words:
+        assert word in caught.value.message
+
+
+def test_unknown_name_gives_near_ones() -> None:
+    with pytest.raises(UnknownModelError) as caught:
+        load_catalog().find("qwen3-4")
+    assert "qwen3-4b" in (caught.value.hint or "")

@@ -1,0 +1,135 @@
+"""Names, digests, file names and sources: what is accepted, and that nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgeinfer.errors import UsageError
+from edgeinfer.models import names, sources
+from edgeinfer.system import paths
+
+
+@pytest.mark.parametrize("name", ["a", "qwen3-0.6b", "x_y", "a" * 96])
+def test_good_names(name: str) -> None:
+    assert names.model_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "-a",
+        ".a",
+        "a.",
+        "a/b",
+        "a\\b",
+        "a..b",
+        "A",
+        "a b",
+        "a\0b",
+        "a" * 97,
+        "a\n",
+        "ü",
+        "a+b",
+        "~a",
+    ],
+)
+def test_bad_names(name: str) -> None:
+    with pytest.raises(UsageError):
+        names.model_name(name)
+
+
+def test_a_reference_has_a_folder_of_its_own() -> None:
+    assert names.folder(names.reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
+    assert names.folder(names.reference("qwen3-4b:q8_0")) == paths.models_dir() / "qwen3-4b+q8_0"
+    assert str(names.reference("qwen3-4b:q8_0")) == "qwen3-4b:Q8_0"
+
+
+@pytest.mark.parametrize("text", ["x:", "x:Q9", "x:../y", ":Q8_0", "x:Q8_0:Q8_0"])
+def test_bad_references(text: str) -> None:
+    with pytest.raises(UsageError):
+        names.reference(text)
+
+
+def test_digest() -> None:
+    assert names.digest("SHA256:" + "Ab" * 32) == "ab" * 32
+    for bad in ("", "ab" * 31, "zz" * 32, "../" + "a" * 61, "a" * 65):
+        with pytest.raises(UsageError):
+            names.digest(bad)
+
+
+@pytest.mark.parametrize("text", ["a/b/x.gguf", "x-00001-of-00002.gguf"])
+def test_file_names(text: str) -> None:
+    assert names.file_name(text) == text.rsplit("/", 1)[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("/x/My Model (v2).gguf", "My-Model-v2-.gguf"), ("../..x..y", "x.y"), ("ü ber.gguf", "ber.gguf")],
+)
+def test_names_people_have_are_tamed(text: str, name: str) -> None:
+    assert names.tamed_file_name(text) == name
+    assert names.file_name(name) == name
+
+
+@pytest.mark.parametrize("text", ["", "a/", "..", "a/..", ".hidden", "a/x y", "x\0", "x\n", "a" * 201])
+def test_bad_file_names(text: str) -> None:
+    with pytest.raises(UsageError):
+        names.file_name(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("hf:Qwen/Qwen3-4B-GGUF:q4_k_m", sources.HubQuant("Qwen/Qwen3-4B-GGUF", "Q4_K_M")),
+        ("Qwen/Qwen3-4B-GGUF:Q4_K_M", sources.HubQuant("Qwen/Qwen3-4B-GGUF", "Q4_K_M")),
+        ("hf:a/b@v1.0:Q8_0", sources.HubQuant("a/b", "Q8_0", "v1.0")),
+        ("a/b", sources.HubQuant("a/b", "Q4_K_M")),
+        ("hf:a/b@main", sources.HubQuant("a/b", "Q4_K_M")),
+        ("hf:a/b/sub/x.gguf", sources.HubFile("a/b", "sub/x.gguf")),
+        ("hf:a/b@refs/x.gguf", sources.HubFile("a/b", "x.gguf", "refs")),
+        ("https://h.example/m.gguf?x=1", sources.Url("https://h.example/m.gguf?x=1")),
+        ("file:/m/x.gguf", sources.LocalFile("/m/x.gguf")),
+        ("file:///m/x%20y.gguf", sources.LocalFile("/m/x y.gguf")),
+        ("wheel:n-a==1.0/p/x.gguf", sources.WheelFile("n-a", "1.0", "p/x.gguf")),
+    ],
+)
+def test_sources(text: str, source: sources.Source) -> None:
+    assert sources.parse(text) == source
+    assert sources.parse(str(source)) == source
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "hf:x",
+        "hf:a/b:Q9",
+        "hf:a/../x.gguf",
+        "hf:a/b/../x.gguf",
+        "hf:a/b//x",
+        "hf:a/b@../x:Q8_0",
+        "https:///x",
+        "https://user@h/x",
+        "https://h/x#y",
+        "wheel:n/x",
+        "wheel:n==1/../x",
+        "wheel:-n==1/x",
+        "wheel:n==--index-url/x y/../z",
+    ],
+)
+def test_bad_sources(text: str) -> None:
+    with pytest.raises(UsageError):
+        sources.parse(text)
+
+
+def test_what_a_person_means_by_a_word() -> None:
+    assert names.is_path("./x")
+    assert names.is_path("x.gguf")
+    assert not names.is_path("qwen3-4b")
+    assert not names.is_path("hf:a/b/x.gguf")
+    assert sources.looks_like_source("a/b:Q8_0")
+    assert not sources.looks_like_source("qwen3-4b:Q8_0")

@@ -1,0 +1,90 @@
+"""A model's files are brought into the page cache in the order they are loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from edgeinfer.cli import main
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.snapshots.shelf.format import MANIFEST, Manifest, manifest_text
+from edgeinfer.system import places
+from edgeinfer.system.page_cache import read_in, resident_bytes
+
+
+@pytest.fixture
+def model(tmp_path: Path, make_gguf, capsys) -> Path:
+    """A model called "mine", pulled."""
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(make_gguf(tensors=[("token_embd.weight", 3 << 20)]))
+    assert main(["pull", str(path), "--name", "mine", "--quiet"]) == 0
+    capsys.readouterr()
+    return path
+
+
+def preloaded(capsys, *more: str) -> dict:
+    assert main(["warm", "--preload", "mine", "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)["result"]
+
+
+def drop(path: Path) -> None:
+    os.sync()
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def is_resident(path: Path) -> bool:
+    """Whether a file is in memory, but for some pages: a kernel that is short of them takes any back."""
+    return resident_bytes(path) > 0.95 * path.stat().st_size
+
+
+def test_a_models_file_is_in_memory_afterwards(model, capsys) -> None:
+    first = preloaded(capsys)
+    [path] = map(Path, first["files"])
+    drop(path)
+    dropped = resident_bytes(path)
+    again = preloaded(capsys)
+    assert again["was_resident_bytes"] == dropped
+    assert again["size_bytes"] == path.stat().st_size
+    assert is_resident(path)
+
+
+@pytest.mark.parametrize(("repack", "n_files"), [("on", 2), ("off", 3)])
+def test_a_snapshot_is_loaded_before_the_model(model, capsys, repack, n_files) -> None:
+    folder = Path(places.snapshots()) / "mine@1-program"
+    for one in (folder.parent, folder, folder / "images"):
+        one.mkdir(mode=0o700, parents=True, exist_ok=True)
+    manifest = Manifest(
+        name="mine", model="mine", criu="criu", tier="root", pid=1, link_inode=1, wake_inode=1
+    )
+    manifest.actual = {"repack": repack}
+    for name in ("memory.img", "images/pages.img"):
+        (folder / name).write_bytes(b"x" * 10_000)
+        manifest.images[name] = 10_000
+    (folder / MANIFEST).write_text(manifest_text(manifest))
+    (folder / MANIFEST).chmod(0o600)
+    files = preloaded(capsys)["files"]
+    assert [Path(file).name for file in files[:2]] == ["memory.img", "pages.img"]
+    assert len(files) == n_files
+
+
+def test_a_file_that_is_gone_is_an_error(tmp_path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"x" * 100)
+    assert read_in([path], lambda _: None) == 100
+    with pytest.raises(FileNotFoundError):
+        read_in([path, tmp_path / "y"], lambda _: None)
+
+
+def test_what_was_just_pulled_is_read_from_no_disk(server, make_gguf, hasty) -> None:
+    """A cold start after a download over several connections begins with the whole file in memory."""
+    server.files["/tiny.gguf"] = make_gguf(tensors=[("token_embd.weight", 2 << 20)])
+    patience = msgspec.structs.replace(hasty, parallel_bytes=1 << 20)
+    record = pull(f"{server.url}/tiny.gguf", options=PullOptions(name="tiny", patience=patience))
+    [path] = record.paths
+    assert is_resident(path)

@@ -1,0 +1,221 @@
+"""The store: what is here, what a word means, local files, removal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.errors import (
+    CatalogError,
+    ChecksumError,
+    InvalidGgufError,
+    ModelBusyError,
+    ModelNotPulledError,
+    SourceNotFoundError,
+    UnknownModelError,
+    UsageError,
+)
+from edgeinfer.models import names, store
+from edgeinfer.models.lock import model_lock
+from edgeinfer.models.names import reference
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.remove import remove
+from edgeinfer.system import paths
+
+
+@pytest.fixture
+def local(tmp_path: Path, make_gguf) -> Path:
+    path = tmp_path / "My Model v2.gguf"
+    path.write_bytes(make_gguf())
+    return path
+
+
+def test_a_local_file_is_copied(local: Path) -> None:
+    record = pull(str(local))
+    assert record.name == "my-model-v2"
+    assert record.paths[0].parent == paths.models_dir() / "my-model-v2"
+    assert record.paths[0].read_bytes() == local.read_bytes()
+    local.unlink()
+    assert store.model_files("my-model-v2").paths == (str(record.paths[0]),)
+
+
+def test_a_local_file_in_place_is_not_copied(local: Path) -> None:
+    record = pull(f"file:{local}", options=PullOptions(name="mine", in_place=True))
+    assert record.in_place
+    assert store.model_files("mine").paths == (str(local),)
+    assert not list(paths.models_dir().rglob("*.gguf"))
+    gone = remove("mine")
+    assert gone.left_in_place == (str(local),)
+    assert local.exists()
+
+
+def test_a_file_in_place_that_is_gone_or_changed(local: Path, make_gguf) -> None:
+    pull(str(local), options=PullOptions(name="mine", in_place=True))
+    local.write_bytes(make_gguf(seed=3) + b"\0")
+    with pytest.raises(InvalidGgufError, match="was changed"):
+        store.model_files("mine")
+    local.unlink()
+    with pytest.raises(ModelNotPulledError, match="is gone"):
+        store.model_files("mine")
+
+
+def test_a_changed_local_file_may_be_imported_again(local: Path, make_gguf) -> None:
+    pull(str(local), options=PullOptions(name="mine"))
+    local.write_bytes(make_gguf(seed=3))
+    record = pull(str(local), options=PullOptions(name="mine", again=True))
+    assert record.paths[0].read_bytes() == local.read_bytes()
+
+
+def test_what_cannot_be_imported(tmp_path: Path, local: Path) -> None:
+    with pytest.raises(SourceNotFoundError):
+        pull(str(tmp_path / "none.gguf"))
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"not one")
+    with pytest.raises(InvalidGgufError):
+        pull(str(bad))
+    assert bad.exists()
+    with pytest.raises(UsageError, match="in place"):
+        pull("https://example.invalid/x.gguf", options=PullOptions(in_place=True))
+    same = tmp_path / "qwen3-4b.gguf"
+    same.write_bytes(local.read_bytes())
+    with pytest.raises(UsageError, match="the catalogue has a model called"):
+        pull(str(same))
+    assert store.list_pulled() == []
+
+
+def test_a_size_that_is_not_the_catalogues(local: Path, user_models) -> None:
+    user_models(f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\nsize-bytes = 5\n')
+    with pytest.raises(ChecksumError, match="not 5"):
+        pull("mine")
+    assert store.list_pulled() == []
+
+
+def test_a_folder_that_cannot_be_written(local: Path) -> None:
+    paths.data_dir().parent.mkdir(parents=True, exist_ok=True)
+    paths.data_dir().write_text("a file where the folder should be")
+    with pytest.raises(CatalogError, match=r"File exists|Not a directory"):
+        pull(str(local))
+
+
+def test_split_local_files(tmp_path: Path, make_gguf) -> None:
+    for i in (1, 2):
+        (tmp_path / f"x-0000{i}-of-00002.gguf").write_bytes(make_gguf(seed=i))
+    record = pull(str(tmp_path / "x-00002-of-00002.gguf"))
+    assert record.name == "x"
+    assert [path.name for path in record.paths] == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
+
+
+def test_a_part_under_another_parts_name(tmp_path: Path, make_gguf) -> None:
+    def part(index: int) -> bytes:
+        keys = [b"split.no", b"split.count"]
+        entries = [text(k) + (2).to_bytes(4, "little") for k in keys]
+        numbers = [index.to_bytes(2, "little"), (2).to_bytes(2, "little")]
+        return make_gguf(
+            entries=[*model_entries, *(e + n for e, n in zip(entries, numbers, strict=True))],
+            seed=index,
+        )
+
+    def text(value: bytes) -> bytes:
+        return len(value).to_bytes(8, "little") + value
+
+    model_entries = [text(b"general.architecture") + (8).to_bytes(4, "little") + text(b"llama")]
+    for i in (0, 1):
+        (tmp_path / f"x-0000{i + 1}-of-00002.gguf").write_bytes(part(i))
+    assert len(pull(str(tmp_path / "x-00001-of-00002.gguf")).files) == 2
+    (tmp_path / "x-00002-of-00002.gguf").write_bytes(part(0))
+    with pytest.raises(InvalidGgufError, match="part 1 of 2 by its header, 2 of 2 by its name"):
+        pull(str(tmp_path / "x-00001-of-00002.gguf"), options=PullOptions(again=True))
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes(part(0))
+    with pytest.raises(InvalidGgufError, match="1 of 1 by its name"):
+        pull(str(alone))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x-00001-of-00000.gguf",
+        "x-00004-of-00003.gguf",
+        "x-1-of-3.gguf",
+        "x-00000-of-00003.gguf",
+        "x.gguf",
+    ],
+)
+def test_names_that_are_no_parts(name: str) -> None:
+    assert names.split_names(name) == []
+
+
+def test_a_path_is_checked_and_needs_no_store(local: Path, tmp_path: Path) -> None:
+    files = store.model_files(str(local))
+    assert files.paths == (str(local),)
+    assert files.sha256 == ""
+    with pytest.raises(InvalidGgufError):
+        store.model_files(str(tmp_path / "none.gguf"))
+
+
+def test_words_that_mean_no_model() -> None:
+    with pytest.raises(ModelNotPulledError) as known:
+        store.model_files("qwen3-4b")
+    assert known.value.hint == "pull it first: `edgeinfer pull qwen3-4b`"
+    with pytest.raises(ModelNotPulledError) as quant:
+        store.model_files("qwen3-4b:Q8_0")
+    assert quant.value.hint == "pull it first: `edgeinfer pull qwen3-4b:Q8_0`"
+    with pytest.raises(UnknownModelError) as unknown:
+        store.model_files("qwen3-4bb")
+    assert "qwen3-4b" in (unknown.value.hint or "")
+    for bad in ("../../etc/passwd:Q8_0", "..", "a b", ""):
+        with pytest.raises((UsageError, ModelNotPulledError, InvalidGgufError)):
+            store.model_files(bad)
+
+
+def test_the_catalogue_says_how_to_talk_to_it(local: Path, user_models) -> None:
+    user_models(
+        f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\nchat-template = "{{{{ x }}}}"\nstop '
+        f'= ["END"]\n'
+        'system-prompt = "Be brief."\nsampling = { temperature = 0.1, top-k = 3 }\n'
+    )
+    pull("mine")
+    files = store.model_files("mine")
+    assert (files.chat_template, files.stop, files.system_prompt) == ("{{ x }}", ("END",), "Be brief.")
+    assert (files.sampling.temperature, files.sampling.top_k, files.sampling.top_p) == (0.1, 3, 0.95)
+
+
+def test_a_name_with_the_quantization_it_has_means_the_same(local: Path, user_models) -> None:
+    user_models(f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\n')
+    pull("mine")
+    assert store.model_files("mine:f32").name == "mine"
+    with pytest.raises(ModelNotPulledError):
+        store.model_files("mine:Q8_0")
+    assert remove("mine:F32").name == "mine"
+
+
+def test_a_record_that_cannot_be_read(local: Path) -> None:
+    record = pull(str(local), options=PullOptions(name="mine"))
+    (record.folder / "model.json").write_text('{"name": 5}')
+    assert store.list_pulled() == []
+    with pytest.raises(CatalogError, match="cannot be read"):
+        store.model_files("mine")
+    remove("mine")
+    assert not record.folder.exists()
+
+
+def test_removing_what_is_not_here() -> None:
+    with pytest.raises(ModelNotPulledError):
+        remove("qwen3-4b")
+    with pytest.raises(UnknownModelError):
+        remove("nope")
+
+
+def test_removing_needs_the_lock(local: Path) -> None:
+    pull(str(local), options=PullOptions(name="mine"))
+    with model_lock(reference("mine")), pytest.raises(ModelBusyError):
+        remove("mine")
+    assert store.model_files("mine").name == "mine"
+
+
+def test_an_old_file_under_the_name_goes_with_a_new_pull(tmp_path: Path, make_gguf) -> None:
+    for i, name in enumerate(("a.gguf", "b.gguf")):
+        (tmp_path / name).write_bytes(make_gguf(seed=i))
+        record = pull(str(tmp_path / name), options=PullOptions(name="mine", again=True))
+    assert sorted(path.name for path in record.folder.iterdir()) == ["b.gguf", "model.json"]
