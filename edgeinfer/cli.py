@@ -21,7 +21,7 @@ from edgeinfer.arguments import catalog, launch_args, machine, snapshots
 from edgeinfer.arguments.parser import EXAMPLES, Parser, nearest, refuse_unknown, verbs_of, wants_json
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotsUnavailableError, UsageError
 from edgeinfer.host import Host
-from edgeinfer.launch_verbs import with_verb
+from edgeinfer.launcher.argv import with_verb
 from edgeinfer.result import Result, envelope, error_envelope
 from edgeinfer.safe_text import without_controls
 

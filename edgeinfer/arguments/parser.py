@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from edgeinfer.errors import UsageError, WrongTimeError
-from edgeinfer.launch_verbs import options_and_words
+from edgeinfer.launcher.argv import options_and_words
 
 LOAD = "load options (another value needs another snapshot)"
 LAUNCH = "launch options"

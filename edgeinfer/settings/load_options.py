@@ -2,7 +2,7 @@
 
 Whoever names them reads this table: the parser (`arguments.launch_args`), the configuration
 (`config.LoadConfig`), the engine (`runtime.options.LoadOptions`, `runtime.loading.load`), and the
-launcher, which compares them with a snapshot's (`snapshots.shelf.choose`).
+launcher, which compares them with a snapshot's (`launcher.selection`).
 
 Standard library only, and of that only what is cheap: the launcher imports it.
 """

@@ -16,7 +16,7 @@ import sys
 
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.snapshots import linux
-from edgeinfer.snapshots.shelf.format import Manifest, refuse_unsafe
+from edgeinfer.snapshots.format import Manifest, refuse_unsafe
 from edgeinfer.system import places
 
 TYPE_CHECKING = False
@@ -136,7 +136,7 @@ def namespaces_refused(tier: str) -> str:
     from edgeinfer.system.process import child_command
 
     try:
-        done = _run(*child_command("edgeinfer.snapshots.launching.supervise", "probe", tier))
+        done = _run(*child_command("edgeinfer.launcher.supervise", "probe", tier))
     except OSError as error:
         return f"namespaces could not be tried: {error}"
     if done.returncode == 0:

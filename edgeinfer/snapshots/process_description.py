@@ -14,7 +14,7 @@ import msgspec
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.settings.load_options import NO_ADAPTERS, snapshot_options
-from edgeinfer.snapshots.shelf import fingerprint, format
+from edgeinfer.snapshots import fingerprint, format
 
 #: Choices that a load makes by what is free at that moment, as far as an option can make them.
 _CHOICES = ("kv_type", "flash_attention", "repack")

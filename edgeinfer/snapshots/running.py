@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from edgeinfer.last_prompt import LastPrompt
-from edgeinfer.launch_verbs import LAUNCH_VERBS, with_verb
+from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
 from edgeinfer.runtime.options import CopiesInfo
 from edgeinfer.snapshots.process_description import Description
 from edgeinfer.system import places, process_notes

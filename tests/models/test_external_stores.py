@@ -28,7 +28,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.models import store as own
 from edgeinfer.models.external_stores import model, stores
-from edgeinfer.snapshots.shelf.format import part_of, safe_name
+from edgeinfer.snapshots.format import part_of, safe_name
 from edgeinfer.system import disk
 
 TINY = gguf_bytes()

@@ -16,7 +16,7 @@ from edgeinfer.models.lock import model_lock
 from edgeinfer.models.names import reference
 from edgeinfer.models.progress import Job, PlainLines, PullProgress, progress_on, progress_text
 from edgeinfer.models.store import list_pulled
-from edgeinfer.snapshots.shelf.format import MANIFEST
+from edgeinfer.snapshots.format import MANIFEST
 from edgeinfer.system import paths
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from edgeinfer.cli import main
 from edgeinfer.models.pull import PullOptions, pull
-from edgeinfer.snapshots.shelf.format import MANIFEST, Manifest, manifest_text
+from edgeinfer.snapshots.format import MANIFEST, Manifest, manifest_text
 from edgeinfer.system import places
 from edgeinfer.system.page_cache import read_in, resident_bytes
 

@@ -17,7 +17,7 @@ import pytest
 from other_processes import command_name, engines_below, free_port, wait_until
 
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.resumed import watch_build
+from edgeinfer.snapshots.restore import watch_build
 
 pytestmark = pytest.mark.criu
 

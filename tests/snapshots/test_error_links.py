@@ -20,13 +20,13 @@ from edgeinfer.errors import (
     to_fields,
 )
 from edgeinfer.host import Start
+from edgeinfer.launcher.launch import Launcher
+from edgeinfer.launcher.selection import LaunchChoice
 from edgeinfer.result import error_envelope
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.building import build_order, builder
-from edgeinfer.snapshots.launching.launch import Launcher
-from edgeinfer.snapshots.resumed import watch_build
-from edgeinfer.snapshots.resumed.app_host import AppHost
-from edgeinfer.snapshots.shelf.choose import LaunchChoice
+from edgeinfer.snapshots.build import builder, jobs
+from edgeinfer.snapshots.restore import watch_build
+from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.workers.client import RemoteEngine
 from edgeinfer.workers.server import serve
 
@@ -71,7 +71,7 @@ def test_a_code_of_another_version_gives_the_root():
 PARK = """
 import os, sys
 from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.snapshots.building import park
+from edgeinfer.snapshots.build import park
 def prepare(link, fields):
     raise OutOfMemoryError(sys.argv[2], hint=sys.argv[3])
 park.prepare = prepare
@@ -82,7 +82,7 @@ park.main()
 BUILDER = """
 import sys
 from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.snapshots.building import builder
+from edgeinfer.snapshots.build import builder
 builder.Builder.__init__ = lambda *_: None
 def build(self):
     raise OutOfMemoryError(sys.argv[3], hint=sys.argv[4])
@@ -113,7 +113,7 @@ def test_from_the_builder_to_who_ordered_the_build(tmp_path):
     folder = tmp_path / "new"
     with ours, start(BUILDER, theirs, str(folder), MESSAGE, HINT) as process:
         with pytest.raises(OutOfMemoryError) as raised:
-            build_order._listen(ours, {"op": "build"}, lambda *_: None, process, tmp_path / "log")
+            jobs._listen(ours, {"op": "build"}, lambda *_: None, process, tmp_path / "log")
         assert process.wait(30) == 0
     assert survives(raised.value)
 

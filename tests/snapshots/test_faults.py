@@ -104,8 +104,8 @@ def small_disk(person, size: str):
 WITHOUT_ASKING_FOR_ROOM = """
 import sys
 from edgeinfer import cli
-from edgeinfer.snapshots.building import build_order
-from edgeinfer.snapshots.shelf import prune
+from edgeinfer.snapshots.build import build_order
+from edgeinfer.snapshots import prune
 build_order.refuse_full = lambda *_: None
 prune.make_room = lambda *_, **__: []
 sys.exit(cli.main())

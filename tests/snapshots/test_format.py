@@ -14,8 +14,8 @@ from edgeinfer.errors import (
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
-from edgeinfer.snapshots import frames
-from edgeinfer.snapshots.shelf import format
+from edgeinfer.launcher import messages
+from edgeinfer.snapshots import format
 
 words = st.text(
     st.characters(exclude_characters="\0\r\x85\u2028\u2029", exclude_categories=("Cs", "Zl", "Zp")),
@@ -127,13 +127,13 @@ def test_an_ancestor_that_others_can_write_is_refused(tmp_path):
 
 @given(st.dictionaries(st.text(min_size=1, max_size=8), st.binary(max_size=50), max_size=6))
 def test_a_message_is_read_as_it_was_packed(fields):
-    assert frames.unpack(frames.pack(fields)[4:]) == fields
+    assert messages.unpack(messages.pack(fields)[4:]) == fields
 
 
 @given(st.binary(max_size=64))
 def test_garbage_is_a_value_error_or_a_message(body):
     with contextlib.suppress(ValueError, UnicodeDecodeError):
-        frames.unpack(body)
+        messages.unpack(body)
 
 
 def test_descriptors_and_long_messages_go_through():
@@ -142,9 +142,9 @@ def test_descriptors_and_long_messages_go_through():
     import threading
 
     big = os.urandom(3 << 20)
-    sender = threading.Thread(target=frames.send, args=(left, {"big": big, "n": 7}, [writer]))
+    sender = threading.Thread(target=messages.send, args=(left, {"big": big, "n": 7}, [writer]))
     sender.start()
-    received = frames.receive(right)
+    received = messages.receive(right)
     sender.join()
     assert received is not None
     fields, fds = received
@@ -155,15 +155,15 @@ def test_descriptors_and_long_messages_go_through():
     for fd in (reader, writer, *fds):
         os.close(fd)
     left.close()
-    assert frames.receive(right) is None
+    assert messages.receive(right) is None
     right.close()
 
 
 def test_a_torn_message_is_the_end():
     left, right = socket.socketpair()
-    left.sendall(frames.pack({"a": b"b" * 100})[:50])
+    left.sendall(messages.pack({"a": b"b" * 100})[:50])
     left.close()
-    assert frames.receive(right) is None
+    assert messages.receive(right) is None
     right.close()
 
 
@@ -171,4 +171,4 @@ def test_a_torn_message_is_the_end():
     st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1))
 )
 def test_lists_of_words(strings):
-    assert frames.split(frames.join(strings)) == strings
+    assert messages.split(messages.join(strings)) == strings

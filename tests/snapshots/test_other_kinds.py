@@ -15,9 +15,9 @@ pytestmark = pytest.mark.criu
 MODEL = "small"
 ASK = """
 import json, sys
-from edgeinfer.snapshots.resumed import facts
-from edgeinfer.snapshots.shelf import choose
-folder, manifest = choose.find(sys.argv[1], {})
+from edgeinfer.snapshots.restore import facts
+from edgeinfer.launcher import selection
+folder, manifest = selection.find(sys.argv[1], {})
 sys.stdout.write(facts.ask(manifest, folder, "canary").hex())
 """
 
@@ -70,7 +70,7 @@ def main():  # the last definition counts
 def test_a_build_that_failed_is_not_tried_again_until_something_changes(user, place):
     copy = place.folder / "failing"
     shutil.copytree(place.sources, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    park = copy / "edgeinfer/snapshots/building/park.py"
+    park = copy / "edgeinfer/snapshots/build/park.py"
     whole = park.read_text()
     before, main, after = whole.partition('\nif __name__ == "__main__":')
     park.write_text(before + SABOTAGE + main + after)

@@ -25,17 +25,17 @@ from edgeinfer.errors import (
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
+from edgeinfer.launcher import selection
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.loading.mappings import LARGE_BYTES
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.settings.config import SnapshotsConfig
-from edgeinfer.snapshots import criu
-from edgeinfer.snapshots.building import build_order, digests
-from edgeinfer.snapshots.resumed import freshness, loaded_model, prefetch, residency
-from edgeinfer.snapshots.resumed.idle import IdleWatch
-from edgeinfer.snapshots.shelf import choose, fingerprint, format, prune, records
-from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.snapshots import criu, fingerprint, format, prune, registry
+from edgeinfer.snapshots.build import digests, jobs
+from edgeinfer.snapshots.registry import Details
+from edgeinfer.snapshots.restore import loaded_model, prefetch, reinitialize, residency
+from edgeinfer.snapshots.restore.idle import IdleWatch
 from edgeinfer.system import places
 from edgeinfer.system.disk import locked
 
@@ -82,9 +82,9 @@ def publish(root, name, generation=1, *, model="m", requested=None, actual=None,
 
 def test_the_model_is_the_first_word_that_has_a_snapshot(root):
     publish(root, "m")
-    assert choose.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
-    assert choose.launch_choice(["run", "hello"]).model == places.DEFAULT_MODEL
-    assert choose.launch_choice(["run", "--draft", "m", "hello"]).model == places.DEFAULT_MODEL
+    assert selection.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
+    assert selection.launch_choice(["run", "hello"]).model == places.DEFAULT_MODEL
+    assert selection.launch_choice(["run", "--draft", "m", "hello"]).model == places.DEFAULT_MODEL
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_launcher_and_argparse_agree_on_the_model_wherever_options_stand(root, t
     publish(root, "m")
     publish(root, "other")
     parsed = cli.build_parser().parse_args(typed)
-    assert choose.launch_choice(typed).model == "m"
+    assert selection.launch_choice(typed).model == "m"
     assert getattr(parsed, "model_or_prompt", None) or parsed.model == "m"
-    assert choose.launch_choice(typed).snapshot == (parsed.snapshot or "")
+    assert selection.launch_choice(typed).snapshot == (parsed.snapshot or "")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_launcher_and_argparse_agree_on_the_model_wherever_options_stand(root, t
 )
 def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
     with pytest.raises(SnapshotMissingError, match=f"^{said} has no snapshot yet"):
-        choose.launch_choice(typed.split()).find()
+        selection.launch_choice(typed.split()).find()
 
 
 @pytest.mark.parametrize(
@@ -135,20 +135,20 @@ def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
 )
 def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
     publish(root, format.snapshot_name(made_of, {}), model=made_of)
-    assert choose.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
+    assert selection.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
 
 
 def test_a_given_name_is_enough_everywhere(root):
     folder = publish(root, "m,work", 5, requested={"n_ctx": "512"})
-    assert records.find("work") == folder
-    assert choose.launch_choice(["run", "hello", "--snapshot", "work"]).find()[0] == str(folder)
+    assert registry.find("work") == folder
+    assert selection.launch_choice(["run", "hello", "--snapshot", "work"]).find()[0] == str(folder)
     publish(root, "other,work", model="other")
     with pytest.raises(SnapshotMissingError, match="work names several") as caught:
-        records.find("work")
+        registry.find("work")
     assert caught.value.hint == "name one: m,work, other,work"
-    assert choose.find_named("work", "m", {})[1].name == "m,work"
+    assert selection.find_named("work", "m", {})[1].name == "m,work"
     with pytest.raises(SnapshotMissingError, match="several snapshots are called work"):
-        choose.find_named("work", "third", {})
+        selection.find_named("work", "third", {})
 
 
 @pytest.mark.parametrize("verb", [["warm", "m"], ["snapshots", "take"]])
@@ -201,11 +201,11 @@ def test_trust_remove_without_a_key_is_an_error(capsys):
 
 
 def test_what_is_being_built_is_said(root):
-    assert build_order.being_built() == []
-    with locked(build_order.build_lock(root, "small,ctx512")):
-        assert build_order.being_built() == ["small,ctx512"]
+    assert jobs.being_built() == []
+    with locked(jobs.build_lock(root, "small,ctx512")):
+        assert jobs.being_built() == ["small,ctx512"]
         said = SnapshotsResult(
-            snapshots=(), disk_bytes=0, limit_bytes=0, building=tuple(build_order.being_built())
+            snapshots=(), disk_bytes=0, limit_bytes=0, building=tuple(jobs.being_built())
         )
         assert said.human() == "small,ctx512 is being built"
 
@@ -215,11 +215,11 @@ def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path
     (tmp_path / "config/config.toml").write_text(
         'default-model = "d"\n[load]\nctx = 512\n[snapshots]\nresume = "never"\n'
     )
-    choice = choose.launch_choice(["run", "hi"])
+    choice = selection.launch_choice(["run", "hi"])
     assert (choice.model, choice.options, choice.resume) == ("d", {"n_ctx": "512"}, "never")
-    choice = choose.launch_choice(["run", "--ctx=1024", "--kv-type", "q8_0", "--resume", "always"])
+    choice = selection.launch_choice(["run", "--ctx=1024", "--kv-type", "q8_0", "--resume", "always"])
     assert (choice.options, choice.resume) == ({"n_ctx": "1024", "kv_type": "q8_0"}, "always")
-    assert choose.launch_choice(["run", "--ctx", "0"]).options == {}
+    assert selection.launch_choice(["run", "--ctx", "0"]).options == {}
 
 
 def test_the_default_is_the_configurations():
@@ -232,27 +232,27 @@ def test_an_exact_match_is_preferred_then_the_newest(root):
     publish(root, "m,ctx512", 3, requested={"n_ctx": "512"}, actual={"n_ctx": "512"})
     publish(root, "m", 1, actual={"n_ctx": "8192"})
     publish(root, "m", 2, actual={"n_ctx": "8192"})
-    assert choose.find("m", {})[0].endswith(folder_of("m", 2))
-    assert choose.find("m", {"n_ctx": "512"})[1].name == "m,ctx512"
-    assert choose.find("m", {"n_ctx": "8192"})[1].name == "m"
+    assert selection.find("m", {})[0].endswith(folder_of("m", 2))
+    assert selection.find("m", {"n_ctx": "512"})[1].name == "m,ctx512"
+    assert selection.find("m", {"n_ctx": "8192"})[1].name == "m"
     with pytest.raises(SnapshotMissingError, match="n_ctx=99"):
-        choose.find("m", {"n_ctx": "99"})
+        selection.find("m", {"n_ctx": "99"})
     with pytest.raises(SnapshotMissingError):
-        choose.find("other", {})
+        selection.find("other", {})
 
 
 def test_one_with_a_given_name_is_found_by_it_alone(root):
     publish(root, "m,work", 5, requested={"n_ctx": "512"}, actual={"n_ctx": "512"})
     with pytest.raises(SnapshotMissingError, match="no snapshot yet"):
-        choose.find("m", {})
+        selection.find("m", {})
     for typed in ("work", "m,work"):
-        choice = choose.launch_choice(["run", "m", "hello", "--snapshot", typed])
+        choice = selection.launch_choice(["run", "m", "hello", "--snapshot", typed])
         assert choice.find()[1].name == "m,work"
-    assert choose.find_named("m,work", "other", {"n_ctx": "512"})[1].name == "m,work"
+    assert selection.find_named("m,work", "other", {"n_ctx": "512"})[1].name == "m,work"
     with pytest.raises(SnapshotMissingError, match="made with n_ctx=512, not with n_ctx=99"):
-        choose.find_named("work", "m", {"n_ctx": "99"})
+        selection.find_named("work", "m", {"n_ctx": "99"})
     with pytest.raises(SnapshotMissingError, match="called play") as caught:
-        choose.find_named("play", "m", {})
+        selection.find_named("play", "m", {})
     assert "m,work" in (caught.value.hint or "")
 
 
@@ -260,14 +260,14 @@ def test_a_refused_snapshot_gives_way_to_the_next_that_fits(root):
     publish(root, "m", 1)
     spoiled = publish(root, "m,ctx512", 2, requested={"n_ctx": "512"})
     (spoiled / format.MEMORY).write_bytes(b"")
-    assert choose.find("m", {})[1].name == "m"
+    assert selection.find("m", {})[1].name == "m"
 
 
 def test_what_refused_the_only_one_is_said(root):
     folder = publish(root, "m")
     (folder / format.MEMORY).write_bytes(b"")
     with pytest.raises(SnapshotCorruptError, match=r"memory\.img"):
-        choose.find("m", {})
+        selection.find("m", {})
 
 
 def test_a_default_option_accepts_any_snapshot_and_another_does_not():
@@ -321,8 +321,8 @@ VmFlags: ex dp
 
 def test_droppable_memory_is_found_by_its_flag():
     ranges = [(0x7F0000000000, 0x7F0000001000), (0xFFFFFFFFFF600000, 0xFFFFFFFFFF601000)]
-    assert freshness.droppable_ranges(SMAPS) == ranges
-    assert isinstance(freshness.read_droppable_ranges(), list)
+    assert reinitialize.droppable_ranges(SMAPS) == ranges
+    assert isinstance(reinitialize.read_droppable_ranges(), list)
 
 
 def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
@@ -333,7 +333,7 @@ def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
     drawn = []
     for _ in range(2):
         random.setstate(state)
-        drawn.append((freshness.reseed(b"same", [(address, address + 4096)]), random.random()))
+        drawn.append((reinitialize.reseed(b"same", [(address, address + 4096)]), random.random()))
     assert drawn[0][0] != drawn[1][0]
     assert drawn[0][1] != drawn[1][1]
     assert area[:4] == bytes(4)
@@ -511,17 +511,17 @@ def test_each_program_has_its_own_and_those_of_programs_that_are_gone_go_first(r
     other.mkdir()
     publish(root, "m", 1)
     publish(root, "m", 2, program=str(other))
-    assert choose.find("m", {})[0].endswith(folder_of("m", 1))
+    assert selection.find("m", {})[0].endswith(folder_of("m", 1))
     prune.drop_older(root, "m")
     assert prune.stale(root) == []
-    states = [records.state_of(folder) for folder in prune.by_last_use(root)]
+    states = [registry.state_of(folder) for folder in prune.by_last_use(root)]
     assert states[1:] == [(False, f"of another program: {other}")] or states[0][0] is False
     assert len(format.generations(str(root))["m"]) == 2
     use(root / folder_of("m", 1), 1000)
     other.rmdir()
     assert [format.generation_of(f.name) for f in prune.by_last_use(root)] == [f"{2:016x}", f"{1:016x}"]
     assert prune.stale(root) == ["m"]
-    assert records.find("m").name == folder_of("m", 1)
+    assert registry.find("m").name == folder_of("m", 1)
 
 
 def test_own_files_are_those_of_the_whole_package():
@@ -535,7 +535,7 @@ LAUNCH = """
 import sys, json
 before = set(sys.modules)
 from edgeinfer.launcher import main
-from edgeinfer.snapshots.launching.launch import launch
+from edgeinfer.launcher.launch import launch
 print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - before})))
 """
 CHEAP = {
@@ -589,7 +589,7 @@ def test_spin_count_is_set_while_libgomp_is_mapped_and_not_inherited(theirs, whi
 
 LIMITED = """
 import resource
-from edgeinfer.snapshots.resumed import freshness
+from edgeinfer.snapshots.restore import freshness
 env = b"A=1" if len(__import__("sys").argv) == 1 else b"EDGEINFER_DEBUG=1"
 freshness.adopt({"env": env, "cwd": b"/", "umask": b"18", "limits": b"RLIMIT_CORE\\0004096"})
 print(resource.getrlimit(resource.RLIMIT_CORE)[0])

@@ -20,10 +20,10 @@ MODEL = "small"
 SECRET = "planted-4f1d9a7c"
 FACTS = """
 import sys, os
-from edgeinfer.snapshots.resumed import facts
+from edgeinfer.snapshots.restore import facts
 from edgeinfer.snapshots import frames
-from edgeinfer.snapshots.shelf import choose
-folder, manifest = choose.find("small", {})
+from edgeinfer.launcher import selection
+folder, manifest = selection.find("small", {})
 extra = dict(pair.split("=", 1) for pair in sys.argv[1:])
 sys.stdout.write(facts.ask(manifest, folder, "facts", extra).decode())
 """

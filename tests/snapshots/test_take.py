@@ -254,7 +254,7 @@ import json, msgspec
 from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.building import build_order
+from edgeinfer.snapshots.build import build_order
 became = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on", repack="off")
 order = build_order.Order(
     model="small", files=Host().files("small"), options=LoadOptions(), became=became, given_name="less"

@@ -16,7 +16,7 @@ import pytest
 from edgeinfer import cli
 from edgeinfer.arguments.parser import EXAMPLES, wants_json
 from edgeinfer.host import Host
-from edgeinfer.launch_verbs import LAUNCH_VERBS, SWITCHES, with_verb
+from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, with_verb
 from edgeinfer.result import Result
 
 

@@ -39,8 +39,8 @@ def modules_after(statement):
         ("import edgeinfer.tui, edgeinfer.chat, edgeinfer.server", ("llama_cpp",)),
         ("import edgeinfer.models.store, edgeinfer.models.catalog", HEAVY),
         # it clones into namespaces, where a lock that another thread holds is never released
-        ("import edgeinfer.snapshots.building.builder", HEAVY),
-        ("import edgeinfer.snapshots.resumed.app_process", HEAVY),
+        ("import edgeinfer.snapshots.build.builder", HEAVY),
+        ("import edgeinfer.snapshots.restore.app_process", HEAVY),
         ("import edgeinfer.commands.catalog.show, edgeinfer.chat.shelf", ("llama_cpp", "numpy")),
     ],
 )

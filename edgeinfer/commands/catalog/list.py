@@ -22,7 +22,7 @@ from edgeinfer.models.external_stores.model import Found
 from edgeinfer.models.fits import Fit
 from edgeinfer.models.store import PulledModel, list_pulled, unfinished
 from edgeinfer.result import Result
-from edgeinfer.snapshots.shelf.format import generations, model_part, part_of
+from edgeinfer.snapshots.format import generations, model_part, part_of
 from edgeinfer.system.machine import read_memory
 from edgeinfer.system.memory_rate import MemoryRate, read_memory_rate
 from edgeinfer.system.places import DEFAULT_MODEL

@@ -13,7 +13,7 @@ from edgeinfer.host import Host
 from edgeinfer.models import store
 from edgeinfer.models.progress import Job, progress_on
 from edgeinfer.result import Result
-from edgeinfer.snapshots.shelf.format import generations, read_manifest
+from edgeinfer.snapshots.format import generations, read_manifest
 from edgeinfer.system.machine import read_memory
 from edgeinfer.system.page_cache import read_in, resident_bytes
 from edgeinfer.units import format_bytes

@@ -13,9 +13,9 @@ from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
 from edgeinfer.models.remove import Removed, remove
 from edgeinfer.result import Result
-from edgeinfer.snapshots.shelf import failures
-from edgeinfer.snapshots.shelf.format import generations, model_part, part_of
-from edgeinfer.snapshots.shelf.prune import remove as remove_snapshot
+from edgeinfer.snapshots import failures
+from edgeinfer.snapshots.format import generations, model_part, part_of
+from edgeinfer.snapshots.prune import remove as remove_snapshot
 from edgeinfer.system import paths
 from edgeinfer.units import format_bytes
 

@@ -72,7 +72,7 @@ def _known(kind: str) -> list[str]:
     from edgeinfer.models.catalog import load_catalog
     from edgeinfer.models.external_stores import stores
     from edgeinfer.models.store import list_pulled
-    from edgeinfer.snapshots.shelf.format import generations
+    from edgeinfer.snapshots.format import generations
 
     if kind == "snapshots":
         return sorted(generations())

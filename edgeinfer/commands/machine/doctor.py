@@ -169,7 +169,7 @@ def _snapshots() -> Check:
     found = probe()
     if found.tier is None:
         return Check("snapshots", "warn", f"launches are cold: {found.reason}", found.fix)
-    from edgeinfer.snapshots.shelf import failures
+    from edgeinfer.snapshots import failures
 
     failed = failures.listed()
     if failed:

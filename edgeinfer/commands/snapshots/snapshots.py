@@ -13,10 +13,10 @@ from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
 from edgeinfer.settings.load_options import LOAD_OPTIONS
-from edgeinfer.snapshots.building import build_order, verify
-from edgeinfer.snapshots.shelf import failures, format, prune, records
-from edgeinfer.snapshots.shelf.failures import Failure
-from edgeinfer.snapshots.shelf.records import Details, Listed
+from edgeinfer.snapshots import failures, format, prune, registry
+from edgeinfer.snapshots.build import jobs, verify
+from edgeinfer.snapshots.failures import Failure
+from edgeinfer.snapshots.registry import Details, Listed
 from edgeinfer.system import paths
 from edgeinfer.units import format_bytes, format_duration
 
@@ -144,7 +144,7 @@ def snapshots(options: argparse.Namespace, host: Host) -> Result:
     if action == "verify":
         return _verify(options.name)
     if action == "rm":
-        found = [records.find(name) for name in options.name]
+        found = [registry.find(name) for name in options.name]
         names = ", ".join(format.name_of(folder.name) for folder in found)
         confirm(f"remove {names}?", yes=options.yes)
         return _remove(found)
@@ -161,27 +161,27 @@ def _transfer(action: str, options: argparse.Namespace, host: Host) -> Result:
 
 
 def _list(host: Host) -> SnapshotsResult:
-    found = records.listed()
+    found = registry.listed()
     return SnapshotsResult(
         snapshots=tuple(found),
         disk_bytes=sum(s.disk_bytes for s in found),
         limit_bytes=int(host.config.snapshots.max_total_gib * (1 << 30)),
-        building=tuple(build_order.being_built()),
+        building=tuple(jobs.being_built()),
         failures=tuple(failures.listed()),
     )
 
 
 def _show(name: str) -> SnapshotResult:
-    folder = records.find(name)
+    folder = registry.find(name)
     return SnapshotResult(
-        snapshot=records.read_details(folder),
-        state=records.state_of(folder)[1],
-        disk_bytes=records.disk_bytes(folder),
+        snapshot=registry.read_details(folder),
+        state=registry.state_of(folder)[1],
+        disk_bytes=registry.disk_bytes(folder),
     )
 
 
 def _verify(name: str) -> VerifyResult:
-    folder = records.find(name)
+    folder = registry.find(name)
     wrong = verify.wrong_files(folder)
     if wrong:
         raise SnapshotCorruptError(
@@ -200,7 +200,7 @@ def _verify(name: str) -> VerifyResult:
 
 
 def _remove(folders: list[Path]) -> RemovedResult:
-    freed = sum(records.disk_bytes(folder) for folder in folders)
+    freed = sum(registry.disk_bytes(folder) for folder in folders)
     for folder in folders:
         prune.remove(folder)
     return RemovedResult(removed=tuple(format.name_of(f.name) for f in folders), freed_bytes=freed)
@@ -213,7 +213,7 @@ def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
     if options.all:
         confirm("remove every snapshot?", yes=options.yes)
         return _remove(prune.by_last_use(root))
-    sizes = {folder: records.disk_bytes(folder) for folder in prune.by_last_use(root)}
+    sizes = {folder: registry.disk_bytes(folder) for folder in prune.by_last_use(root)}
     removed = [*prune.stale(root), *prune.to_limit(root, host.config.snapshots)]
     freed = sum(size for folder, size in sizes.items() if not folder.exists())
     return RemovedResult(removed=tuple(removed), freed_bytes=freed)

@@ -13,11 +13,10 @@ from edgeinfer.commands.snapshots.warm import StageTalk
 from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.result import Result
-from edgeinfer.snapshots import criu, running
-from edgeinfer.snapshots.building.take import take as build
+from edgeinfer.snapshots import criu, fingerprint, format, running
+from edgeinfer.snapshots.build.take import take as build
 from edgeinfer.snapshots.process_description import Description
-from edgeinfer.snapshots.shelf import fingerprint, format
-from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
 _PS = "`edgeinfer ps` shows what runs"

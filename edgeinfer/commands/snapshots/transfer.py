@@ -21,9 +21,10 @@ from edgeinfer.models.progress import Job
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import parse_adapters
 from edgeinfer.settings.load_options import DRAFT, LORA, NO_ADAPTERS, snapshot_options
-from edgeinfer.snapshots.building import background_build, build_order
-from edgeinfer.snapshots.shelf import build_log, format, records
-from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.snapshots import build_log, format
+from edgeinfer.snapshots import registry as records
+from edgeinfer.snapshots.build import background, jobs
+from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.transfer import exporting, importing, signing
 from edgeinfer.snapshots.transfer.description import Source, offered
 from edgeinfer.snapshots.transfer.layout import Layout
@@ -195,7 +196,7 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult | RebuildRe
         if ordered and not options.wait:
             return _ordered(ordered, offer.signer)
         if ordered:
-            details = build_order.build(ordered, config, talk.say)
+            details = jobs.build(ordered, config, talk.say)
     except SnapshotStaleError as error:
         hint = error.hint or f"build the same here: `{_again(options)} --rebuild`"
         raise SnapshotStaleError(error.message, key=error.key, hint=hint) from error
@@ -210,8 +211,8 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult | RebuildRe
     )
 
 
-def _ordered(order: build_order.Order, signer: str) -> RebuildResult:
-    background_build.order(order)
+def _ordered(order: jobs.Order, signer: str) -> RebuildResult:
+    background.order(order)
     return RebuildResult(
         name=order.name,
         model=order.model,

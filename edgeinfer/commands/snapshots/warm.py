@@ -17,9 +17,9 @@ from edgeinfer.models import store
 from edgeinfer.result import Result
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.settings.load_options import snapshot_options
-from edgeinfer.snapshots.building import build_order as snapshots_warm
-from edgeinfer.snapshots.shelf import format
-from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.snapshots import format
+from edgeinfer.snapshots.build import jobs as snapshots_warm
+from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
 _REDRAWN_EVERY_S = 0.5
@@ -57,10 +57,9 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
 
         return preload(options, host)
     if options.agent:
-        raise UsageError(
-            "`warm --agent` is gone: the second session of an agent caches its system preamble",
-            hint=f"edgeinfer launch {options.agent}",
-        )
+        from edgeinfer.commands.snapshots.warm_agent import warm_agent  # the server's types take 60 ms
+
+        return warm_agent(options, host)
     format.refuse_bad_name(options.name)
     began = time.monotonic()
     model = store.full_name(options.model or host.config.default_model)

@@ -12,9 +12,9 @@ from typing import Protocol
 import msgspec
 
 from edgeinfer.errors import SnapshotCorruptError
-from edgeinfer.snapshots.building import verify
-from edgeinfer.snapshots.resumed import facts
-from edgeinfer.snapshots.shelf import fingerprint, format, records
+from edgeinfer.snapshots import fingerprint, format, registry
+from edgeinfer.snapshots.build import verify
+from edgeinfer.snapshots.restore import checks
 from edgeinfer.snapshots.transfer import packing, requirements, rewriting, signing
 from edgeinfer.snapshots.transfer.description import (
     FORMAT,
@@ -107,7 +107,7 @@ def _put_layers(layers: list[Packed], where: Store) -> int:
 
 
 def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description, list[Packed]]:
-    manifest, details = format.read_manifest(str(folder)), records.read_details(folder)
+    manifest, details = format.read_manifest(str(folder)), registry.read_details(folder)
     places = requirements.places(str(folder))
     pieces, dense, packed_size = _buffers(folder)
     layers = inputs.layers()
@@ -137,7 +137,7 @@ def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description
             actual=manifest.actual,
             system=details.system,
             system_tokens=details.system_tokens,
-            canary=facts.ask(manifest, str(folder), "canary"),
+            canary=checks.ask(manifest, str(folder), "canary"),
             sleeper=Sleeper(pid=manifest.pid, link=manifest.link_inode, wake=manifest.wake_inode),
             places=places,
             real_places=requirements.real(places),

@@ -16,14 +16,14 @@ import msgspec
 
 from edgeinfer.errors import DiskFullError, SnapshotStaleError
 from edgeinfer.host import Host
+from edgeinfer.launcher import messages
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.settings.load_options import LOAD_OPTIONS
-from edgeinfer.snapshots import criu, frames
-from edgeinfer.snapshots.building import build_order
-from edgeinfer.snapshots.building.relocating import Places
-from edgeinfer.snapshots.shelf import failures, fingerprint, format, prune
-from edgeinfer.snapshots.shelf.records import Details
+from edgeinfer.snapshots import criu, failures, fingerprint, format, prune
+from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshots.build.relocate import Places
+from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.transfer import packing, requirements, rewriting
 from edgeinfer.snapshots.transfer.description import (
     LOOSE,
@@ -48,7 +48,7 @@ class Importing:
     """One import of a snapshot that is offered."""
 
     def __init__(
-        self, source: Source, offer: Offered, config: SnapshotsConfig, progress: build_order.Progress
+        self, source: Source, offer: Offered, config: SnapshotsConfig, progress: jobs.Progress
     ) -> None:
         self._source = source
         self._offer = offer
@@ -69,8 +69,8 @@ class Importing:
         placed = self._placing.place()
         root = paths.private_dir(paths.snapshots_dir())
         format.refuse_unsafe_ancestors(str(root))
-        with locked(build_order.build_lock(root, what.name)):
-            build_order.sweep(root)
+        with locked(jobs.build_lock(root, what.name)):
+            jobs.sweep(root)
             self._make_room(root)
             folder = root / format.folder_name(what.name, time.time_ns(), fingerprint.program_tag())
             details = self._published(folder, placed)
@@ -79,7 +79,7 @@ class Importing:
         prune.to_limit(root, self._config, keep=what.name)
         return details
 
-    def order(self, host: Host) -> build_order.Order:
+    def order(self, host: Host) -> jobs.Order:
         """Have models and adapters here, and say what to build for the same snapshot.
 
         Raises SnapshotStaleError, SnapshotCorruptError, DiskFullError, and what pulling them raises.
@@ -93,7 +93,7 @@ class Importing:
             if option.field in what.requested
         }
         options = msgspec.convert(typed, LoadOptions)
-        return build_order.Order(
+        return jobs.Order(
             model=what.model,
             files=host.files(what.model, options.draft),
             options=options,
@@ -139,7 +139,7 @@ class Importing:
                 self._arrive(folder)
                 moved = self._folders(str(folder)) | placed
                 self._rewrite(folder, moved)
-                return build_order.run_builder(folder, self._request(moved), self._progress, _RELOCATOR)
+                return jobs.run_builder(folder, self._request(moved), self._progress, _RELOCATOR)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -187,7 +187,7 @@ class Importing:
         for core in images.glob("core-*.img"):
             rewriting.become_ours(core)
 
-    def _request(self, moved: dict[str, str]) -> dict[str, frames.Value]:
+    def _request(self, moved: dict[str, str]) -> dict[str, messages.Value]:
         what, found = self._what, self._criu
         return {
             "model": what.model,

@@ -12,7 +12,7 @@ from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.models import names, store
 from edgeinfer.runtime.options import Adapter, parse_adapters
 from edgeinfer.settings.load_options import DRAFT, LORA, NO_ADAPTERS
-from edgeinfer.snapshots.shelf import format
+from edgeinfer.snapshots import format
 from edgeinfer.snapshots.transfer import packing
 from edgeinfer.snapshots.transfer.description import AdapterFile, DraftModel, ModelFile
 from edgeinfer.snapshots.transfer.packing import Packed

@@ -22,9 +22,9 @@ from edgeinfer.models.lock import model_lock
 from edgeinfer.models.names import Reference, reference, tamed_file_name
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.settings.load_options import DRAFT, LORA
-from edgeinfer.snapshots.building.build_order import Progress
+from edgeinfer.snapshots import format
+from edgeinfer.snapshots.build.jobs import Progress
 from edgeinfer.snapshots.process_description import adapters_text
-from edgeinfer.snapshots.shelf import format
 from edgeinfer.snapshots.transfer import packing
 from edgeinfer.snapshots.transfer.description import (
     AdapterFile,

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.snapshots import criu, frames
-from edgeinfer.snapshots.building import builder, relocating
-from edgeinfer.snapshots.building.digests import digest
-from edgeinfer.snapshots.building.park import Parked
-from edgeinfer.snapshots.building.spill import Spilled
-from edgeinfer.snapshots.shelf import format
+from edgeinfer.launcher import messages
+from edgeinfer.snapshots import criu, format
+from edgeinfer.snapshots.build import builder, relocate
+from edgeinfer.snapshots.build.digests import digest
+from edgeinfer.snapshots.build.park import Parked
+from edgeinfer.snapshots.build.spill import Spilled
 from edgeinfer.snapshots.transfer import rewriting
 from edgeinfer.snapshots.transfer.description import Sleeper
 from edgeinfer.system import process
@@ -65,13 +65,13 @@ class Relocator(builder.Builder):
         )
 
     def _request(self, link: socket.socket) -> None:
-        fields: dict[str, frames.Value] = {
+        fields: dict[str, messages.Value] = {
             "op": "launch",
-            "role": relocating.ROLE,
+            "role": relocate.ROLE,
             "moved": self._fields["moved"],
             "memory": os.fsencode(self._arrived / format.MEMORY),
         }
-        frames.send(link, fields, [self._wake_read])
+        messages.send(link, fields, [self._wake_read])
 
     def _park_and_dump(self) -> tuple[dict[str, bytes], Parked]:
         self._say("relocate", None)

@@ -13,7 +13,7 @@ import msgspec
 import edgeinfer
 from edgeinfer.errors import SnapshotStaleError
 from edgeinfer.shipping import shipped
-from edgeinfer.snapshots.shelf import fingerprint
+from edgeinfer.snapshots import fingerprint
 from edgeinfer.snapshots.transfer.description import Folders, Requirements
 from edgeinfer.system.disk import sha256_of
 

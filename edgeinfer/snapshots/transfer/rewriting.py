@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from edgeinfer.runtime.loading.mappings import Range
-from edgeinfer.snapshots.building import images
-from edgeinfer.snapshots.building.images import Message
+from edgeinfer.snapshots.build import images
+from edgeinfer.snapshots.build.images import Message
 
 _CORE_TASK = 3
 _TASK_RLIMITS = 8

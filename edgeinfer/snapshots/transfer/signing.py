@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrustedError, UsageError
-from edgeinfer.snapshots.shelf.format import refuse_unsafe
+from edgeinfer.snapshots.format import refuse_unsafe
 from edgeinfer.system import paths
 from edgeinfer.system.disk import write_whole
 

@@ -16,7 +16,7 @@ from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.loading.cell_memory import cell_memory
 from edgeinfer.runtime.loading.mappings import Range, Untouched
 from edgeinfer.runtime.loading.sparse_buffers import Buffer
-from edgeinfer.snapshots.building.spill import spill
+from edgeinfer.snapshots.build.spill import spill
 
 from .conftest import ROOMY, ask, heard, load, text
 

@@ -8,10 +8,10 @@ import time
 import httpx2
 import pytest
 
+from edgeinfer.launcher.handoff import LEAVE, OFFER
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.server import server
-from edgeinfer.snapshots.launching.hand_over import LEAVE, OFFER
-from edgeinfer.snapshots.resumed.app_host import HandOver
+from edgeinfer.snapshots.restore.app_host import HandOver
 
 
 class Launcher:

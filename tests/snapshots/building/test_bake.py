@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.errors import DumpError, SnapshotCorruptError
-from edgeinfer.snapshots.building import bake, images
+from edgeinfer.snapshots.build import bake, images
 
 PAGE = bake.PAGE
 PID = 30000

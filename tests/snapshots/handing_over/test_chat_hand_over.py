@@ -14,9 +14,9 @@ import pytest
 from other_processes import has_ended, private_bytes, wait_until
 from terminal import Terminal, shell_environment
 
-from edgeinfer.snapshots.launching import hand_over, supervise
-from edgeinfer.snapshots.launching.apps import App
-from edgeinfer.snapshots.launching.launch import Launcher
+from edgeinfer.launcher import handoff, supervise
+from edgeinfer.launcher.apps import App
+from edgeinfer.launcher.launch import Launcher
 
 from ..test_by_itself import MODEL
 from .test_hand_over import IDLE_BYTES, cold  # noqa: F401  a fixture
@@ -139,7 +139,7 @@ def test_a_chat_goes_on_in_a_resumed_process_and_nobody_notices(cold, tmp_path):
 
 LAUNCHER = """
 import os, sys
-from edgeinfer.snapshots.launching import supervise
+from edgeinfer.launcher import supervise
 
 SUCCESSOR = '''
 import os, socket, sys
@@ -195,7 +195,7 @@ def test_one_that_withdrew_is_offered_again(monkeypatch, capfd):
     monkeypatch.setattr(launcher, "_main", SimpleNamespace(offers_fd=write_fd))
     monkeypatch.setattr(launcher._verb, "choice", found)
     monkeypatch.setattr(launcher._verb, "look_again", lambda: None)
-    for why, said in (("exit 0", hand_over.OFFER), ("exit 1", b"")):
+    for why, said in (("exit 0", handoff.OFFER), ("exit 1", b"")):
         launcher._stay(why)
         os.write(write_fd, b".")
         assert os.read(read_fd, 9) == said + b"."
@@ -218,7 +218,7 @@ def test_a_successor_that_hangs_is_killed(monkeypatch, capfd):
 
     app = launcher._apps._adopt(App(child, NoLink(), "verb"), {}, [])
     launcher._succession.successor = app
-    monkeypatch.setattr(hand_over, "LIMIT_S", 0.0)
+    monkeypatch.setattr(handoff, "LIMIT_S", 0.0)
     while launcher._succession.successor is not None:
         launcher._turn()
     os.close(theirs)

@@ -15,8 +15,8 @@ from other_processes import descendants, has_ended, private_bytes, wait_until
 
 from edgeinfer.host import Start
 from edgeinfer.settings.config import Config, SnapshotsConfig
-from edgeinfer.snapshots.resumed.app_host import AppHost
-from edgeinfer.snapshots.shelf import format
+from edgeinfer.snapshots import format
+from edgeinfer.snapshots.restore.app_host import AppHost
 
 from ..conftest import Person
 from ..test_by_itself import MODEL, Endpoint

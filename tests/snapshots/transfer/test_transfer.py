@@ -18,7 +18,7 @@ from stores_here import docker_registry, registry_program
 
 from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntrustedError, UsageError
 from edgeinfer.settings.config import SnapshotsConfig
-from edgeinfer.snapshots.building.relocating import Places
+from edgeinfer.snapshots.build.relocate import Places
 from edgeinfer.snapshots.transfer import description as described
 from edgeinfer.snapshots.transfer import importing, packing, signing
 from edgeinfer.snapshots.transfer.description import offered

@@ -14,7 +14,7 @@ from edgeinfer.errors import SnapshotError
 from edgeinfer.models import adapters, pull
 from edgeinfer.models.catalog import user_path
 from edgeinfer.settings.load_options import LORA
-from edgeinfer.snapshots.shelf import format
+from edgeinfer.snapshots import format
 from edgeinfer.snapshots.transfer import description as described
 from edgeinfer.snapshots.transfer import inputs, signing
 from edgeinfer.snapshots.transfer.layout import Layout

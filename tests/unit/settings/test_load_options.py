@@ -12,13 +12,13 @@ from edgeinfer import cli, requesting
 from edgeinfer.arguments import launch_args
 from edgeinfer.errors import ConfigError, EdgeInferError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.launcher import selection
 from edgeinfer.runtime.loading.load import check_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.settings.config import Config, LoadConfig, load_config
 from edgeinfer.settings.load_options import LOAD_OPTIONS, LoadOption, snapshot_options
-from edgeinfer.snapshots.building import build_order
-from edgeinfer.snapshots.resumed import watch_build
-from edgeinfer.snapshots.shelf import choose
+from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshots.restore import watch_build
 
 TYPED = [option for option in LOAD_OPTIONS if option.flag]
 CONFIGURED = [option for option in LOAD_OPTIONS if option.key]
@@ -47,7 +47,7 @@ def test_what_is_typed_reaches_the_engine_and_the_launcher(option: LoadOption) -
     value = other(option)
     argv = ["run", "m", "hello", option.flag, str(value)]
     assert getattr(requesting.load_options(parsed(*argv), LoadConfig()), option.field) == value
-    chosen = choose.launch_choice(argv).options
+    chosen = selection.launch_choice(argv).options
     assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
 
 
@@ -59,7 +59,7 @@ def test_what_is_configured_reaches_the_engine_and_the_launcher(option, tmp_path
     monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
     loaded = requesting.load_options(parsed("run", "m"), load_config().load)
     assert getattr(loaded, option.field) == value
-    chosen = choose.launch_choice(["run", "m"]).options
+    chosen = selection.launch_choice(["run", "m"]).options
     assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
 
 
@@ -95,7 +95,7 @@ def test_the_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> 
     typed = parsed("warm", *watch_build.warm_argv("m", wanted))
     built = requesting.load_options(typed, LoadConfig())
     assert built == wanted
-    order = build_order.Order(model="m", files=ModelFiles(name="m", paths=()), options=built)
+    order = jobs.Order(model="m", files=ModelFiles(name="m", paths=()), options=built)
     assert order.name == ("m" if not option.of_snapshot else order.name)
     assert snapshot_options(built) == snapshot_options(wanted)
     assert (option.field in snapshot_options(built)) == option.of_snapshot

@@ -1,0 +1,87 @@
+"""Snapshots that a launch has built, now or later. Launcher code: cheap standard library only."""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
+import os
+import select
+
+from edgeinfer.launcher import messages, process_env
+from edgeinfer.launcher.apps import quietly
+from edgeinfer.system import process
+
+
+class Warming:
+    """The background builds that this launcher starts, which outlive it, and at most one that does not.
+
+    What would have helped is noted by `want` and built by `start_wanted`.
+    """
+
+    def __init__(self, poll: select.poll) -> None:
+        self._poll = poll
+        self._wanted: dict[bytes, bytes] = {}
+        self._builds: dict[int, int] = {}
+        self._now = 0
+
+    def want(self, model: bytes, options: bytes) -> None:
+        """Note a snapshot that would have helped."""
+        self._wanted[model] = options
+
+    def start_wanted(self) -> None:
+        """Build what was noted, each in a process that nobody waits for; `poll` reports their ends."""
+        while self._wanted:
+            model, options = self._wanted.popitem()
+            module = "edgeinfer.snapshots.build.background"
+            self.watch(process_env.detach(module, os.fsdecode(model), os.fsdecode(options)))
+
+    def watch(self, pid: int) -> None:
+        """Have `poll` report the end of a build."""
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:  # a kernel before 5.3: its end goes unheard
+            return
+        self._builds[fd] = pid
+        self._poll.register(fd, select.POLLIN)
+
+    def has_ended(self, fd: int) -> bool:
+        """Whether `fd` reported the end of a build, which is then forgotten."""
+        pid = self._builds.pop(fd, 0)
+        if not pid:
+            return False
+        self._poll.unregister(fd)
+        os.close(fd)
+        os.waitpid(pid, 0)
+        return True
+
+    def start_now(self, fields: dict[str, bytes], fds: list[int]) -> None:
+        """Run `edgeinfer warm` outside the app's namespaces; its talk goes to `fds`."""
+        self.stop_now()
+        self._now = _start(["warm", *messages.split(fields["argv"])], fds, (1, 2))
+
+    def take(self, fields: dict[str, bytes], fds: list[int]) -> None:
+        """Run `edgeinfer snapshots take` of this launch; its JSON goes to the first of `fds`."""
+        own = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
+        self.watch(_start([*own, *messages.split(fields["words"])], fds, (1,)))
+
+    def stop_now(self) -> None:
+        """Stop the warming an app asked for, if it still runs."""
+        if self._now:
+            quietly(os.kill, self._now, _signal.SIGINT)
+            quietly(os.waitpid, self._now, 0)
+            self._now = 0
+
+
+def _start(words: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
+    """Run a verb outside the app's namespaces until this process ends; close `fds`, return its pid."""
+
+    def prepare() -> None:
+        process.die_with_parent()
+        os.setsid()
+        process.silence()
+        for stream in streams:
+            os.dup2(fds[0], stream)
+
+    pid = process.fork_and_exec(process.child_command("edgeinfer", *words), prepare)
+    for fd in fds:
+        os.close(fd)
+    return pid

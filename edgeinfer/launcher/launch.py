@@ -1,0 +1,254 @@
+"""Start the app of a verb that needs a model, stand in for it, end as it ended.
+
+One loop over pipes and sockets. An app is resumed from a snapshot or started cold (`apps`); either way
+it has a supervisor that reports on a pipe, and a link on which it may ask for workers
+(`{"op": "worker"}`), name the snapshot that would have helped (`"warm"`), have one taken (`"take"`),
+and say that it has ended (`"exit"`). A `serve` or `chat` that started cold is succeeded by a resumed
+one when its snapshot is built (`hand_over`).
+
+Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
+import gc
+import os
+import select
+import sys
+import time
+
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.launcher import builds, exit, guard, handoff, messages, process_env, supervise
+from edgeinfer.launcher.apps import App, Apps, Verb, hint_at, quietly
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+#: Seconds to wait before `serve`'s app is resumed again, by how many crashes there were in a row.
+_BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
+#: An app that lived so long had a healthy start: the next crash is the first again.
+_HEALTHY_S = 60.0
+
+
+class Launcher:
+    """One launch of one verb."""
+
+    def __init__(self, argv: list[str], exec_ns: int, main_ns: int) -> None:
+        self.argv = argv
+        self._main: App | None = None
+        self._code: int | None = None
+        self._asked_to_end = False
+        self._is_suspending = False
+        self._crashes = 0
+        self._terminal = guard.Terminal()
+        self._poll = select.poll()
+        self._verb = Verb(argv)
+        self._apps = Apps(self._verb, self._poll, exec_ns, main_ns)
+        self._warming = builds.Warming(self._poll)
+        self._succession = handoff.Succession(self._verb, self._apps)
+
+    def run(self) -> NoReturn:
+        """Never returns."""
+        for number in supervise.FORWARDED:
+            _signal.signal(number, self._forward)
+        if self.argv[0] == "serve":
+            self._verb.fds += [listener.detach() for listener in process_env.listen(self.argv)]
+        if self.argv[0] == "chat":
+            self._terminal.watch()
+        try:
+            self._main = self._apps.start_verb()
+        except EdgeInferError as error:
+            exit.fail(error)
+        gc.enable()
+        while True:
+            self._turn()
+
+    @property
+    def _serves(self) -> bool:
+        """Whether clients may wait on listening sockets, which outlive an app that crashed."""
+        return len(self._verb.fds) > 3
+
+    # --- running
+
+    def _turn(self) -> None:
+        # one that starts meanwhile may have a descriptor that was another's at the poll
+        apps = list(self._apps.running)
+        self._succession.look()
+        for fd, _ in self._poll.poll(self._succession.wait_ms()):
+            if self._warming.has_ended(fd):
+                self._succession.offer(self._main)
+                continue
+            for app in apps:
+                if app not in self._apps.running:
+                    continue
+                if fd == app.child.status_fd:
+                    self._read_supervisor(app)
+                elif fd == app.link.fileno():
+                    self._read_app(app)
+
+    def _forward(self, number: int, _frame: object) -> None:
+        """Pass a signal on to the app. A stop stops this process when the app has stopped."""
+        self._asked_to_end |= number in exit.ASKED_TO_END
+        self._is_suspending |= number == _signal.SIGTSTP
+        for app in self._apps.running:
+            if app.role == "verb" or number == _signal.SIGCONT:
+                quietly(os.kill, app.child.pid, number)
+        if self._main is None and number in exit.ASKED_TO_END:
+            exit.die_of(number)
+
+    def _read_supervisor(self, app: App) -> None:
+        data = os.read(app.child.status_fd, 4096)
+        app.report += data
+        *lines, app.report = app.report.split(b"\n")
+        for line in lines:
+            self._reported(app, line.decode(errors="replace"))
+        if not data and app in self._apps.running:
+            self._ended(app, "signal 9")
+
+    def _reported(self, app: App, line: str) -> None:
+        what, _, rest = line.partition(" ")
+        if what == "restored":
+            self._apps.close_carried(app)
+        elif what == "stopped" and app is self._main:
+            self._stop()
+        elif what == "failed":
+            self._failed(app, rest)
+        elif what in ("exit", "signal"):
+            self._ended(app, line)
+
+    def _stop(self) -> None:
+        """Stop as the app did, if Ctrl-Z was the cause; a chat reads it as a key."""
+        if self._is_suspending:
+            self._is_suspending = False
+            os.kill(os.getpid(), _signal.SIGSTOP)
+        elif self.argv[0] == "chat" and self._terminal.is_ours():
+            os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
+
+    def _failed(self, app: App, why: str) -> None:
+        """A restore failed, which the manifest did not foresee: start cold, with the same request."""
+        self._apps.forget(app)
+        if app is self._succession.successor:
+            self._stay(why)
+            return
+        if app.how == "cold":
+            self._finish(app, f"exit {exit.UNEXPECTED}", why)
+            return
+        if self._verb.choice.resume == "always" and app.role == "verb":
+            exit.fail(
+                EdgeInferError(
+                    f"the snapshot could not be resumed: {why}", hint="build it again: `edgeinfer warm`"
+                )
+            )
+        error = EdgeInferError(f"CRIU could not restore the snapshot: {why[:300]}")
+        again = self._apps.cold(app.request, app.fds, error, hint_at(error))
+        if app is self._main:
+            self._main = again
+
+    def _ended(self, app: App, how: str) -> None:
+        self._apps.forget(app)
+        if app is self._main:
+            self._finish(app, how)
+        elif app is self._succession.successor:
+            self._stay(how)
+        elif self._code is not None:
+            self._leave(self._code)
+
+    def _stay(self, why: str) -> None:
+        if self._asked_to_end:
+            self._succession.successor = None
+        else:
+            self._succession.stay(why, self._main)
+
+    def _read_app(self, app: App) -> None:
+        received = messages.receive(app.link)
+        if received is None:
+            self._poll.unregister(app.link.fileno())
+            return
+        fields, fds = received
+        op = fields.get("op", b"")
+        if op == b"exit" and app is self._main:
+            code = int(fields["code"])
+            if not (self._serves and code == exit.UNEXPECTED and not self._asked_to_end):
+                self._leave(code)
+        elif op == b"worker":
+            self._apps.start_worker(app, fields)
+        elif op == b"hand-over":
+            app.offers_fd = fds[0]
+        elif op == b"idle" and app is self._main and not self._asked_to_end:
+            self._succession.start(fds)
+        elif op == b"ready" and app is self._succession.successor:
+            self._main = self._succession.hand_over(self._main)
+            if self._asked_to_end:  # a signal that came while it was restored may have been lost
+                quietly(os.kill, app.child.pid, _signal.SIGTERM)
+        elif op == b"warm-now":
+            self._warming.start_now(fields, fds)
+        elif op == b"take":
+            self._warming.take(fields, fds)
+        elif op == b"warm-stop":
+            self._warming.stop_now()
+        elif op == b"warm":
+            self._warming.want(fields["model"], fields["options"])
+            if fields["now"] == b"1":
+                self._warming.start_wanted()
+
+    def _is_succeeded(self) -> bool:
+        """Whether an app that was succeeded still has clients; a chat has none."""
+        ours = (self._main, self._succession.successor)
+        others = any(app.role == "verb" and app not in ours for app in self._apps.running)
+        return others and self._serves
+
+    # --- ending
+
+    def _finish(self, app: App, how: str, why: str = "") -> None:
+        """The app of the verb has ended: again for a `serve` that crashed, else end like it."""
+        what, _, text = how.partition(" ")
+        number = int(text)
+        crashed = what == "signal" or number == exit.UNEXPECTED
+        if crashed:
+            self._terminal.put_back()
+        if crashed and self._serves and not self._asked_to_end:
+            self._again(app, how)
+            return
+        if what == "exit":
+            self._leave(number)
+            return
+        if not exit.is_ordinary(number):
+            exit.tell_killed(number, why)
+            self._leave(128 + number)
+            return
+        self._terminal.dismiss_guard()
+        exit.die_of(number)
+
+    def _again(self, app: App, how: str) -> None:
+        if self._succession.successor is not None:
+            quietly(os.kill, self._succession.successor.child.pid, _signal.SIGKILL)
+        alive_s = time.monotonic() - app.began
+        self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
+        wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]
+        sys.stderr.write(
+            f"edgeinfer: the app ended ({how}) after {alive_s:.1f} s; starting it again in {wait_s:g} "
+            f"s\n"
+        )
+        sys.stderr.flush()
+        self._main = None
+        if wait_s:
+            time.sleep(wait_s)
+        self._apps.begin_again()
+        self._main = self._apps.start_verb()
+
+    def _leave(self, code: int) -> None:
+        """End, as soon as no client is left to an app that was succeeded."""
+        self._code = code
+        if self._is_succeeded():
+            return
+        self._terminal.dismiss_guard()
+        if code == 0:
+            self._warming.start_wanted()
+        os._exit(code)
+
+
+def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:
+    """Run the verb in a process that is resumed or started for it. Never returns."""
+    Launcher(argv, exec_ns, main_ns).run()

@@ -1,0 +1,109 @@
+"""A launch's surroundings: process state for the app, sockets, what it leaves behind.
+
+Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
+import _socket
+import os
+
+from edgeinfer.launcher import messages, selection, supervise
+from edgeinfer.system import places, process
+
+#: Resource limits that go with a launch: soft ones, for the kernel refuses to raise a hard one.
+LIMITS = (
+    "RLIMIT_NOFILE",
+    "RLIMIT_CORE",
+    "RLIMIT_CPU",
+    "RLIMIT_FSIZE",
+    "RLIMIT_DATA",
+    "RLIMIT_AS",
+    "RLIMIT_STACK",
+)
+
+
+def of_this_process() -> dict[str, messages.Value]:
+    """What the app takes over from us."""
+    import resource  # 0.2 ms
+
+    umask = os.umask(0o077)
+    os.umask(umask)
+    limits: list[str] = []
+    for name in LIMITS:
+        limits += [name, str(resource.getrlimit(getattr(resource, name))[0])]
+    try:
+        cwd = os.getcwd()
+    except OSError:
+        cwd = "/"
+    environment = b"\0".join(name + b"=" + value for name, value in os.environb.items())
+    return {
+        "env": environment,
+        "cwd": cwd,
+        "umask": umask,
+        "affinity": messages.join(str(n) for n in os.sched_getaffinity(0)),
+        "limits": messages.join(limits),
+        "entropy": os.urandom(64),
+    }
+
+
+def listen(argv: list[str]) -> list[_socket.socket]:
+    """Bind the sockets of `serve` before anything is loaded; none when that fails: the app says why."""
+    activated = process.activated_descriptors()
+    serve = selection.read_config().get("serve", {})
+    if activated:
+        found = [_socket.socket(fileno=fd) for fd in activated]
+    else:
+        host = selection.option(argv, "--host") or str(serve.get("host", "127.0.0.1"))
+        found = _bound(host, selection.option(argv, "--port") or str(serve.get("port", 8080)))
+    if found and ("--ollama" in argv or serve.get("ollama")):
+        found += _bound(places.OLLAMA_HOST, str(places.ollama_port()))
+    return found
+
+
+def user_lookup() -> _socket.socket | None:
+    """Open what a resumed endpoint asks for its clients' users; see `system.tcp.ask_through`."""
+    try:
+        return _socket.socket(_socket.AF_NETLINK, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC, 4)
+    except OSError:  # a seccomp filter
+        return None
+
+
+def _bound(host: str, port: str) -> list[_socket.socket]:
+    """Listen on every address of `host`; none when one of them cannot be had."""
+    found: list[_socket.socket] = []
+    try:
+        node = host.encode() if host.isascii() else host  # text would import the IDNA codec: 6 ms
+        for family, kind, protocol, _, address in _socket.getaddrinfo(
+            node, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
+        ):
+            if found and port == "0":
+                break  # one free port, not one for each family
+            listener = _socket.socket(family, kind, protocol)
+            listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+            if family == _socket.AF_INET6:
+                listener.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(1024)
+            found.append(listener)
+    except (OSError, ValueError, OverflowError):
+        for listener in found:
+            listener.close()
+        return []
+    return found
+
+
+def detach(module: str, *arguments: str, stdin: int = -1) -> int:
+    """Start a module of ours that outlives us, with none of our descriptors but `stdin`; its pid."""
+
+    def prepare() -> None:
+        os.setsid()
+        process.silence()
+        if stdin >= 0:
+            os.dup2(stdin, 0)
+        process.close_all_but()
+        for number in supervise.FORWARDED:
+            _signal.signal(number, _signal.SIG_DFL)
+
+    return process.fork_and_exec(process.child_command(module, *arguments), prepare)

@@ -1,0 +1,206 @@
+"""Choose the snapshot to resume by the words typed and the configuration, unparsed.
+
+This is a guess that must be cheap (the launcher makes it). The app that is resumed reads the same words
+with the real parser, and takes another model, or other options, from a worker process when the guess
+was wrong: an answer never depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from edgeinfer.errors import EdgeInferError, SnapshotMissingError
+from edgeinfer.launcher import messages
+from edgeinfer.launcher.argv import options_and_words
+from edgeinfer.settings.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
+from edgeinfer.snapshots import fingerprint, format
+from edgeinfer.system import places
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+#: Verbs whose first word is a model's name if at least this many words follow it.
+_BEHIND_THE_MODEL = {"chat": 0, "serve": 0, "run": 1}
+
+
+class LaunchChoice:
+    """What a launch wants to resume: model, options that must hold; `resume`: auto, always, never.
+
+    `snapshot` names the one to resume, or is "".
+    """
+
+    __slots__ = ("model", "options", "resume", "snapshot")
+
+    def __init__(self, model: str, options: dict[str, str], resume: str, snapshot: str = "") -> None:
+        self.model = model
+        self.options = options
+        self.resume = resume
+        self.snapshot = snapshot
+
+    def find(self) -> tuple[str, format.Manifest]:
+        """The folder and manifest to resume. Raises what `find` and `find_named` raise."""
+        if self.snapshot:
+            return find_named(self.snapshot, self.model, self.options)
+        return find(self.model, self.options)
+
+
+def launch_choice(argv: list[str]) -> LaunchChoice:
+    """Guess it from the words typed, then from config.toml."""
+    config = read_config()
+    snapshots, snapshot = config.get("snapshots", {}), option(argv, "--snapshot")
+    load = {} if snapshot else config.get("load", {})
+    options = {}
+    for one in filter(lambda row: row.flag, LOAD_OPTIONS):
+        words = typed(argv, one.flag)
+        text = ",".join(words if one.many else words[-1:]) or str(load.get(one.key, ""))
+        if text and one.of_snapshot:
+            try:
+                value = one.parse(text)
+            except ValueError:
+                continue  # the app refuses it, and says why
+            if value not in ENGINE_CHOOSES:
+                options[one.field] = str(value)
+    bundled = os.environ.get(places.BUNDLED_MODEL)
+    model = str(config.get("default-model") or bundled or places.DEFAULT_MODEL)
+    known = {format.model_part(name) for name in format.generations()}
+    first = _first_word(argv)
+    if warm := _warm(first, known):
+        model = warm
+    elif format.part_of(model) not in known:  # nothing can be resumed: say of which model
+        model = _named_first(argv) or model
+    resume = option(argv, "--resume") or str(snapshots.get("resume", "auto"))
+    return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
+
+
+def _first_word(argv: list[str]) -> str:
+    if argv[0] == "batch":
+        return option(argv, "--model")
+    _, words = options_and_words(argv)
+    return words[1] if len(words) > 1 and len(words[1]) < 200 else ""
+
+
+def _warm(word: str, known: set[str]) -> str:
+    spellings = (word, f"hf:{word}") if "/" in word else (word,)
+    return next((name for name in spellings if name and format.part_of(name) in known), "")
+
+
+def _named_first(argv: list[str]) -> str:
+    """Return the first word if it can only be a model, "" if it may be a prompt."""
+    _, words = options_and_words(argv)
+    n_behind = _BEHIND_THE_MODEL.get(argv[0])
+    is_named = n_behind is not None and len(words) > 1 + n_behind
+    return words[1] if is_named else ""
+
+
+def option(argv: list[str], name: str) -> str:
+    """Return the value typed for an option, the last one if typed twice, "" if it was not."""
+    return (typed(argv, name) or [""])[-1]
+
+
+def typed(argv: list[str], name: str) -> list[str]:
+    """Return every value typed for an option."""
+    options, _ = options_and_words(argv)
+    values = []
+    for at, word in enumerate(options):
+        if word == name and at + 1 < len(options):
+            values.append(options[at + 1])
+        elif word.startswith(f"{name}="):
+            values.append(word[len(name) + 1 :])
+    return values
+
+
+def unpack_options(requested: bytes) -> dict[str, str]:
+    """Options as an app asks for them in a worker: name, value, name, value."""
+    words = messages.split(requested)
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def read_config() -> dict[str, Any]:
+    """config.toml as it is; empty when there is none or it cannot be read (the app will say so)."""
+    path = places.config_file()
+    if not os.path.exists(path):
+        return {}
+    import tomllib  # 15 ms, only where there is a file
+
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError):
+        return {}
+
+
+def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
+    """Find the snapshot made with exactly these options, else the newest unnamed that fits.
+
+    Returns folder and manifest; those that a person named are left alone.
+
+    Raises SnapshotMissingError when there is none, else what refused the best one.
+    """
+    root, others = places.snapshots(), False
+    all_of = format.generations(root, fingerprint.program_tag())
+    names = [name for name in all_of if format.model_part(name) == format.part_of(model)]
+    if names:
+        format.refuse_unsafe(root, directory=True)
+        format.refuse_unsafe_ancestors(root)
+    found: list[tuple[bool, str, str, format.Manifest]] = []
+    refused: EdgeInferError | None = None
+    for name in names:
+        folder = all_of[name][0]
+        try:
+            manifest = format.read_manifest(folder)
+        except EdgeInferError as error:
+            refused = error
+            continue
+        if format.is_given(manifest.name, manifest.model, manifest.requested):
+            continue
+        others = True
+        if not unmet(options, manifest.requested, manifest.actual):
+            found.append(
+                (manifest.requested == options, format.generation_of(folder), folder, manifest)
+            )
+    for _, _, folder, manifest in sorted(found, key=lambda item: item[:2], reverse=True):
+        try:
+            fingerprint.refuse_stale(manifest, folder)
+        except EdgeInferError as error:
+            refused = refused or error
+            continue
+        return folder, manifest
+    raise refused or _missing(model, options, others)
+
+
+def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
+    """Find the snapshot called so: in full, or as it was given for this model, or else for another.
+
+    Raises SnapshotMissingError for none or one with other options, else what refuses it.
+    """
+    root = places.snapshots()
+    all_of = format.generations(root, fingerprint.program_tag())
+    found = format.named(all_of, snapshot, model)
+    if len(found) != 1:
+        many = "several snapshots are" if found else "there is no snapshot"
+        hint = f"there are: {', '.join(found or sorted(all_of)) or 'none'}"
+        raise SnapshotMissingError(f"{many} called {snapshot}", hint=hint)
+    name = found[0]
+    format.refuse_unsafe(root, directory=True)
+    format.refuse_unsafe_ancestors(root)
+    manifest = format.read_manifest(all_of[name][0])
+    field = differing(options, manifest.requested, manifest.actual)
+    if field:
+        had = manifest.requested.get(field) or manifest.actual.get(field, "none")
+        raise SnapshotMissingError(
+            f"the snapshot {name} was made with {field}={had}, not with {field}={options[field]}",
+            hint="leave the option out, or build one with it: `edgeinfer warm --name NAME`",
+        )
+    fingerprint.refuse_stale(manifest, all_of[name][0])
+    return all_of[name][0], manifest
+
+
+def _missing(model: str, options: dict[str, str], others: bool) -> EdgeInferError:
+    if others:
+        words = ", ".join(f"{name}={value}" for name, value in options.items())
+        return SnapshotMissingError(
+            f"{model} has no snapshot {f'with {words}' if words else 'without adapters'}"
+        )
+    return SnapshotMissingError(f"{model} has no snapshot yet")

@@ -1,0 +1,199 @@
+"""The process between launcher and app: init of its pid namespace, which sees its end.
+
+The launcher forks it (no new interpreter), so it costs half a millisecond. It passes signals on, tells
+when the app stops, continues and ends, and dies with the launcher, which takes the whole namespace with
+it: `kill -9` of the launcher ends the app whatever the app is doing. What it has to say it writes as
+lines on a pipe: "restored", "failed WHY", "stopped", "exit N", "signal N".
+
+Standard library only, and nothing that starts threads.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms for its enums
+import os
+import sys
+
+from edgeinfer.snapshots import criu, linux
+from edgeinfer.snapshots.format import IMAGES, Manifest
+from edgeinfer.system import process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+#: Passed on by the launcher; a stop as SIGTSTP, which the app's handler turns into a real one.
+FORWARDED = (
+    _signal.SIGINT,
+    _signal.SIGTERM,
+    _signal.SIGHUP,
+    _signal.SIGQUIT,
+    _signal.SIGWINCH,
+    _signal.SIGTSTP,
+    _signal.SIGCONT,
+    _signal.SIGUSR1,
+    _signal.SIGUSR2,
+)
+_LOG_BYTES = 4000
+
+
+class Child:
+    """A running app as its launcher sees it: the supervisor's pid, and the pipe it reports on."""
+
+    __slots__ = ("pid", "status_fd")
+
+    def __init__(self, pid: int, status_fd: int) -> None:
+        self.pid, self.status_fd = pid, status_fd
+
+
+def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
+    """Begin to restore on `link_fd`; the pipe tells how it went. Raises OSError."""
+    flags = criu.NAMESPACES[manifest.tier]
+    user, group = os.getuid(), os.getgid()
+    status_read, status_write = os.pipe()
+    wake_read, wake_write = os.pipe()
+    os.write(wake_write, b"!")  # the restored process finds it there and goes on
+
+    def work(tell: Callable[[str], None]) -> NoReturn:
+        linux.become_init(flags, user, group)
+        log = os.memfd_create("criu")
+        _supervise(
+            tell,
+            _restore_child(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, log),
+            manifest.pid,
+            log,
+        )
+
+    pid = linux.clone(flags) if flags else os.fork()
+    if pid == 0:
+        _main(work, status_write, keep=(status_write, link_fd, wake_read))
+    for fd in (status_write, wake_read, wake_write):
+        os.close(fd)
+    return Child(pid, status_read)
+
+
+def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Child:
+    """Start a cold app, a new interpreter with the link as its descriptor `link_fd`. Raises OSError."""
+    status_read, status_write = os.pipe()
+
+    def prepare() -> None:
+        process.die_with_parent()
+        os.setsid()
+
+    def work(tell: Callable[[str], None]) -> NoReturn:
+        os.set_inheritable(link_fd, True)
+        child = process.fork_and_exec(command, prepare, environment)
+        os.close(link_fd)
+        _supervise(tell, 0, child, -1)
+
+    pid = os.fork()
+    if pid == 0:
+        _main(work, status_write, keep=(status_write, link_fd))
+    os.close(status_write)
+    return Child(pid, status_read)
+
+
+def _main(
+    work: Callable[[Callable[[str], None]], NoReturn], status_fd: int, keep: tuple[int, ...]
+) -> NoReturn:
+    def tell(line: str) -> None:
+        os.write(status_fd, line.encode(errors="replace") + b"\n")
+
+    try:
+        process.die_with_parent()
+        os.setsid()
+        _signal.set_wakeup_fd(-1)
+        process.silence()
+        process.close_all_but(*keep)
+        work(tell)
+    except BaseException as error:  # noqa: BLE001  the main of a process
+        tell(f"failed {type(error).__name__}: {error}".replace("\n", " "))
+    os._exit(125)
+
+
+def _restore_child(manifest: Manifest, images: str, link_fd: int, wake_fd: int, log: int) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(log, 2)
+            criu.exec_restore(manifest, images, link_fd, wake_fd)
+        finally:
+            os._exit(127)
+    os.close(link_fd)
+    os.close(wake_fd)
+    return child
+
+
+def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: int) -> NoReturn:
+    """Wait for CRIU (pid 0: none) and the app; a restore that fails kills the app, then ends."""
+    alive = criu_pid == 0
+    early: list[int] = []
+    ended: int | None = None
+
+    def forward(number: int, _frame: object) -> None:
+        if not alive:
+            early.append(number)
+            return
+        try:  # noqa: SIM105  contextlib costs 3 ms
+            os.kill(app_pid, number)
+        except ProcessLookupError:
+            pass
+
+    for number in FORWARDED:
+        _signal.signal(number, forward)
+    while True:
+        pid, status = os.waitpid(-1, os.WUNTRACED)
+        if pid == criu_pid:
+            if status:
+                why = os.pread(log, _LOG_BYTES, 0).decode(errors="replace").strip().replace("\n", "; ")
+                tell(f"failed criu ended with {os.waitstatus_to_exitcode(status)}: {why}")
+                os._exit(125)
+            alive = True
+            tell("restored")
+            while early:
+                forward(early.pop(0), None)
+            if ended is not None:
+                _report(tell, ended)
+        elif pid == app_pid:
+            if alive or os.WIFSTOPPED(status):
+                _report(tell, status)
+            else:
+                ended = status
+
+
+def _report(tell: Callable[[str], None], status: int) -> None:
+    if os.WIFSTOPPED(status):
+        tell("stopped")
+    elif os.WIFSIGNALED(status):
+        tell(f"signal {os.WTERMSIG(status)}")
+        os._exit(128 + os.WTERMSIG(status))
+    else:
+        tell(f"exit {os.WEXITSTATUS(status)}")
+        os._exit(os.WEXITSTATUS(status))
+
+
+def _try_namespaces(tier: str) -> None:
+    """Exit 0 when a process may have this tier's namespaces; the reason goes to stderr."""
+    user, group = os.getuid(), os.getgid()
+    flags = criu.NAMESPACES[tier]
+    pid = linux.clone(flags)
+    if pid == 0:
+        try:
+            linux.become_init(flags, user, group)
+            if tier == criu.UNPRIVILEGED:
+                linux.keep_capabilities(linux.CRIU_CAPABILITIES)
+            os._exit(0)
+        except OSError as error:
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255)
+
+
+if __name__ == "__main__":
+    try:
+        _try_namespaces(sys.argv[2])
+    except OSError as error:
+        sys.exit(str(error))

@@ -1,0 +1,295 @@
+"""Baking: turn a dump that a restore would have to read into one that it maps.
+
+CRIU writes a process's private memory to one file of pages and, on a restore, reads all of it into
+fresh anonymous memory: 0.75 to 0.95 s for every GB. Here that file becomes `memory.img`, and every long
+run of pages in it becomes, in CRIU's description of the address space, a private mapping of that file.
+A restore then maps and reads nothing: pages come from the page cache when touched, all processes
+resumed from one snapshot share them, and only what one of them writes is its own.
+
+The process was frozen while CRIU wrote its pages, so this is one moment of all of its memory, Python's
+heap and the threads' stacks included (docs/decisions/040-bake-the-images.md).
+
+What is left for CRIU to read: runs too short to be worth a mapping, and what may not be mapped (the
+stack, which grows, and the vDSO). Pages of zeros become anonymous memory again: an empty KV cache takes
+no disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from edgeinfer.errors import DumpError
+from edgeinfer.runtime.loading.mappings import Range
+from edgeinfer.snapshots.build import images
+from edgeinfer.snapshots.build.images import Message
+
+PAGE = 4096
+#: Shorter runs are read by CRIU: a mapping costs it as much as reading so many pages.
+SHORTEST_RUN_PAGES = 16
+#: Zeros are looked for in blocks of this size.
+BLOCK_BYTES = 64 << 10
+_READ_BYTES = 4 << 20
+_MODE = 0o100600
+
+
+class Run(NamedTuple):
+    """Pages in a row in memory and in the file of pages: address, length, offset, in bytes."""
+
+    start: int
+    length: int
+    offset: int
+    flags: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def cut(self, start: int, end: int) -> Run:
+        """The part between two addresses inside it."""
+        return Run(start, end - start, self.offset + start - self.start, self.flags)
+
+
+class Baked(NamedTuple):
+    """The baked dump. `memory_bytes` is `memory.img`'s size, `disk_bytes` its blocks'."""
+
+    memory_bytes: int
+    disk_bytes: int
+    left_bytes: int
+    mappings: int
+
+
+def bake(folder: Path, memory: Path, pid: int, progress: Callable[[int, int], None]) -> Baked:
+    """Bake the dump of process `pid` in `folder`, its pages into the new file `memory`.
+
+    Progress is (bytes done, bytes in all).
+
+    Raises DumpError when the images are not what this module knows, OSError when there is no room.
+    """
+    pages = folder / "pages-1.img"
+    runs = _runs(folder / f"pagemap-{pid}.img", pages.stat().st_size)
+    pages.rename(memory)
+    memory.chmod(0o600)
+    zeros = _scan(memory, progress)
+    _Baker(folder, memory, pid, runs, zeros).write()
+    for core in folder.glob("core-*.img"):
+        _forget_scheduling(core)
+    info = memory.stat()
+    vmas = images.part([(1, images.BYTES, images.read(folder / f"mm-{pid}.img").messages[0])], 1)
+    mapped = sum(1 for n, _, _ in vmas if n == images.MM_VMAS)
+    return Baked(info.st_size, info.st_blocks * 512, pages.stat().st_size, mapped)
+
+
+def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
+    """The pages CRIU wrote, in the order of the file, neighbours joined."""
+    runs: list[Run] = []
+    offset = 0
+    for raw in images.read(pagemap).messages[1:]:
+        entry = images.decode(raw)
+        start, flags = (
+            images.number(entry, images.PAGEMAP_VADDR),
+            images.number(entry, images.PAGEMAP_FLAGS),
+        )
+        length = PAGE * (
+            images.number(entry, images.PAGEMAP_PAGES) or images.number(entry, images.PAGEMAP_PAGES32)
+        )
+        if runs and runs[-1].end == start and runs[-1].flags == flags:
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + length)
+        else:
+            runs.append(Run(start, length, offset, flags))
+        offset += length
+    if offset != pages_bytes:
+        raise DumpError(f"CRIU described {offset} bytes of pages and wrote {pages_bytes}")
+    return runs
+
+
+def _scan(memory: Path, progress: Callable[[int, int], None]) -> list[Range]:
+    """Punch holes where the file holds zeros; those (offset, end), in order."""
+    zero = bytes(BLOCK_BYTES)
+    zeros: list[Range] = []
+    size = memory.stat().st_size
+    fd = os.open(memory, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for at in range(0, size, _READ_BYTES):
+            chunk = os.pread(fd, _READ_BYTES, at)
+            for block in range(0, len(chunk) - BLOCK_BYTES + 1, BLOCK_BYTES):
+                if chunk[block : block + BLOCK_BYTES] == zero:
+                    begin = at + block
+                    if zeros and zeros[-1].high == begin:
+                        begin = zeros.pop().low
+                    zeros.append(Range(begin, at + block + BLOCK_BYTES))
+            progress(at + len(chunk), size)
+        for begin, end in zeros:
+            _punch(fd, begin, end - begin)
+    finally:
+        os.close(fd)
+    return zeros
+
+
+def _punch(fd: int, offset: int, length: int) -> None:
+    """fallocate(PUNCH_HOLE | KEEP_SIZE); a file system that cannot keeps its zeros."""
+    import ctypes  # 2 ms, only while baking
+
+    ctypes.CDLL(None).fallocate(fd, 3, ctypes.c_long(offset), ctypes.c_long(length))
+
+
+def _forget_scheduling(core: Path) -> None:
+    """Clear the background's niceness: a resumed process takes its launcher's instead."""
+    image = images.read(core)
+    message = images.decode(image.messages[0])
+    gone = (images.THREAD_NICE, images.THREAD_POLICY, images.THREAD_PRIORITY)
+    kept: Message = []
+    for n, kind, value in message:
+        if n == images.CORE_THREAD and isinstance(value, bytes):
+            value = images.encode([field for field in images.decode(value) if field[0] not in gone])
+        kept.append((n, kind, value))
+    images.write(core, images.Image(image.magic, [images.encode(kept), *image.messages[1:]]))
+
+
+class _Baker:
+    def __init__(
+        self, folder: Path, memory: Path, pid: int, runs: list[Run], zeros: list[Range]
+    ) -> None:
+        self._folder = folder
+        self._memory = memory
+        self._pid = pid
+        self._runs = runs
+        self._content = [part for run in runs for part in _without(run, zeros)]
+        self._rest: list[Run] = []
+        self._file_id = 0
+
+    def write(self) -> None:
+        self._write_files()
+        self._write_areas()
+        self._write_rest()
+
+    def _write_files(self) -> None:
+        """Add `memory.img` to the files CRIU opens."""
+        path = self._folder / "files.img"
+        image = images.read(path)
+        self._file_id = 1 + max(
+            images.number(images.decode(raw), images.FILE_ID) for raw in image.messages
+        )
+        owner = images.encode([(n, images.VARINT, 0) for n in range(1, 6)])
+        regular: Message = [
+            (images.REG_ID, images.VARINT, self._file_id),
+            (images.REG_FLAGS, images.VARINT, os.O_RDONLY),
+            (images.REG_POS, images.VARINT, 0),
+            (images.REG_OWNER, images.BYTES, owner),
+            (images.REG_NAME, images.BYTES, os.fsencode(self._memory)),
+            (images.REG_SIZE, images.VARINT, self._memory.stat().st_size),
+            (images.REG_MODE, images.VARINT, _MODE),
+        ]
+        entry: Message = [
+            (images.FILE_TYPE, images.VARINT, images.REGULAR_FILE),
+            (images.FILE_ID, images.VARINT, self._file_id),
+            (images.FILE_REG, images.BYTES, images.encode(regular)),
+        ]
+        images.write(path, images.Image(image.magic, [images.encode(entry), *image.messages]))
+
+    def _write_areas(self) -> None:
+        """Cut the memory areas so that long runs of content become mappings of `memory.img`."""
+        path = self._folder / f"mm-{self._pid}.img"
+        image = images.read(path)
+        out: Message = []
+        for n, kind, value in images.decode(image.messages[0]):
+            if n == images.MM_VMAS and isinstance(value, bytes):
+                out += [(n, kind, images.encode(area)) for area in self._cut(images.decode(value))]
+            else:
+                out.append((n, kind, value))
+        images.write(path, images.Image(image.magic, [images.encode(out)]))
+
+    def _cut(self, area: Message) -> Iterator[Message]:
+        start, end = images.number(area, images.AREA_START), images.number(area, images.AREA_END)
+        status = images.number(area, images.AREA_STATUS)
+        # Zeros need no content in anonymous memory; under a file's mapping they hide its bytes.
+        runs = self._content if status & images.AREA_ANON_PRIVATE else self._runs
+        shortest = SHORTEST_RUN_PAGES * PAGE if _may_be_mapped(area) else end
+        at = start
+        for run in runs:
+            if run.end <= start or run.start >= end:
+                continue
+            piece = run.cut(max(run.start, start), min(run.end, end))
+            if piece.length < shortest:
+                self._rest.append(piece)
+                continue
+            if at < piece.start:
+                yield _piece(area, at, piece.start)
+            yield self._mapping(area, piece)
+            at = piece.end
+        if at < end:
+            yield area if at == start else _piece(area, at, end)
+
+    def _mapping(self, area: Message, run: Run) -> Message:
+        status = (
+            images.number(area, images.AREA_STATUS) & ~images.AREA_ANON_PRIVATE
+            | images.AREA_FILE_PRIVATE
+        )
+        changes = {
+            images.AREA_START: run.start,
+            images.AREA_END: run.end,
+            images.AREA_OFFSET: run.offset,
+            images.AREA_FILE: self._file_id,
+            images.AREA_FLAGS: images.number(area, images.AREA_FLAGS) & ~images.MAP_ANONYMOUS
+            | images.MAP_PRIVATE,
+            images.AREA_STATUS: status,
+            images.AREA_OPEN_FLAGS: os.O_RDONLY,
+        }
+        for field, value in changes.items():
+            area = images.with_number(area, field, value)
+        return area
+
+    def _write_rest(self) -> None:
+        """Leave CRIU the pages that are not mapped: a new pagemap and a new, short file of pages."""
+        pagemap = self._folder / f"pagemap-{self._pid}.img"
+        image = images.read(pagemap)
+        rest = sorted(self._rest)
+        fd = os.open(self._memory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with open(self._folder / "pages-1.img", "wb") as pages:
+                for run in rest:
+                    pages.write(os.pread(fd, run.length, run.offset))
+        finally:
+            os.close(fd)
+        images.write(
+            pagemap, images.Image(image.magic, [image.messages[0], *map(_pagemap_entry, rest)])
+        )
+
+
+def _may_be_mapped(area: Message) -> bool:
+    status, flags = images.number(area, images.AREA_STATUS), images.number(area, images.AREA_FLAGS)
+    if not status & images.AREA_REGULAR or status & images.AREA_VDSO or flags & images.MAP_GROWSDOWN:
+        return False
+    return bool(status & (images.AREA_ANON_PRIVATE | images.AREA_FILE_PRIVATE))
+
+
+def _piece(area: Message, start: int, end: int) -> Message:
+    offset = images.number(area, images.AREA_OFFSET)
+    if images.number(area, images.AREA_STATUS) & images.AREA_FILE_PRIVATE:
+        area = images.with_number(
+            area, images.AREA_OFFSET, offset + start - images.number(area, images.AREA_START)
+        )
+    return images.with_number(images.with_number(area, images.AREA_START, start), images.AREA_END, end)
+
+
+def _pagemap_entry(run: Run) -> bytes:
+    pages = run.length // PAGE
+    message: Message = [
+        (images.PAGEMAP_VADDR, images.VARINT, run.start),
+        (images.PAGEMAP_PAGES32, images.VARINT, pages),
+    ]
+    return images.encode([*message, (images.PAGEMAP_FLAGS, images.VARINT, run.flags)])
+
+
+def _without(run: Run, zeros: list[Range]) -> Iterator[Run]:
+    at = run.offset
+    for begin, end in zeros:
+        if end <= at or begin >= run.offset + run.length:
+            continue
+        if begin > at:
+            yield run.cut(run.start + at - run.offset, run.start + begin - run.offset)
+        at = end
+    if at < run.offset + run.length:
+        yield run.cut(run.start + at - run.offset, run.end)

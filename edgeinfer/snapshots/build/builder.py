@@ -1,0 +1,361 @@
+"""Build one snapshot: start the parked process in namespaces, dump it, bake it, try it.
+
+`python -m edgeinfer.snapshots.build.builder FD FOLDER`, a small process with one thread (it clones
+into namespaces), started by `edgeinfer.snapshots.build.jobs` and ended by it, whatever way
+`warm` ends. FD is a socket to it: it takes one build request, and answers with "stage" messages and
+then "built" or "failed".
+
+The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
+has computed the canary (`LoadedModel.canary`) bit for bit as it was before the dump.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from edgeinfer.errors import (
+    DiskFullError,
+    DumpError,
+    EdgeInferError,
+    RestoreError,
+    SnapshotError,
+    SnapshotStaleError,
+    from_fields,
+    to_fields,
+)
+from edgeinfer.launcher import messages
+from edgeinfer.snapshots import criu, failures, fingerprint, format, linux
+from edgeinfer.snapshots.build.bake import Baked, bake
+from edgeinfer.snapshots.build.digests import digest
+from edgeinfer.snapshots.build.park import Parked
+from edgeinfer.snapshots.registry import Details
+from edgeinfer.snapshots.restore import checks
+from edgeinfer.system import process
+from edgeinfer.system.disk import free_bytes, sync, write_whole
+
+_DUMP_TIMEOUT_S = 600
+#: Asks the init of a build how the process that parks has ended.
+_DIED = b"died"
+_NEAR_FULL_BYTES = 16 << 20
+#: What of the request is passed on to the process that parks.
+PARKED_FIELDS = ("model", "files", "options", "became", "adapters", "system", "stamps")
+
+
+class Builder:
+    """One build. `fields` is the request, as `build_order` sends it."""
+
+    def __init__(self, warm: socket.socket, folder: Path, fields: dict[str, bytes]) -> None:
+        self._warm = warm
+        self._folder = folder
+        self._fields = fields
+        self._images = folder / format.IMAGES
+        self._stages: dict[str, float] = {}
+        self._tier, self._criu = fields["tier"].decode(), os.fsdecode(fields["criu"])
+        self._wake_read, self._wake_write = os.pipe()
+
+    def build(self) -> Details:
+        """Raises what loading raises, DumpError, RestoreError, DiskFullError."""
+        self._images.mkdir(mode=0o700)
+        parked_fields, parked = self._park_and_dump()
+        self._stages.update(parked.stages_ms)
+        began = time.monotonic()
+        baked = bake(
+            self._images, self._folder / format.MEMORY, int(parked_fields["pid"]), self._bake_progress
+        )
+        self._stages["bake"] = _ms_since(began)
+        manifest = self._manifest(parked_fields, parked)
+        self._say("verify", None)
+        began = time.monotonic()
+        self._compare_canary(manifest, parked.canary)
+        self._stages["verify"] = _ms_since(began)
+        details = self._details(manifest, parked, baked)
+        self._publish(manifest, details)
+        return details
+
+    def _say(self, stage: str, fraction: float | None) -> None:
+        messages.send(
+            self._warm,
+            {"op": "stage", "name": stage, "fraction": "" if fraction is None else f"{fraction:.4f}"},
+        )
+
+    def _bake_progress(self, done: int, total: int) -> None:
+        self._say("bake", done / total if total else 1.0)
+
+    # --- parking and dumping
+
+    def _park_and_dump(self) -> tuple[dict[str, bytes], Parked]:
+        mine, theirs = socket.socketpair()
+        order, orders = socket.socketpair()
+        user, group = os.getuid(), os.getgid()
+        flags = criu.NAMESPACES[self._tier]
+        linux.refuse_threads()
+        init = linux.clone(flags) if flags else os.fork()
+        if init == 0:
+            mine.close()
+            order.close()
+            self._init(flags, user, group, theirs, orders)
+        theirs.close()
+        orders.close()
+        parked_fields, parked = self._converse(mine, order)
+        began = time.monotonic()
+        self._say("dump", None)
+        order.sendall(parked_fields["pid"] + b"\n")
+        if order.recv(64) != b"dumped":
+            raise self._dump_failed()
+        os.waitpid(init, 0)
+        self._stages["dump"] = _ms_since(began)
+        return parked_fields, parked
+
+    def _converse(self, link: socket.socket, order: socket.socket) -> tuple[dict[str, bytes], Parked]:
+        self._request(link)
+        answer: dict[str, bytes] = {}
+        while (received := messages.receive(link)) is not None:
+            fields = received[0]
+            if fields["op"] == b"stage":
+                messages.send(self._warm, fields)
+            elif fields["op"] == b"failed":
+                raise _disk_full(self._folder) or from_fields(fields)
+            else:
+                answer = fields
+        if not answer:
+            order.sendall(_DIED)
+            if int(order.recv(64) or b"0") == signal.SIGKILL:
+                raise failures.killed("the process to be snapshot")
+            raise DumpError(
+                "the process to be snapshot died while it loaded",
+                hint=_tail(self._folder / format.PARK_LOG),
+            )
+        return answer, msgspec.json.decode(answer["parked"], type=Parked)
+
+    def _request(self, link: socket.socket) -> None:
+        fields = {name: self._fields[name] for name in PARKED_FIELDS}
+        messages.send(link, fields | {"folder": os.fsencode(self._folder)})
+
+    def _init(
+        self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
+    ) -> NoReturn:
+        """Init of the namespaces: starts the process that parks, then CRIU when told to."""
+        try:
+            process.die_with_parent()
+            linux.become_init(flags, user, group)
+            parked = self._start(flags, link.fileno())
+            link.close()
+            os.close(self._wake_read)
+            order = orders.recv(64)
+            if order == _DIED:
+                orders.sendall(b"%d" % os.waitpid(parked, 0)[1])
+            elif order:
+                orders.sendall(b"failed" if self._run_criu(int(order)) else b"dumped")
+        finally:
+            os._exit(0)
+
+    def _start(self, flags: int, link: int) -> int:
+        if flags:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(format.PARKED_PID - 1))
+        pid = os.fork()
+        if pid == 0:
+            self._exec_parked(link)
+        return pid
+
+    def _exec_parked(self, link: int) -> NoReturn:
+        try:
+            linux.drop_privileges()
+            os.setsid()
+            process.stay_back()
+            os.chdir("/")
+            os.umask(0o077)
+            null = os.open("/dev/null", os.O_RDONLY)
+            log = os.open(self._folder / format.PARK_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            high = [
+                fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (null, log, log, link, self._wake_read)
+            ]
+            for fd, target in zip(high, (0, 1, 2, format.LINK_FD, format.WAKE_FD), strict=True):
+                os.dup2(fd, target)
+            process.close_all_but(format.LINK_FD, format.WAKE_FD)
+            command = process.child_command("edgeinfer.snapshots.build.park")
+            os.execve(command[0], command, parked_environment())
+        finally:
+            os._exit(127)
+
+    def _run_criu(self, pid: int) -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(_DUMP_TIMEOUT_S)
+                criu.exec_dump(
+                    self._criu, self._tier, pid, str(self._images), str(self._folder / format.DUMP_LOG)
+                )
+            finally:
+                os._exit(127)
+        while True:
+            ended, status = os.wait()
+            if ended == child:
+                return status
+
+    def _dump_failed(self) -> SnapshotError | DiskFullError:
+        return _disk_full(self._folder) or DumpError(
+            "CRIU could not dump the process: " + _tail(self._folder / format.DUMP_LOG, "Error"),
+            hint="run `edgeinfer doctor`; launches stay cold until then",
+        )
+
+    # --- trying and publishing
+
+    def _manifest(self, parked_fields: dict[str, bytes], parked: Parked) -> format.Manifest:
+        manifest = format.Manifest(
+            name=self._fields["name"].decode(),
+            model=self._fields["model"].decode(),
+            criu=self._criu,
+            tier=self._tier,
+            pid=int(parked_fields["pid"]),
+            link_inode=int(parked_fields["link"]),
+            wake_inode=int(parked_fields["wake"]),
+        )
+        manifest.requested = dict(msgspec.json.decode(self._fields["requested"], type=dict[str, str]))
+        manifest.actual = parked.actual
+        manifest.keys = fingerprint.machine_keys() | {
+            "sha256": parked.info.sha256,
+            "criu": self._fields["version"].decode(),
+        }
+        foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
+        stamps = {path: fingerprint.stamp(path) for path in (*foreign, self._criu)}
+        self._refuse_changed(stamps)
+        manifest.files = stamps | fingerprint.own_files()
+        pages = [name for name in (format.MEMORY, format.BUFFERS) if (self._folder / name).exists()]
+        manifest.images = {name: os.path.getsize(self._folder / name) for name in pages}
+        for path in sorted(self._images.iterdir()):
+            path.chmod(0o600)
+            manifest.images[f"{format.IMAGES}/{path.name}"] = path.stat().st_size
+        return manifest
+
+    def _refuse_changed(self, stamps: dict[str, str]) -> None:
+        """Raise SnapshotStaleError for a file of the model that is another than before the load."""
+        before = msgspec.json.decode(self._fields.get("stamps", b"{}"), type=dict[str, str])
+        for path, stamp in before.items():
+            if stamps.get(path, stamp) != stamp:
+                raise SnapshotStaleError(
+                    f"{path} was changed while the snapshot was built; nothing of it is kept",
+                    key=path,
+                    hint="type the command again once the file is whole",
+                )
+
+    def _compare_canary(self, manifest: format.Manifest, expected: bytes) -> None:
+        if checks.ask(manifest, str(self._folder), "canary") != expected:
+            raise RestoreError(
+                "the new snapshot computes other tokens than the process it was taken of; it was "
+                "thrown away"
+            )
+
+    def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
+        images_bytes = sum(
+            size
+            for name, size in manifest.images.items()
+            if name not in (format.MEMORY, format.BUFFERS)
+        )
+        return Details(
+            name=manifest.name,
+            model=manifest.model,
+            folder=str(self._folder),
+            created_s=time.time(),
+            tier=manifest.tier,
+            criu=manifest.keys["criu"],
+            sha256=parked.info.sha256,
+            requested=manifest.requested,
+            actual=manifest.actual,
+            reasons={name: chosen.reason for name, chosen in parked.info.choices.items()},
+            system=self._fields["system"].decode(),
+            system_tokens=parked.system_tokens,
+            memory_bytes=baked.memory_bytes + parked.spilled.size,
+            images_bytes=images_bytes,
+            disk_bytes=baked.disk_bytes + parked.spilled.written + images_bytes,
+            mappings=baked.mappings,
+            digests={
+                name: parked.spilled.digest if name == format.BUFFERS else digest(self._folder / name)
+                for name in manifest.images
+            },
+            stages_ms=self._stages,
+            depends_on=self._fields.get("depends_on", b"").decode(),
+        )
+
+    def _publish(self, manifest: format.Manifest, details: Details) -> None:
+        """Everything to the disk, then the manifest's rename: from there on the snapshot exists."""
+        for name in (format.PARK_LOG, format.DUMP_LOG):
+            (self._folder / name).unlink(missing_ok=True)
+        for name in manifest.images:
+            sync(self._folder / name)
+        sync(self._images)
+        write_whole(self._folder / format.DETAILS, msgspec.json.encode(details), 0o600)
+        text = format.manifest_text(manifest).encode("utf-8", "surrogateescape")
+        write_whole(self._folder / format.MANIFEST, text, 0o600)
+
+
+def parked_environment() -> dict[str, str]:
+    """Build the parked process's environment, with nothing of the user's.
+
+    One malloc arena, because glibc gives pages of the others back and expects zeros, where a mapping of
+    `memory.img` would show what was there before. One thread for numpy's linear algebra, which nothing
+    of ours needs: a restore makes every thread again.
+    """
+    ours = {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "MALLOC_ARENA_MAX": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return ours | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+
+
+def _ms_since(began: float) -> float:
+    return round((time.monotonic() - began) * 1000, 1)
+
+
+def _tail(log: Path, only: str = "") -> str:
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if only in line]
+    except OSError:
+        return "no log was written"
+    return " | ".join(lines[-3:]) or "its log says nothing"
+
+
+def _disk_full(folder: Path) -> DiskFullError | None:
+    free = free_bytes(folder)
+    if free > _NEAR_FULL_BYTES:
+        return None
+    return DiskFullError(
+        f"no room left on the disk of {folder}: {free >> 20} MiB free; nothing of the snapshot is kept"
+    )
+
+
+def main(kind: type[Builder] = Builder) -> None:
+    """Build into the folder of the command line; whatever fails, the folder is gone."""
+    process.die_with_parent()
+    warm, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
+    request = messages.receive(warm)
+    if request is None:
+        return
+    try:
+        details = kind(warm, folder, request[0]).build()
+    except (EdgeInferError, OSError) as error:
+        problem = (
+            error if isinstance(error, EdgeInferError) else _disk_full(folder) or DumpError(f"{error}")
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        messages.send(warm, {"op": "failed", **to_fields(problem)})
+        return
+    messages.send(warm, {"op": "built", "details": msgspec.json.encode(details)})
+
+
+if __name__ == "__main__":
+    from edgeinfer.snapshots.build import builder  # classes of this module, not of `__main__`
+
+    builder.main()

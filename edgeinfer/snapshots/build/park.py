@@ -1,0 +1,283 @@
+"""The process a snapshot is taken of: it loads, prefills, spills its buffers, and waits.
+
+`python -m edgeinfer.snapshots.build.park`, with the builder's socket as descriptor LINK_FD and a
+pipe of the builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an
+unconnected socket and an empty pipe; a restore puts the launcher's link and a pipe with a byte in it in
+their place. It has never seen a user's environment, terminal, prompt or key: the builder gives it one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pkgutil
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer import cli
+from edgeinfer.errors import DumpError, EdgeInferError, to_fields
+from edgeinfer.launcher import messages
+from edgeinfer.runtime.loading.mappings import areas
+from edgeinfer.runtime.options import Adapter, EngineInfo, LoadOptions, ModelFiles
+from edgeinfer.settings.config import load_config
+from edgeinfer.snapshots.build import relocate
+from edgeinfer.snapshots.build.spill import Spilled, spill
+from edgeinfer.snapshots.format import BUFFERS, LINK_FD, WAKE_FD
+from edgeinfer.snapshots.process_description import became, describe
+from edgeinfer.snapshots.restore import app_process, reinitialize, residency
+from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actual
+from edgeinfer.system import process
+
+#: Our packages whose every module is imported before the dump.
+_ROOMS = "arguments blocks chat commands runtime server snapshots tui workers".split()
+OWN_PACKAGES = [f"edgeinfer.{room}" for room in _ROOMS]
+#: What a launch would import. tests/snapshots/test_resume.py keeps it complete.
+LAZY_MODULES = """
+    asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
+    encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
+    multiprocessing.connection readline sqlite3 tomllib unicodedata uuid zoneinfo
+    edgeinfer.models.catalog edgeinfer.models.store edgeinfer.cli httptools llguidance
+    textual.app textual.drivers.linux_driver textual.widgets uvicorn uvicorn.lifespan.off
+    uvicorn.lifespan.on uvicorn.logging uvicorn.loops.asyncio uvicorn.loops.auto
+    uvicorn.protocols.http.auto uvicorn.protocols.http.h11_impl
+    uvicorn.protocols.http.httptools_impl uvicorn.protocols.utils
+""".split()
+_WIDGETS = "textual.widgets"
+
+
+class Parked(msgspec.Struct, frozen=True, kw_only=True):
+    """The process's facts before it lets go of the builder. `files` are mapped or read."""
+
+    info: EngineInfo
+    actual: dict[str, str]
+    canary: bytes
+    files: tuple[str, ...]
+    system_tokens: int
+    spilled: Spilled
+    stages_ms: dict[str, float]
+
+
+def import_everything() -> list[str]:
+    """Import what chat, run and serve need; return what is not there (an extra, a part)."""
+    missing = []
+    for package in OWN_PACKAGES:
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            if not module.name.endswith("__main__"):
+                missing += _import(module.name)
+    for name in LAZY_MODULES:
+        missing += _import(name)
+    widgets = sys.modules.get(_WIDGETS)
+    for name in getattr(widgets, "__all__", ()):
+        with contextlib.suppress(ImportError):  # a widget that needs an extra
+            getattr(widgets, name)
+    return missing
+
+
+def _import(name: str) -> list[str]:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return [name]
+    return []
+
+
+class _Stages:
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._name, self._since = "", time.monotonic()
+        self.ms: dict[str, float] = {}
+
+    def begin(self, name: str) -> None:
+        now = time.monotonic()
+        if self._name:
+            self.ms[self._name] = round((now - self._since) * 1000, 1)
+        self._name, self._since = name, now
+        if name:
+            self.report(name, None)
+
+    def report(self, name: str, fraction: float | None) -> None:
+        messages.send(
+            self._link,
+            {"op": "stage", "name": name, "fraction": "" if fraction is None else f"{fraction:.4f}"},
+        )
+
+
+def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel, bytes]:
+    """Load, warm up, prefill and park as the builder asks. Raises what loading raises."""
+    from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
+
+    files = msgspec.json.decode(fields["files"], type=ModelFiles)
+    options = msgspec.json.decode(fields["options"], type=LoadOptions)
+    model, system = fields["model"].decode(), fields["system"].decode()
+    loadable = msgspec.structs.replace(files, system_prompt=system)  # a launch's, if it names none
+    stages = _Stages(link)
+    stages.begin("load")
+    # llama.cpp needs no Python to load, and the imports no llama.cpp
+    with ThreadPoolExecutor(1) as loader:
+        loading = loader.submit(
+            load_engine, loadable, options, lambda _stage, fraction: stages.report("load", fraction)
+        )
+        import_everything()
+        _rehearse()
+        engine: Parkable = loading.result()
+    if fields["became"]:
+        engine = _with_choices(engine, loadable, options, fields["became"])
+    adapters = msgspec.json.decode(fields["adapters"], type=tuple[Adapter, ...] | None)
+    if adapters is not None and adapters != engine.info.lora:
+        engine.use_adapters(adapters)
+    loaded = LoadedModel(engine, model, options)
+    loaded.description = describe(
+        engine,
+        model,
+        files,
+        options,
+        system=system,
+        stamps=msgspec.json.decode(fields["stamps"], type=dict[str, str]),
+    )
+    # loading read it all; what is touched from here on is what computing needs
+    residency.give_back_shared()
+    system_tokens = 0
+    if engine.info.has_chat_template:
+        stages.begin("prefill")
+        system_tokens = engine.prefill_system(system)
+    stages.begin("warm up")
+    engine.warm_up()
+    # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
+    canary = loaded.canary()
+    engine.park()
+    stages.begin("write")
+    shared, loaded.buffers = residency.touched_shared(), residency.buffers()
+    path = os.path.join(os.fsdecode(fields["folder"]), BUFFERS)
+    spilled = spill(loaded.buffers, path, lambda fraction: stages.report("write", fraction))
+    loaded.needed = [*residency.large("p"), *shared]
+    stages.begin("")
+    parked = Parked(
+        info=engine.info,
+        actual=actual(engine),
+        canary=canary,
+        files=(*mapped_files(), *options.adapter_paths(files)),  # adapters are read, not mapped
+        system_tokens=system_tokens,
+        spilled=spilled,
+        stages_ms=stages.ms,
+    )
+    return loaded, msgspec.json.encode(parked)
+
+
+def _with_choices(engine: Parkable, files: ModelFiles, options: LoadOptions, wanted: bytes) -> Parkable:
+    """The engine, loaded again where what is free has led to other choices than the `wanted` ones."""
+    from edgeinfer.runtime.engine import load_engine  # as in `prepare`
+
+    chosen = msgspec.json.decode(wanted, type=LoadOptions)
+    if became(options, engine) == chosen:
+        return engine
+    engine.close()
+    return load_engine(files, chosen)
+
+
+def _rehearse() -> None:
+    """Do once what every launch begins with, so that it makes its tables here."""
+    from edgeinfer import tui  # with everything else that is imported here
+
+    cli.build_parser()
+    load_config(Path(os.devnull))
+    reinitialize.reseed(os.urandom(64), [])
+    tui.preload()  # the chat without a terminal, styles parsed: its first paint takes half then
+
+
+def mapped_files() -> tuple[str, ...]:
+    """The files this process maps."""
+    paths = {area.path for area in areas()}
+    return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
+
+
+def _let_go(link: socket.socket, parked: bytes) -> None:
+    """Tell the builder, then exchange its socket for one that nobody is connected to."""
+    mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    inodes = {"link": os.fstat(mine.fileno()).st_ino, "wake": os.fstat(WAKE_FD).st_ino}
+    messages.send(link, {"op": "parked", "pid": os.getpid(), "parked": parked, **inodes})
+    gc.collect()
+    gc.freeze()  # what is here stays: collections after a resume neither visit nor write it
+    process.silence()
+    number = mine.detach()
+    link.detach()
+    process.close_all_but(number, LINK_FD, WAKE_FD)
+    os.dup2(number, LINK_FD)  # last: the builder sees its socket close, and dumps
+    os.close(number)
+
+
+def main() -> None:
+    """Park, and when resumed become what the launch request asks."""
+    link = socket.socket(fileno=LINK_FD)
+    request = messages.receive(link)
+    if request is None:
+        os._exit(1)
+    with _telling(link):
+        loaded, parked = prepare(link, request[0])
+    loaded.droppable = reinitialize.read_droppable_ranges()  # a restore forgets which they are
+    while True:
+        resumed_ns = _sleep(link, parked, loaded)
+        link = socket.socket(fileno=LINK_FD)
+        launch = messages.receive(link)
+        if launch is None or launch[0]["role"] != relocate.ROLE:
+            app_process.run_app(link, launch, loaded, resumed_ns)
+        with _telling(link):
+            parked = _relocate(loaded, *launch)
+
+
+@contextlib.contextmanager
+def _telling(link: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except (EdgeInferError, OSError) as error:
+        problem = error if isinstance(error, EdgeInferError) else DumpError(f"while it parked: {error}")
+        messages.send(link, {"op": "failed", **to_fields(problem)})
+        os._exit(1)
+
+
+def _sleep(link: socket.socket, parked: bytes, loaded: LoadedModel) -> int:
+    """Let go of the builder and wait until resumed; when that was, on the monotonic clock in ns."""
+    sleeper = select.poll()
+    sleeper.register(WAKE_FD, select.POLLIN)
+    _let_go(link, parked)
+    reinitialize.forget_random_state(loaded.droppable)
+    sleeper.poll()  # the checkpoint is taken here
+    resumed_ns = time.monotonic_ns()
+    os.close(WAKE_FD)
+    return resumed_ns
+
+
+def _relocate(loaded: LoadedModel, fields: dict[str, bytes], fds: list[int]) -> bytes:
+    """Become a process of this home, with a new pipe to wake it; what there is to say of it."""
+    os.dup2(fds[0], WAKE_FD)
+    os.close(fds[0])
+    relocate.relocate(msgspec.json.decode(fields["moved"], type=dict[str, str]))
+    relocate.own_pages(os.fsdecode(fields["memory"]))
+    adapters: tuple[str, ...] = ()
+    if loaded.description is not None:
+        loaded.description = loaded.description.of_this_home()
+        adapters = loaded.description.options.adapter_paths(loaded.description.files)
+    parked = Parked(
+        info=loaded.engine.info,
+        actual=actual(loaded.engine),
+        canary=b"",
+        files=(*mapped_files(), *adapters),
+        system_tokens=0,
+        spilled=Spilled(0, 0, ""),
+        stages_ms={},
+    )
+    return msgspec.json.encode(parked)
+
+
+if __name__ == "__main__":
+    from edgeinfer.snapshots.build import park  # classes of the imported module, not of `__main__`
+
+    park.main()

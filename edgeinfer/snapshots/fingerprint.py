@@ -1,0 +1,140 @@
+"""What a snapshot depends on, compared before CRIU runs, which compares sizes only.
+
+Standard library only: the launcher compares at every launch. All costs about 1 ms.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import edgeinfer
+from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
+from edgeinfer.snapshots.format import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
+from edgeinfer.system import places
+
+#: The folder of our own package.
+PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))
+_CPU_LINES = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "stepping",
+    "flags",
+    "CPU implementer",
+    "CPU part",
+    "Features",
+)
+
+
+def stamp(path: str) -> str:
+    """A file's size in bytes, mtime in ns and inode, symlinks followed. Raises OSError.
+
+    A text: hundreds are read from a manifest and compared at every launch.
+    """
+    info = os.stat(path)
+    return f"{info.st_size} {info.st_mtime_ns} {info.st_ino}"
+
+
+def program_places() -> tuple[str, str]:
+    """Where this program lies, and its virtual environment ("" for the shipped file).
+
+    A user may have several programs; each has its own snapshots.
+    """
+    return (sys.executable, "") if getattr(sys, "frozen", False) else (PACKAGE, sys.prefix)
+
+
+def program_tag() -> str:
+    """This program's part of the names of its snapshots' folders."""
+    return short_hash("\n".join(program_places()))
+
+
+def machine_keys() -> dict[str, str]:
+    """What is compared by name: program, interpreter, kernel, processor, user."""
+    system = os.uname()
+    program, environment = program_places()
+    return {
+        "edgeinfer": edgeinfer.__version__,
+        "python": sys.version.split()[0],
+        "program": program,
+        "environment": environment,
+        "kernel": system.release,
+        "architecture": system.machine,
+        "cpu": _cpu(),
+        "user": f"{os.getuid()}:{os.getgid()}",
+        "models.toml": _models_toml(),
+    }
+
+
+def _models_toml() -> str:
+    """When the user's catalogue was last written: its words on a model are in the model's snapshot."""
+    try:
+        return str(os.stat(f"{places.base('config')}/models.toml").st_mtime_ns)
+    except OSError:
+        return ""
+
+
+def _cpu() -> str:
+    """Read the first processor's family and features: 4 KB, every further one costs time."""
+    try:
+        fd = os.open("/proc/cpuinfo", os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        text = os.read(fd, 4096).decode("ascii", "replace")
+    finally:
+        os.close(fd)
+    found = []
+    for line in text.split("\n\n")[0].split("\n"):
+        name, _, value = line.partition(":")
+        if name.strip() in _CPU_LINES:
+            found.append(value.strip())
+    return "; ".join(found)
+
+
+def own_files() -> dict[str, str]:
+    """The stamps of our sources and of the packages' folder: a new version makes snapshots stale."""
+    found = [
+        p
+        for p in sys.path
+        if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)
+    ]
+    for folder, _, names in os.walk(PACKAGE):
+        ours = [
+            f"{folder}/{name}" for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))
+        ]
+        found += [path for path in ours if os.path.exists(path)]
+    return {path: stamp(path) for path in sorted(found)}
+
+
+def refuse_stale(manifest: Manifest, folder: str) -> None:
+    """Raises SnapshotStaleError naming the first key that differs, SnapshotCorruptError."""
+    here = machine_keys()
+    for key, value in here.items():
+        before = manifest.keys.get(key, "")
+        if before != value:
+            raise SnapshotStaleError(_difference(manifest.name, key, before, value), key=key)
+    for path, before in manifest.files.items():
+        try:
+            now = stamp(path)
+        except OSError as error:
+            raise SnapshotStaleError(
+                f"{path}, which the snapshot {manifest.name} needs, is gone", key=path
+            ) from error
+        if now != before:
+            raise SnapshotStaleError(
+                f"{path} was changed after the snapshot {manifest.name} was made", key=path
+            )
+    for name, size in manifest.images.items():
+        info = refuse_unsafe(f"{folder}/{name}", directory=False)
+        if info.st_size != size:
+            raise SnapshotCorruptError(f"{folder}/{name} has {info.st_size} bytes instead of {size}")
+    refuse_unsafe(f"{folder}/{IMAGES}", directory=True)
+    if MEMORY not in manifest.images:
+        raise SnapshotCorruptError(f"{folder} has no {MEMORY}")
+
+
+def _difference(name: str, key: str, before: str, now: str) -> str:
+    if key == "cpu":
+        return f"the snapshot {name} was made on another processor"
+    return f"the snapshot {name} was made with another {key}: {before or 'none'}, now {now}"

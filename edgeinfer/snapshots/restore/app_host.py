@@ -1,0 +1,299 @@
+"""The host of a process with a launcher: an engine it was resumed with, loads, or has in a worker."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from edgeinfer import requesting
+from edgeinfer.errors import (
+    EdgeInferError,
+    EngineClosedError,
+    SnapshotStaleError,
+    UsageError,
+    from_fields,
+)
+from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
+from edgeinfer.launcher import messages, selection
+from edgeinfer.launcher.handoff import LEAVE, OFFER
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.settings.config import Config, LoadConfig
+from edgeinfer.settings.load_options import snapshot_options
+from edgeinfer.snapshots import build_log, format
+from edgeinfer.snapshots.process_description import Description, describe, stamps_of
+from edgeinfer.snapshots.restore import taking
+from edgeinfer.snapshots.restore.idle import IdleWatch
+from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable
+
+if TYPE_CHECKING:
+    from edgeinfer.workers.client import RemoteEngine
+
+#: Seconds of rest after which a cold chat or endpoint has its next start's snapshot built.
+_REST_S = 15.0
+
+
+class AppHost(Host):
+    """A process with a launcher: it may hold a resumed model, and gets others from workers."""
+
+    def __init__(
+        self,
+        start: Start,
+        link: socket.socket,
+        loaded: LoadedModel | None,
+        listeners: tuple[socket.socket, ...] = (),
+        *,
+        exec_ns: int = 0,
+        hint: str = "",
+        guess: str = "",
+        named: bool = False,
+        succeeds: bool = False,
+        predecessor: socket.socket | None = None,
+        long_lived: bool = True,
+        is_worker: bool = False,
+    ) -> None:
+        super().__init__(start, exec_ns=exec_ns)
+        self._link = link
+        self._hint = hint
+        self._guess = guess
+        self._named = named
+        self._succeeds = succeeds
+        self._predecessor = predecessor
+        self._loaded = loaded
+        self._listeners = listeners
+        self._long_lived = long_lived
+        self._is_worker = is_worker
+        self._asking = threading.Lock()
+        self._description = taking.OwnDescription()
+
+    @property
+    def listeners(self) -> tuple[socket.socket, ...]:
+        return self._listeners
+
+    @property
+    def config(self) -> Config:
+        """The configuration; a named snapshot's model and load options are its defaults."""
+        config = super().config
+        if self._named:
+            config = msgspec.structs.replace(config, default_model=self.loaded_model, load=LoadConfig())
+        return config
+
+    @property
+    def loaded_model(self) -> str:
+        """The model this process was resumed with, or ""."""
+        return self._loaded.model if self._loaded and self._loaded.is_open else ""
+
+    def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+        """The resumed engine when it fits, else a worker's; loaded here when cold.
+
+        Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
+        """
+        if self._loaded is None:
+            self._reached("load")
+            engine = self._load_and_describe(model, options, progress)
+            self._ask_for_warming(engine, model, options)
+            return engine
+        self._reached("load")
+        if self._loaded.serves(model, options, named=self._named):
+            self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
+            engine = self._loaded.take(options)
+            self._describe(self._loaded.engine, self._loaded.description)
+            self.keep_blocks(self._loaded.engine)
+            self.attach_devices(self._loaded.engine, options)
+        elif self._named:
+            raise UsageError(
+                f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {model}",
+                hint="leave the model out, or name a snapshot of it",
+            )
+        elif self._succeeds:
+            raise SnapshotStaleError(f"the snapshot {self.start.snapshot} does not fit: no hand-over")
+        else:  # the launcher guessed wrong: what counts is how the worker came to be
+            engine = remote = self.worker(model, options, progress)
+            how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
+            self.start = msgspec.structs.replace(self.start, **how)
+            self._say_cold_start()
+        self._reached("ready")
+        return engine
+
+    def _load_and_describe(
+        self, model: str, options: LoadOptions, progress: LoadProgress | None
+    ) -> Engine:
+        from edgeinfer.models.store import full_name  # in a cold process alone
+
+        files = self.files(model, options.draft, progress)
+        stamps = stamps_of(files, options)
+        name, system = full_name(model), files.system_prompt
+        if self._hint and format.part_of(self._guess) != format.part_of(name):
+            reason = f"the launcher expected {self._guess}"
+            try:
+                selection.find(name, snapshot_options(options))
+            except EdgeInferError as error:
+                reason = error.message
+            self.start = msgspec.structs.replace(self.start, reason=reason)
+        self._say_cold_start()
+        engine = self._load(files, options, progress)
+        self._describe(engine, describe(engine, name, files, options, system=system, stamps=stamps))
+        return engine
+
+    def _say_cold_start(self) -> None:
+        """Tell stderr why this start is slow; a chat shows it in its status line."""
+        if self._hint and self.start.how == "cold":
+            sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({self._hint})\n")
+
+    def _describe(self, engine: Parkable, found: Description | None) -> None:
+        self._description.write(found, self.start.snapshot, is_worker=self._is_worker)
+        engine.on_new_adapters = self._description.has_adapters
+
+    def listens_at(self, url: str) -> None:
+        self._description.listens_at(url)
+
+    def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
+        return taking.take(self._tell, model, name)
+
+    def worker(
+        self, model: str, options: LoadOptions, progress: LoadProgress | None = None
+    ) -> RemoteEngine:
+        """Start the engine of `model` in its own process, resumed if warm; closing ends it.
+
+        Raises what loading it raises there, EngineClosedError when that process dies before it is
+        ready.
+        """
+        from edgeinfer.workers.client import RemoteEngine  # 5 ms in a cold process
+
+        with self._asking:
+            requested = messages.join(
+                word for item in snapshot_options(options).items() for word in item
+            )
+            raw = msgspec.json.encode(options)
+            messages.send(
+                self._link, {"op": "worker", "model": model, "options": raw, "requested": requested}
+            )
+            answer = messages.receive(self._link)
+        if answer is None:
+            raise EngineClosedError("the launcher is gone")
+        if not answer[1]:
+            raise from_fields(answer[0])
+        return RemoteEngine(socket.socket(fileno=answer[1][0]), progress)
+
+    def worker_start(self, engine: Engine) -> Start | None:
+        from edgeinfer.workers.client import RemoteEngine  # as in `worker`
+
+        return engine.start if isinstance(engine, RemoteEngine) else None
+
+    def warm_models(self) -> frozenset[str]:
+        # reads every manifest: only the model picker asks
+        from edgeinfer.snapshots.registry import listed
+
+        return frozenset(one.details.model for one in listed() if one.fresh)
+
+    def warm(
+        self,
+        model: str,
+        options: LoadOptions,
+        progress: LoadProgress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """Run `edgeinfer warm` in a process of the launcher's, outside our namespaces."""
+        from edgeinfer.snapshots.restore.watch_build import listen, warm_argv
+
+        read_fd, write_fd = os.pipe()
+        with self._asking:
+            messages.send(
+                self._link,
+                {"op": "warm-now", "argv": messages.join(warm_argv(model, options))},
+                [write_fd],
+            )
+        os.close(write_fd)
+        listen(model, read_fd, progress, cancel, self._stop_warming)
+
+    def _stop_warming(self) -> None:
+        with self._asking:
+            messages.send(self._link, {"op": "warm-stop"})
+
+    def hand_over(self) -> HandOver | None:
+        """None where the configuration says so, or where nothing would be gained."""
+        wanted = self.start.how == "cold" and self.config.snapshots.hand_over
+        if not (wanted or self._succeeds):
+            return None
+        return HandOver(self._tell, is_successor=self._succeeds, predecessor=self._predecessor)
+
+    def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
+        """Name the snapshot that would have helped; the launcher builds it later, when idle."""
+        if not self.config.snapshots.auto_warm or self.start.how != "cold":
+            return
+        if not self._long_lived and self._is_first_use(model, options):
+            return
+        request: dict[str, messages.Value] = {
+            "op": "warm",
+            "model": model,
+            "options": msgspec.json.encode(options),
+            "now": 0,
+        }
+        self._tell(request)
+        if self._long_lived:
+
+            def rested() -> None:
+                self._tell(request | {"now": 1})
+                watch.stop()
+
+            watch = IdleWatch(engine, _REST_S, rested)
+            watch.start()
+
+    def _is_first_use(self, model: str, options: LoadOptions) -> bool:
+        """Whether options that are not the configured ones are used for the first time; note it."""
+        wanted = snapshot_options(options)
+        usual = snapshot_options(requesting.load_options(argparse.Namespace(), self.config.load))
+        name = format.snapshot_name(model, wanted)
+        if wanted == usual or name in format.generations():
+            return False
+        note = f"{name}: not built before these options are used again"
+        if build_log.has(note):
+            return False
+        build_log.add(note)
+        return True
+
+    def _tell(self, message: Mapping[str, messages.Value], fds: Sequence[int] = ()) -> None:
+        with self._asking, contextlib.suppress(OSError):
+            messages.send(self._link, message, fds)
+
+
+class HandOver:
+    """What an app says to its launcher and hears from it; `launching.hand_over` has the order."""
+
+    def __init__(
+        self, tell: taking.Tell, *, is_successor: bool, predecessor: socket.socket | None = None
+    ) -> None:
+        self.is_successor = is_successor
+        self.predecessor = predecessor
+        self._tell = tell
+        self._pipe = -1
+
+    def listen(self) -> int:
+        """Tell the launcher that this process may be succeeded; a descriptor that `receive` reads."""
+        self._pipe, theirs = os.pipe()
+        self._tell({"op": "hand-over"}, [theirs])
+        os.close(theirs)
+        return self._pipe
+
+    def receive(self) -> Literal["offer", "leave", "end"]:
+        """Read what the launcher says."""
+        word = os.read(self._pipe, 1)
+        if word == OFFER:
+            return "offer"
+        return "leave" if word == LEAVE else "end"
+
+    def idle(self, channel: socket.socket | None = None) -> None:
+        """Say that a successor may come now; it gets `channel`."""
+        self._tell({"op": "idle"}, () if channel is None else (channel.fileno(),))
+
+    def ready(self) -> None:
+        """Say that this process, the successor, could answer."""
+        self._tell({"op": "ready"}, ())

@@ -1,0 +1,119 @@
+"""Ask two resumed processes, which must agree on nothing random, for their facts."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import secrets
+import signal
+import socket
+import ssl
+import sys
+import tempfile
+import time
+import uuid
+
+import msgspec
+
+from edgeinfer.errors import RestoreError
+from edgeinfer.launcher import messages, supervise
+from edgeinfer.runtime.events import TextDelta
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.snapshots.format import Manifest
+from edgeinfer.snapshots.linux import getrandom
+from edgeinfer.snapshots.restore.loaded_model import LoadedModel
+
+_SAMPLED_TOKENS = 12
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """`random` holds a draw from every source of randomness; the rest is what the launch brought."""
+
+    random: dict[str, str]
+    environment: dict[str, str]
+    cwd: str
+    umask: int
+    timezone: str
+    affinity: list[int]
+    nofile: int
+    threads: int
+    nice: int
+    modules: list[str]
+
+
+def gather(loaded: LoadedModel | None) -> Facts:
+    """Look at this process."""
+    drawn = {
+        "os.urandom": os.urandom(16).hex(),
+        "getrandom": getrandom(16).hex(),
+        "secrets": secrets.token_hex(16),
+        "uuid4": str(uuid.uuid4()),
+        "uuid1": str(uuid.uuid1()),
+        "random": repr(random.random()),
+        "ssl": ssl.RAND_bytes(16).hex(),
+        "tempfile": next(tempfile._get_candidate_names()),  # type: ignore[attr-defined]
+    }
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        drawn["numpy"] = repr(numpy.random())
+    if loaded is not None and loaded.engine.info.can_generate:
+        drawn["sampler"] = _sampled(loaded)
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return Facts(
+        random=drawn,
+        environment=dict(os.environ),
+        cwd=os.getcwd(),
+        umask=umask,
+        timezone=time.strftime("%Z"),
+        affinity=sorted(os.sched_getaffinity(0)),
+        nofile=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        threads=len(os.listdir("/proc/self/task")),
+        nice=os.getpriority(os.PRIO_PROCESS, 0),
+        modules=sorted(sys.modules),
+    )
+
+
+def _sampled(loaded: LoadedModel) -> str:
+    request = GenerateRequest(
+        prompt="Once",
+        max_tokens=_SAMPLED_TOKENS,
+        ignore_eos=True,
+        sampling=Sampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0),
+    )
+    return "".join(
+        event.text for event in loaded.engine.submit(request) if isinstance(event, TextDelta)
+    )
+
+
+def ask(
+    manifest: Manifest, folder: str, role: str, extra: dict[str, messages.Value] | None = None
+) -> bytes:
+    """Resume for one answer ("canary", "facts"). Raises RestoreError, OSError."""
+    ours, link = socket.socketpair()
+    child = supervise.resume(manifest, folder, link.fileno())
+    link.close()
+    try:
+        messages.send(ours, nobodys_request(role) | (extra or {}))
+        answer = messages.receive(ours)
+    finally:
+        ours.close()
+    value = answer[0].get("value") if answer else None
+    if value is None:
+        os.kill(child.pid, signal.SIGKILL)
+    with open(child.status_fd, "rb") as status:
+        why = status.read().decode(errors="replace").strip()
+    os.waitpid(child.pid, 0)
+    if value is None:
+        raise RestoreError(f"the snapshot cannot be resumed: {why or 'no reason given'}")
+    return value
+
+
+def nobodys_request(role: str) -> dict[str, messages.Value]:
+    """A launch request without a user."""
+    now = time.monotonic_ns()
+    return {
+        "op": "launch", "role": role, "entropy": os.urandom(64), "env": b"", "cwd": "/", "umask": 0o077,
+        "exec_ns": now, "main_ns": now, "spawn_ns": now, "how": "resumed", "reason": "", "snapshot": "",
+    }  # fmt: skip

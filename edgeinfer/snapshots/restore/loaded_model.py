@@ -1,0 +1,145 @@
+"""The engine loaded in a parked process, and what makes it the engine of somebody's launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from edgeinfer.errors import EngineClosedError
+from edgeinfer.runtime.events import TextDelta, TokenLogprobs
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.loading.mappings import Area, Range
+from edgeinfer.runtime.options import Adapter, LoadOptions
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.settings.load_options import differing, snapshot_options, unmet
+from edgeinfer.snapshots.process_description import Description
+from edgeinfer.snapshots.restore import prefetch
+from edgeinfer.snapshots.restore.idle import IdleWatch, give_back
+
+if TYPE_CHECKING:
+    from edgeinfer.blocks.store import BlockStore  # numpy, whose threads the builder cannot clone with
+    from edgeinfer.runtime.backends.devices import Wishes
+
+CANARY_TOKENS = 4
+_CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy dog"
+
+
+class Parkable(Engine, Protocol):
+    """What the engine of this process can do besides."""
+
+    on_new_adapters: Callable[[tuple[Adapter, ...]], None]
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def warm_up(self) -> None: ...
+
+    def prefill_system(self, text: str) -> int: ...
+
+    def park(self) -> None: ...
+
+    def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None: ...
+
+    def use_blocks(self, store: BlockStore) -> None: ...
+
+    def leave_blocks(self) -> None: ...
+
+    def use_devices(self, wishes: Wishes) -> None: ...
+
+    def between_steps(self, work: Callable[[], Any]) -> Any: ...
+
+
+class LoadedModel:
+    """A loaded engine with the name and options it was asked for under.
+
+    `droppable` are the ranges of `freshness`, `buffers` those of `residency`, `needed` what computing
+    touches of mapped files. `description` says how it came to be loaded.
+    """
+
+    def __init__(self, engine: Parkable, model: str, options: LoadOptions) -> None:
+        self._engine = engine
+        self.model = model
+        self._options = options
+        self._entropy = b""
+        self._watch: IdleWatch | None = None
+        self.droppable: list[Range] = []
+        self.buffers: list[Range] = []
+        self.needed: list[Area] = []
+        self.description: Description | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine still takes requests."""
+        return self._engine.is_open
+
+    @property
+    def engine(self) -> Parkable:
+        return self._engine
+
+    def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
+        """Whether this engine is that model with those options.
+
+        An option at its default may have any value here; so may all where the snapshot was `named`.
+        """
+        if not self.is_open or model != self.model:
+            return False
+        wanted, requested = snapshot_options(options), snapshot_options(self._options)
+        return not (differing if named else unmet)(wanted, requested, actual(self._engine))
+
+    def take(self, options: LoadOptions) -> Engine:
+        """The engine, decoding with the threads that were asked for."""
+        if not self.is_open:
+            raise EngineClosedError("the resumed engine was closed")
+        if options.n_threads:
+            self._engine.resume(options.n_threads, self._entropy)
+        return self._engine
+
+    def resume(self, entropy: bytes) -> None:
+        """After a restore: as many threads as this launch has processors, and randomness of its own."""
+        # imported already in a parked process
+        from edgeinfer.runtime.planning.choices import choose_threads
+        from edgeinfer.system.machine import read_processors
+
+        self._entropy = entropy
+        self._engine.resume(choose_threads(0, read_processors()).value, entropy)
+        prefetch.start(self.needed)
+
+    def release_when_idle(self, idle_s: float) -> None:
+        """Give memory back after so many seconds without work, every time; 0 never does."""
+        if idle_s > 0 and self._watch is None:
+            self._watch = IdleWatch(
+                self._engine,
+                idle_s,
+                lambda: self._engine.between_steps(lambda: give_back(self.buffers)),
+            )
+            self._watch.start()
+
+    def canary(self) -> bytes:
+        """Compute a score, four tokens or an embedding, bit-equal after a restore."""
+        info = self._engine.info
+        if info.can_rerank:
+            return msgspec.msgpack.encode(self._engine.rerank(_CANARY_PROMPT, [_CANARY_DOCUMENT]))
+        if info.can_generate:
+            return msgspec.msgpack.encode(self._canary_tokens())
+        return msgspec.msgpack.encode(self._engine.embed([_CANARY_PROMPT]))
+
+    def _canary_tokens(self) -> list[TokenLogprobs]:
+        request = GenerateRequest(
+            prompt=_CANARY_PROMPT,
+            max_tokens=CANARY_TOKENS,
+            ignore_eos=True,
+            logprobs=1,
+            cache_prompt=False,
+            sampling=Sampling(temperature=0.0, seed=1),
+        )
+        deltas = [event for event in self._engine.submit(request) if isinstance(event, TextDelta)]
+        return [token for delta in deltas for token in delta.logprobs]
+
+
+def actual(engine: Engine) -> dict[str, str]:
+    """What the load options that matter to a choice of snapshot became."""
+    info = engine.info
+    chosen = {name: str(choice.value) for name, choice in info.choices.items()}
+    return chosen | {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
