@@ -1,7 +1,7 @@
 """The first token of a new session of an agent whose preamble is at rest: `make bench-agents`.
 
 Recorded sessions (tests/clients/recorded) are asked over HTTP as the agents ask. Two in folders of their own
-are read, as `edgeinfer warm --agent` does. Then, each time after a new start of `serve`, at once and once what
+are prefilled. Then, each time after a new start of `serve`, at once and once what
 the agent begins with is back in memory, as `edgeinfer launch` has it while the agent starts:
 
 another folder   a session with other words, in a folder that was never seen
@@ -34,8 +34,6 @@ from memory_restart import model_of
 from memory_sides import Side, ours, wait_written
 from record import scrub
 from run import FIRST
-
-from edgeinfer.agents.table import WARMING
 
 RECORDED = ROOT / "tests/clients/recorded"
 N_CTX = 16_384
@@ -120,9 +118,8 @@ def _read(side: Side, agent: str, one: dict[str, Any], home: Path) -> float:
     noted = home / "read.json"
     if not noted.is_file():
         begun = time.perf_counter()
-        reading = one | {"user_agent": f"{WARMING}{agent}"}
         for folder in ("notes", "shop"):
-            _, slot = ask(side, reading, Session(folder, "hi"), n=0)
+            _, slot = ask(side, one, Session(folder, "hi"), n=0)
         noted.write_text(json.dumps(time.perf_counter() - begun))
         wait_written(home, slot["n_prompt_tokens"])
     read_s: float = json.loads(noted.read_text())

@@ -1,9 +1,8 @@
 """Agents of others that a local endpoint is useful to: how each is told where its model is.
 
     commands/launch ── table.AGENTS ── setups.py     what each needs, for one process alone
-    commands/warm   ├─ endpoint.py     finding, starting and asking `serve`
-                    ├─ running.py      running the agent until it ends
-                    └─ capture.py      what an agent sends before anybody has spoken
+                    ├─ endpoint.py     finding, starting and asking `serve`
+                    └─ running.py      running the agent until it ends
     server ──────────┬─ changing_lines.py  what agents change in every request, cut or moved
                      └─ elsewhere.py       what a session begins with in another folder, on another day
 

@@ -18,8 +18,7 @@ class Agent(NamedTuple):
 
     `first_tokens`: what its first request was counted to have (SmolLM2's tokens; others differ by a
     fifth). `user_agent`: how its requests begin that header when it is launched, "" where it does not
-    say who it is. `ask`: arguments for one question without a terminal, before the question.
-    `room_tokens`: what it must have beyond the first request, or it compacts at once.
+    say who it is. `room_tokens`: what it must have beyond the first request, or it compacts at once.
     """
 
     name: str
@@ -29,7 +28,6 @@ class Agent(NamedTuple):
     setup: Callable[[Target, Path], Setup]
     first_tokens: int
     user_agent: str
-    ask: tuple[str, ...]
     room_tokens: int = _ROOM_TOKENS
 
     @property
@@ -37,9 +35,6 @@ class Agent(NamedTuple):
         """The smallest context that this agent can work in."""
         return self.first_tokens + self.room_tokens
 
-
-#: How `edgeinfer warm --agent` asks for an agent, before its name.
-WARMING = "edgeinfer-agent/"
 
 AGENTS = {
     agent.name: agent
@@ -52,19 +47,9 @@ AGENTS = {
             setups.claude,
             12_101,
             "claude-cli/",
-            ("-p",),
             room_tokens=20_000,
         ),
-        Agent(
-            "codex",
-            "Codex",
-            "codex",
-            "npm install -g @openai/codex",
-            setups.codex,
-            6_248,
-            "codex_",
-            ("exec", "--skip-git-repo-check"),
-        ),
+        Agent("codex", "Codex", "codex", "npm install -g @openai/codex", setups.codex, 6_248, "codex_"),
         Agent(
             "opencode",
             "opencode",
@@ -73,7 +58,6 @@ AGENTS = {
             setups.opencode,
             7_377,
             "opencode/",
-            ("run",),
         ),
         Agent(
             "aider",
@@ -83,7 +67,6 @@ AGENTS = {
             setups.aider,
             829,
             "",
-            ("--yes-always", "--no-git", "--message"),
         ),
         Agent(
             "pi",
@@ -93,7 +76,6 @@ AGENTS = {
             setups.pi,
             1_326,
             "pi/",
-            ("-p",),
             room_tokens=22_000,
         ),
         Agent(
@@ -104,7 +86,6 @@ AGENTS = {
             setups.qwen,
             17_900,
             "QwenCode/",
-            ("-p",),
         ),
         Agent(
             "goose",
@@ -114,7 +95,6 @@ AGENTS = {
             setups.goose,
             4_174,
             "goose/",
-            ("run", "-t"),
         ),
     )
 }
@@ -122,8 +102,5 @@ AGENTS = {
 
 def agent_of(user_agent: str) -> str:
     """The name of the agent that says this of itself, "" for none that is known."""
-    if user_agent.startswith(WARMING):
-        named = user_agent.removeprefix(WARMING)
-        return named if named in AGENTS else ""
     begins = (a.name for a in AGENTS.values() if a.user_agent and user_agent.startswith(a.user_agent))
     return next(begins, "")

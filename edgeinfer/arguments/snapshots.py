@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from edgeinfer.agents.table import AGENTS
 from edgeinfer.arguments.launch_args import SYSTEM, add_attached_options, add_load_options
 from edgeinfer.arguments.parser import Verbs, add_action, add_model, add_quiet, add_verb, add_yes
 
@@ -39,12 +38,7 @@ def _add_warm(verbs: Verbs[argparse.ArgumentParser]) -> None:
     )
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT|@FILE", default="", help=SYSTEM)
-    parser.add_argument(
-        "--agent",
-        choices=tuple(AGENTS),
-        metavar="NAME",
-        help="no snapshot: prefill this agent's system preamble into the prefix cache",
-    )
+    parser.add_argument("--agent", help=argparse.SUPPRESS)  # removed: answered with what to type
     parser.add_argument(
         "--preload",
         action="store_true",

@@ -57,9 +57,10 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
 
         return preload(options, host)
     if options.agent:
-        from edgeinfer.commands.snapshots.warm_agent import warm_agent  # the server's types take 60 ms
-
-        return warm_agent(options, host)
+        raise UsageError(
+            "`warm --agent` is gone: the second session of an agent caches its system preamble",
+            hint=f"edgeinfer launch {options.agent}",
+        )
     format.refuse_bad_name(options.name)
     began = time.monotonic()
     model = store.full_name(options.model or host.config.default_model)

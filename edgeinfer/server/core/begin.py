@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
-from edgeinfer.agents.table import WARMING, agent_of
+from edgeinfer.agents.table import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Event
 from edgeinfer.runtime.interface import Generation
@@ -82,10 +82,9 @@ def _shared(exchange: Exchange, request: GenerateRequest) -> GenerateRequest:
 
 
 def _preamble(exchange: Exchange, request: GenerateRequest) -> str:
-    said = exchange.headers.get("user-agent", "")
-    is_main = bool(request.tools) or said.startswith(WARMING)
-    begins = is_main and all(turn.role != "assistant" for turn in request.messages)
-    return agent_of(said) if begins else ""
+    is_first = all(turn.role != "assistant" for turn in request.messages)
+    user_agent = exchange.headers.get("user-agent", "")
+    return agent_of(user_agent) if request.tools and is_first else ""
 
 
 async def submit_all(

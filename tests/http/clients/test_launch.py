@@ -177,41 +177,9 @@ def test_every_agent_is_given_the_endpoint_and_the_model(name, tmp_path):
         assert what in told or (name, what) == ("qwen", str(target.n_ctx))
 
 
-#: Asks for a title, then its question, as it would of a model that never answers.
-ASKING = """#!{python}
-import json, os, sys, threading, urllib.request
-url = os.environ["AIDER_OPENAI_API_BASE"] + "/chat/completions"
-def ask(words, **more):
-    body = json.dumps(dict(model="m", stream=True, messages=[dict(role="user", content=words)], **more)).encode()
-    request = urllib.request.Request(url, body, {{"content-type": "application/json"}})
-    threading.Thread(target=urllib.request.urlopen, args=(request,)).start()
-ask("A title for this, please: " + "x" * 100)
-function = dict(name="read", parameters=dict(type="object"))
-ask("in " + os.getcwd() + ": " + sys.argv[-1], tools=[dict(type="function", function=function)])
-"""
-
-
-def test_what_an_agent_begins_with_is_read_twice_and_answered_never(serve, aider, configured, capfd):
-    engine = FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768))
-    configured(serve(engine).port)
-    program = aider.parent / "bin/aider"
-    program.write_text(ASKING.format(python=sys.executable))
-    assert cli.main(["warm", "--agent", "aider"]) == 0
-    said = capfd.readouterr()
-    assert "reading what aider begins with" in said.err
-    assert "aider begins with" in said.out
-    assert [request.preamble for request in engine.read] == ["aider", "aider"]
-    asked = [request.messages[-1].content for request in engine.read]
-    assert asked[0] != asked[1]
-    assert all(words.startswith("in /") and words.endswith("/work: hi") for words in asked)
-    assert not engine.requests
-
-
-def test_an_agent_that_asks_nothing_is_named(serve, aider, configured, capfd):
-    configured(serve(FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768))).port)
-    (aider.parent / "bin/aider").write_text("#!/bin/sh\nexit 3\n")
-    assert cli.main(["warm", "--agent", "aider"]) == 1
-    assert "aider asked nothing" in capfd.readouterr().err
+def test_warm_agent_names_launch_instead(capfd):
+    assert cli.main(["warm", "--agent", "aider"]) == 2
+    assert "edgeinfer launch aider" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -221,8 +189,6 @@ def test_an_agent_that_asks_nothing_is_named(serve, aider, configured, capfd):
         ("codex_exec/0.169.0 (Debian 12.0.0; x86_64) xterm", "codex"),
         ("opencode/1.18.33 ai-sdk/provider-utils/4.0.23", "opencode"),
         ("QwenCode/0.24.4 (linux; x64)", "qwen"),
-        ("edgeinfer-agent/pi", "pi"),
-        ("edgeinfer-agent/../x", ""),
         ("OpenAI/JS 6.26.0", ""),
         ("", ""),
     ],
