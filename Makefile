@@ -9,7 +9,7 @@ BESIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench-adapters bench-attention bench-copies bench-importance bench-loops bench-scale cuda clients bench-agents bench-converting bench-drafts bench-gpu bench-memory bench-resume bench-take bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
+.PHONY: bench-adapters bench-attention bench-replicas bench-importance bench-loops bench-scale cuda clients bench-agents bench-converting bench-drafts bench-gpu bench-memory bench-resume bench-take bench-tui bench-typing screenshots help setup run test check docs clean distclean bench bench-serve fuzz-http leak-http binary bench-binary bench-engine bench-pull
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -105,9 +105,9 @@ bench-typing: setup ## the chat: 300 words typed, read ahead and not; a cold sta
 	$(BIN)/edgeinfer warm $(MODEL) >&2
 	$(BIN)/python benchmarks/bench_typing.py $(ARGS)
 
-bench-copies: setup ## what copies of a model in one endpoint give and cost
+bench-replicas: setup ## what replicas of a model in one endpoint give and cost
 	@tools/setup.sh bench
-	$(BIN)/python benchmarks/bench_copies.py $(ARGS)
+	$(BIN)/python benchmarks/bench_replicas.py $(ARGS)
 
 bench-scale: setup ## Ray Serve from no replica to one, and 1 to 4 copies, beside llama-server
 	@tools/setup.sh bench

@@ -20,7 +20,7 @@ import msgspec
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import CopiesInfo, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo
 from edgeinfer.settings.config import Config, load_config
 from edgeinfer.system import paths, process_notes
 
@@ -120,7 +120,7 @@ class Host:
         self.start = start or Start(reason="started without the launcher")
         self._config = config
         self._last_prompt = process_notes.Note(process_notes.LAST_PROMPT)
-        self._copies = process_notes.Note(process_notes.COPIES)
+        self._replicas = process_notes.Note(process_notes.REPLICAS)
         # what this process has computed since exec: it has hardly waited
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
@@ -203,9 +203,9 @@ class Host:
         """Leave what was remembered of the latest prompt where `edgeinfer ps` finds it."""
         self._last_prompt.write(last)
 
-    def note_copies(self, copies: CopiesInfo) -> None:
-        """Leave what copies of a model run where `edgeinfer ps` finds it."""
-        self._copies.write(copies)
+    def note_replicas(self, replicas: ReplicasInfo) -> None:
+        """Leave what replicas of a model run where `edgeinfer ps` finds it."""
+        self._replicas.write(replicas)
 
     def _reached(self, stage: str) -> None:
         """Note that the first engine has come to this stage."""

@@ -20,7 +20,7 @@ from edgeinfer.arguments.parser import (
     add_verb,
 )
 from edgeinfer.settings import sampling_options
-from edgeinfer.settings.config import copies_range
+from edgeinfer.settings.config import replica_range
 from edgeinfer.settings.load_options import LOAD_OPTIONS, N_CTX, LoadOption
 from edgeinfer.settings.sampling_options import SamplingOption
 
@@ -241,11 +241,12 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         help="exit after this many seconds without a request",
     )
     where.add_argument(
-        "--copies",
-        type=_copies,
+        "--replicas",
+        type=_replicas,
         metavar="N|MIN..MAX",
-        help="copies of the model, each in a process of its own; between the two by what is asked",
+        help="replicas of the model, each in its own process; as many of a range as requests need",
     )
+    where.add_argument("--copies", dest="replicas", type=_replicas, help=argparse.SUPPRESS)
     where.add_argument(
         "--drain", type=positive_s, metavar="S", help="seconds that running requests have after SIGTERM"
     )
@@ -332,9 +333,9 @@ def _add_batch(verbs: Verbs[argparse.ArgumentParser]) -> None:
     add_launch_options(parser)
 
 
-def _copies(text: str) -> str:
+def _replicas(text: str) -> str:
     try:
-        copies_range(text)
+        replica_range(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

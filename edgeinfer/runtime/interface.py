@@ -1,7 +1,7 @@
 """The seam between the engine and its fronts. Fronts import this, never the engine.
 
 Four things stand behind it: `runtime.engine.LlamaEngine` (in this process),
-`workers.client.RemoteEngine` (in a worker process), `workers.copies.copies_engine.CopiesEngine`
+`workers.client.RemoteEngine` (in a worker process), `workers.replicas.ReplicatedEngine`
 (several of those), and `runtime.fake.FakeEngine` (scripted, for tests of the fronts).
 """
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from edgeinfer.runtime.events import Event
-from edgeinfer.runtime.options import Adapter, CopiesInfo, EngineInfo, EngineMetrics
+from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 
@@ -109,8 +109,8 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class HasCopies(Protocol):
-    """An engine that is several copies of one model."""
+class HasReplicas(Protocol):
+    """An engine that is several replicas of one model."""
 
-    def copies(self) -> CopiesInfo:
+    def replicas(self) -> ReplicasInfo:
         """What runs, and why it is so many."""

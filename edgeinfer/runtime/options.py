@@ -167,22 +167,22 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
         return total
 
 
-class CopyInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One copy of a model, in a process of its own.
+class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica of a model, in a process of its own.
 
     `number` counts from 1 and is never given twice. `how` it came to be: "resumed" or "cold".
-    `inside` are requests that run or wait in it, `completion_tokens_total` what it has generated.
+    `requests` run or wait in it, `completion_tokens_total` what it has generated.
     """
 
     number: int
     how: str
     n_threads: int
-    inside: int
+    requests: int
     completion_tokens_total: int
 
 
-class CopiesInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The copies of a model.
+class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas of a model.
 
     `reason` says why there are so many; `crashed_total` counts those whose process ended by itself.
     """
@@ -190,7 +190,7 @@ class CopiesInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     least: int
     most: int
-    running: tuple[CopyInfo, ...]
+    running: tuple[ReplicaInfo, ...]
     reason: str
     crashed_total: int = 0
 
@@ -198,4 +198,6 @@ class CopiesInfo(msgspec.Struct, frozen=True, kw_only=True):
     def words(self) -> str:
         """How many there are, and why."""
         n = len(self.running)
-        return f"{n} {'copy' if n == 1 else 'copies'} of {self.least} to {self.most}: {self.reason}"
+        return (
+            f"{n} {'replica' if n == 1 else 'replicas'} of {self.least} to {self.most}: {self.reason}"
+        )

@@ -104,19 +104,19 @@ class GpuConfig(_Section, frozen=True, kw_only=True):
     ] = 0.0
 
 
-#: Copies of a model that one endpoint may have.
-_MOST_COPIES = 64
+#: Replicas of a model that one endpoint may have.
+_MOST_REPLICAS = 64
 
 
-def copies_range(text: str) -> tuple[int, int]:
-    """Parse how many copies may run: `N`, or `MIN..MAX`. Raises ValueError saying what is allowed."""
+def replica_range(text: str) -> tuple[int, int]:
+    """Parse how many replicas may run: `N`, or `MIN..MAX`. Raises ValueError saying what is allowed."""
     least, dots, most = text.partition("..")
     words = (least, most) if dots else (least, least)
     if all(word.isascii() and word.isdecimal() for word in words):
         found = int(words[0]), int(words[1])
-        if 1 <= found[0] <= found[1] <= _MOST_COPIES:
+        if 1 <= found[0] <= found[1] <= _MOST_REPLICAS:
             return found
-    raise ValueError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_COPIES}")
+    raise ValueError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_REPLICAS}")
 
 
 #: The rules of `agents.changing_lines`.
@@ -134,14 +134,14 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     max_queue: Annotated[
         int, about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
     ] = 64
-    copies: Annotated[
-        str, about("Copies of the default model, `N` or `MIN..MAX`, each in a process of its own.")
+    replicas: Annotated[
+        str, about("Replicas of the default model, `N` or `MIN..MAX`, each in its own process.")
     ] = "1"
-    copies_wait_s: Annotated[
-        float, about("One copy more when a request would wait for longer, seconds.", gt=0)
+    replicas_wait_s: Annotated[
+        float, about("One replica more if a request has waited for longer (s).", gt=0)
     ] = 5.0
-    copies_idle_s: Annotated[
-        float, about("One copy less when fewer were enough for so many seconds.", gt=0)
+    replicas_idle_s: Annotated[
+        float, about("One replica less if fewer were enough for this long (s).", gt=0)
     ] = 60.0
     ollama: Annotated[
         bool, about("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
@@ -176,7 +176,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     ] = "ignore"
 
     def __post_init__(self) -> None:
-        copies_range(self.copies)
+        replica_range(self.replicas)
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):
@@ -212,6 +212,16 @@ class Config(_Section, frozen=True, kw_only=True):
     chat: ChatConfig = ChatConfig()
 
 
+#: Old keys by section, which stand for new ones for one release.
+_RENAMED = {
+    "serve": {
+        "copies": "replicas",
+        "copies-wait-s": "replicas-wait-s",
+        "copies-idle-s": "replicas-idle-s",
+    }
+}
+
+
 def config_path() -> Path:
     """`EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
     return Path(places.config_file())
@@ -232,6 +242,7 @@ def load_config(path: Path | None = None) -> Config:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
+    _rename_keys(document)
     refuse_unknown_keys(document, Config, str(source))
     bundled = os.environ.get(places.BUNDLED_MODEL)
     if bundled:
@@ -240,6 +251,15 @@ def load_config(path: Path | None = None) -> Config:
         return msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}") from error
+
+
+def _rename_keys(document: dict[str, Any]) -> None:
+    for section, keys in _RENAMED.items():
+        table = document.get(section)
+        if isinstance(table, dict):
+            for old, new in keys.items():
+                if old in table:
+                    table.setdefault(new, table.pop(old))
 
 
 def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
-from edgeinfer.runtime.options import CopiesInfo
+from edgeinfer.runtime.options import ReplicasInfo
 from edgeinfer.snapshots.process_description import Description
 from edgeinfer.system import places, process_notes
 from edgeinfer.system.process_notes import left_by
@@ -30,8 +30,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
 
     `private_bytes` is memory nobody else has, `shared_bytes` is of files: shared or droppable.
-    `last_prompts` are the latest of each of its apps that was asked something, `copies` the copies of a
-    model, of an endpoint that may have several, `snapshots` the names of those its apps came of.
+    `last_prompts` are the latest of each of its apps that was asked something, `replicas` those
+    of an endpoint that may have several, `snapshots` the names of those its apps came of.
     """
 
     pid: int
@@ -42,7 +42,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     private_bytes: int
     shared_bytes: int
     last_prompts: tuple[LastPrompt, ...] = ()
-    copies: tuple[CopiesInfo, ...] = ()
+    replicas: tuple[ReplicasInfo, ...] = ()
     snapshots: tuple[str, ...] = ()
 
     @property
@@ -74,7 +74,7 @@ def processes(*, everywhere: bool = False) -> list[Running]:
                 private_bytes=sum(private for private, _ in sizes),
                 shared_bytes=max((shared for _, shared in sizes), default=0),
                 last_prompts=_notes(apps, process_notes.LAST_PROMPT, LastPrompt),
-                copies=_notes(apps, process_notes.COPIES, CopiesInfo),
+                replicas=_notes(apps, process_notes.REPLICAS, ReplicasInfo),
                 snapshots=tuple(one.snapshot for one in _loaded_by(apps) if one.snapshot),
             )
         )

@@ -14,8 +14,8 @@ import msgspec
 
 T = TypeVar("T")
 
-#: Names of notes: the latest prompt, the copies of a model, what is loaded.
-LAST_PROMPT, COPIES = "edgeinfer-last-prompt", "edgeinfer-copies"
+#: Names of notes: the latest prompt, the replicas of a model, what is loaded.
+LAST_PROMPT, REPLICAS = "edgeinfer-last-prompt", "edgeinfer-replicas"
 DESCRIPTION = "edgeinfer-description"
 
 

@@ -20,7 +20,7 @@ from edgeinfer.commands.catalog.model_shelf import ModelShelf
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.result import Result
-from edgeinfer.runtime.options import CopiesInfo, EngineInfo, LoadOptions
+from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
 from edgeinfer.runtime.planning.choices import choose_threads
 from edgeinfer.server.core.batches import Batches
 from edgeinfer.server.core.exchange import Endpoint
@@ -34,12 +34,11 @@ from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.payload_log import PayloadLog
 from edgeinfer.server.observe.tracing import tracer_from_environment
 from edgeinfer.server.server import Ended, RunOptions, run
-from edgeinfer.settings.config import ServeConfig, copies_range, offline
+from edgeinfer.settings.config import ServeConfig, offline, replica_range
 from edgeinfer.system import paths, places
 from edgeinfer.system.machine import read_processors
-from edgeinfer.workers.copies import minding
-from edgeinfer.workers.copies.copies_engine import Copy, CopyEngine
-from edgeinfer.workers.copies.growth import Bounds
+from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
+from edgeinfer.workers.replicas import Replica, ReplicaEngine
 
 if TYPE_CHECKING:
     from edgeinfer.models.external_stores.model import Found
@@ -100,14 +99,14 @@ async def _serve(
         for text in how.engine.info.warnings:
             endpoint.log.warning("model-slow", model=model, reason=text)
 
-    def copies_changed(info: CopiesInfo) -> None:
-        endpoint.log.info("copies", model=name, running=len(info.running), reason=info.reason)
-        host.note_copies(info)
+    def replicas_changed(info: ReplicasInfo) -> None:
+        endpoint.log.info("replicas", model=name, running=len(info.running), reason=info.reason)
+        host.note_replicas(info)
 
     loader = Loader(options.model, name, host, load_options)
-    bounds = copies_bounds(options, host.config.serve)
+    bounds = replica_bounds(options, host.config.serve)
     sources = Sources(
-        load=Copier(loader, bounds, copies_changed) if bounds.most > 1 else loader,
+        load=ReplicaLoader(loader, bounds, replicas_changed) if bounds.most > 1 else loader,
         pulled=pulled_models(),
         loaded_hook=loaded,
     )
@@ -197,10 +196,12 @@ class Loader:
         return Loaded(engine=engine, where="worker", how=start.how, stages_ms=start.stages_ms)
 
 
-class Copier:
+class ReplicaLoader:
     """Loads the default model as replicas in workers, none of which ends the endpoint."""
 
-    def __init__(self, loader: Loader, bounds: Bounds, on_change: Callable[[CopiesInfo], None]) -> None:
+    def __init__(
+        self, loader: Loader, bounds: Bounds, on_change: Callable[[ReplicasInfo], None]
+    ) -> None:
         self._loader = loader
         self._bounds = bounds
         self._on_change = on_change
@@ -211,17 +212,18 @@ class Copier:
             return self._loader(name, progress)
         loaded: list[Loaded] = []
 
-        def start(first: EngineInfo | None, n_threads: int) -> Copy:
+        def start(first: EngineInfo | None, n_threads: int) -> Replica:
             one = self._loader.worker(None if first else progress, n_threads=n_threads, **_sizes(first))
             loaded.append(one)
-            return Copy(cast(CopyEngine, one.engine), one.how, n_threads)
+            return Replica(cast(ReplicaEngine, one.engine), one.how, n_threads)
 
-        engine = minding.start(start, self._bounds, self._loader.n_threads(), self._on_change)
-        return msgspec.structs.replace(loaded[0], engine=engine, where="worker")
+        cores = self._loader.n_threads()
+        supervisor = ReplicaSupervisor(start, self._bounds, cores, self._on_change)
+        return msgspec.structs.replace(loaded[0], engine=supervisor.engine, where="worker")
 
 
 def _sizes(first: EngineInfo | None) -> dict[str, Any]:
-    """Sizes that a copy must share with the first one: what the engine would choose may differ."""
+    """Sizes that a replica must share with the first one: what the engine would choose may differ."""
     if first is None:
         return {}
     sizes = {"n_ctx": first.n_ctx, "n_parallel": first.n_parallel}
@@ -229,10 +231,10 @@ def _sizes(first: EngineInfo | None) -> dict[str, Any]:
     return sizes if kv_type is None else sizes | {"kv_type": str(kv_type.value)}
 
 
-def copies_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
-    """How many copies of the default model may run, and when there is another number of them."""
-    least, most = copies_range(_pick(options.copies, config.copies))
-    return Bounds(least=least, most=most, wait_s=config.copies_wait_s, idle_s=config.copies_idle_s)
+def replica_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
+    """How many replicas of the default model may run, and when there is another number of them."""
+    least, most = replica_range(_pick(options.replicas, config.replicas))
+    return Bounds(least=least, most=most, wait_s=config.replicas_wait_s, idle_s=config.replicas_idle_s)
 
 
 def pulled_models() -> Callable[[], Sequence[Pulled]]:

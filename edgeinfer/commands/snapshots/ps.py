@@ -1,4 +1,4 @@
-"""`edgeinfer ps`: what runs, its copies of a model, and what it remembered of its latest prompt."""
+"""`edgeinfer ps`: what runs, its replicas of a model, and what it remembered of its latest prompt."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class PsResult(Result, frozen=True, kw_only=True):
 
 
 def _remembered(process: Running) -> list[str]:
-    copies = [f"{found.model}: {found.words}" for found in process.copies]
-    return copies + [f"{last.model}: {last.words}" for last in process.last_prompts]
+    replicas = [f"{found.model}: {found.words}" for found in process.replicas]
+    return replicas + [f"{last.model}: {last.words}" for last in process.last_prompts]
 
 
 def _row(process: Running) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from edgeinfer import __version__
 from edgeinfer.agents.elsewhere import begin_elsewhere
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.collected import Collected
-from edgeinfer.runtime.interface import Engine, HasCopies
-from edgeinfer.runtime.options import CopiesInfo, EngineInfo
+from edgeinfer.runtime.interface import Engine, HasReplicas
+from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.core.begin import Job
 from edgeinfer.server.core.bodies import decode, decode_query
@@ -321,14 +321,14 @@ async def slots(request: Request) -> Response:
     return json_reply(wire.Slots(slots=own))
 
 
-def _copies(engines: Sequence[tuple[str, Engine]]) -> dict[str, CopiesInfo]:
-    return {name: engine.copies() for name, engine in engines if isinstance(engine, HasCopies)}
+def _replicas(engines: Sequence[tuple[str, Engine]]) -> dict[str, ReplicasInfo]:
+    return {name: engine.replicas() for name, engine in engines if isinstance(engine, HasReplicas)}
 
 
 async def props(request: Request) -> Response:
     endpoint = exchange_of(request).endpoint
     info = endpoint.models.info(endpoint.models.default)
-    copies = await endpoint.in_thread(_copies, endpoint.models.engines())
+    replicas = await endpoint.in_thread(_replicas, endpoint.models.engines())
     models = endpoint.models.report()
     defaults = LlamaDefaults(
         n_ctx=info.n_ctx if info else 0, params=msgspec.to_builtins(info.sampling) if info else {}
@@ -337,7 +337,7 @@ async def props(request: Request) -> Response:
         wire.Props(
             version=__version__,
             default_model=endpoint.models.default,
-            models=[msgspec.structs.replace(one, copies=copies.get(one.id)) for one in models],
+            models=[msgspec.structs.replace(one, replicas=replicas.get(one.id)) for one in models],
             how_started=endpoint.start.how,
             start_reason=endpoint.start.reason,
             start_stages_ms=endpoint.start.stages_ms,

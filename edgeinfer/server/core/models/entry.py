@@ -30,7 +30,7 @@ class Entry:
         self.stage, self.fraction = stage, fraction
 
     def describe(self, now: float) -> LoadedModel:
-        """Say what an operator sees of it but its copies; `now` is the event loop's time."""
+        """Say what an operator sees of it but its replicas; `now` is the event loop's time."""
         if self.loaded is None:
             return LoadedModel(
                 id=self.name,

@@ -52,7 +52,7 @@ class Lease:
         return self._entry.loaded is not None and self._entry.loaded.where == "worker"
 
     def failed(self) -> None:
-        """A request's process ended: the next gets a fresh engine, unless this one still has copies."""
+        """Discard an engine whose process ended, so that the next request loads it anew."""
         if self._entry.loaded is None or not self._entry.loaded.engine.is_open:
             self._models.discard(self._entry)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from edgeinfer.models.progress import OnProgress
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import CopiesInfo
+from edgeinfer.runtime.options import ReplicasInfo
 from edgeinfer.server.core.wire import Reply
 from edgeinfer.system.machine import read_memory
 
@@ -64,7 +64,7 @@ class LoadingModel(Reply, frozen=True, kw_only=True):
 class LoadedModel(Reply, frozen=True, kw_only=True):
     """A model in memory. `expires_in_s` is null while it is kept for ever or in use.
 
-    `copies` tells of the processes it runs in, where there may be several.
+    `replicas` tells of the processes it runs in, where there may be several.
     """
 
     id: str
@@ -75,7 +75,7 @@ class LoadedModel(Reply, frozen=True, kw_only=True):
     size_bytes: int
     load_ms: float
     info: dict[str, Any] = msgspec.field(default_factory=dict)
-    copies: CopiesInfo | None = None
+    replicas: ReplicasInfo | None = None
 
 
 class Shelf(Protocol):

@@ -1,4 +1,4 @@
-"""Copies of the real small model behind an endpoint: resumed from one snapshot, killed under load, by what is asked."""
+"""Replicas of the real small model behind an endpoint: resumed from one snapshot, killed under load, by what is asked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import httpx2
 import pytest
 from other_processes import descendants, engines_below, free_port, wait_until
 
-from edgeinfer.runtime.options import CopiesInfo
-from edgeinfer.system.process_notes import COPIES, left_by
+from edgeinfer.runtime.options import ReplicasInfo
+from edgeinfer.system.process_notes import REPLICAS, left_by
 
 #: At most three conversations of so many tokens: an f16 cache of fewer cells gives the same bits in any company.
 _FEW = 16
@@ -39,18 +39,18 @@ class Serving:
         self.begun: set[str] = set()
 
     @property
-    def copies(self) -> dict:
+    def replicas(self) -> dict:
         (model,) = self.client.get("/props").json()["models"]
-        return model.get("copies") or {"running": []}
+        return model.get("replicas") or {"running": []}
 
     def has(self, n: int) -> bool:
-        return len(self.copies["running"]) == n
+        return len(self.replicas["running"]) == n
 
     @property
     def apps(self) -> list[int]:
         """The processes with a model, the endpoint's first."""
         found = engines_below(self.launcher.pid)
-        return sorted(found, key=lambda pid: left_by(pid, COPIES, CopiesInfo) is None)
+        return sorted(found, key=lambda pid: left_by(pid, REPLICAS, ReplicasInfo) is None)
 
     def cached(self, text: str) -> int:
         """How many tokens of a request were remembered."""
@@ -107,13 +107,13 @@ def _is_ready(here: Serving) -> bool:
         return False
 
 
-def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_alone(warm):
+def test_replicas_answer_as_one_engine_and_a_killed_one_loses_its_requests_alone(warm):
     questions = [f"Tell me story number {n}." for n in range(20)]
     with _serving(warm, "--threads", "2") as alone:
         expected = [alone.stream(text, _FEW)[0] for text in questions[:3]]
-    with _serving(warm, "--threads", "2", "--copies", "2") as here:
-        wait_until(lambda: here.has(2), "two copies")
-        assert {copy["how"] for copy in here.copies["running"]} == {"resumed"}
+    with _serving(warm, "--threads", "2", "--replicas", "2") as here:
+        wait_until(lambda: here.has(2), "two replicas")
+        assert {replica["how"] for replica in here.replicas["running"]} == {"resumed"}
         answers: dict[str, tuple[str, str]] = {}
 
         def ask(text: str, n: int) -> None:
@@ -125,7 +125,7 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
         for client in clients:
             client.join()
         assert [answers[text] for text in questions[:3]] == [(text, "") for text in expected]
-        busy = [copy["completion_tokens_total"] for copy in here.copies["running"]]
+        busy = [replica["completion_tokens_total"] for replica in here.replicas["running"]]
         assert min(busy) >= _FEW
 
         text = "Once upon a time there was a fox. " * 60
@@ -138,11 +138,11 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
         for client in clients:
             client.start()
         wait_until(
-            lambda: sum(c["inside"] for c in here.copies["running"]) == 20, "all to be in a copy"
+            lambda: sum(c["requests"] for c in here.replicas["running"]) == 20, "all to be in a replica"
         )
         wait_until(lambda: len(here.begun) > 8, "each to have begun: one computes eight at once")
         endpoint, victim, _ = here.apps
-        assert left_by(endpoint, COPIES, CopiesInfo) is not None
+        assert left_by(endpoint, REPLICAS, ReplicasInfo) is not None
         os.kill(victim, signal.SIGKILL)
         for client in clients:
             client.join()
@@ -150,18 +150,18 @@ def test_two_answer_as_one_does_and_one_that_is_killed_loses_its_own_requests_al
         assert len(codes) == 20
         assert 1 <= codes.count("model_unavailable") <= 8  # those it had begun
         assert codes.count("") == 20 - codes.count("model_unavailable")
-        wait_until(lambda: here.has(2), "another copy")
-        assert here.copies["crashed_total"] == 1
-        assert [copy["number"] for copy in here.copies["running"]] in ([1, 3], [2, 3])
+        wait_until(lambda: here.has(2), "another replica")
+        assert here.replicas["crashed_total"] == 1
+        assert [replica["number"] for replica in here.replicas["running"]] in ([1, 3], [2, 3])
         assert not Path(f"/proc/{victim}").exists()
 
 
-def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
+def test_replicas_grow_when_requests_wait_and_shrink_when_idle(warm):
     warm.settings(
-        "[snapshots]\nauto-warm = false\n[serve]\ncopies-wait-s = 0.05\ncopies-idle-s = 0.3\n"
+        "[snapshots]\nauto-warm = false\n[serve]\nreplicas-wait-s = 0.05\nreplicas-idle-s = 0.3\n"
     )
     try:
-        with _serving(warm, "--threads", "2", "--copies", "1..2") as here:
+        with _serving(warm, "--threads", "2", "--replicas", "1..2") as here:
             stop = threading.Event()
             codes: list[str] = []
 
@@ -172,22 +172,22 @@ def test_there_are_more_when_requests_wait_and_fewer_when_not(warm):
             clients = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
             for client in clients:
                 client.start()
-            wait_until(lambda: here.has(2), "a second copy")
+            wait_until(lambda: here.has(2), "a second replica")
             stop.set()
             for client in clients:
                 client.join()
             assert set(codes) == {""}
             wait_until(lambda: here.has(1), "one to be left")
-            wait_until(lambda: "small: 1 copy of 1 to 2: " in warm.run("ps").out, "ps to tell of it")
+            wait_until(lambda: "small: 1 replica of 1 to 2: " in warm.run("ps").out, "ps to tell of it")
     finally:
         warm.settings("[snapshots]\nauto-warm = false\n")
     lines = [json.loads(line) for line in here.said.splitlines() if line.startswith("{")]
-    changes = [(line["running"], line["reason"]) for line in lines if line["event"] == "copies"]
+    changes = [(line["running"], line["reason"]) for line in lines if line["event"] == "replicas"]
     assert (2, "requests waited longer than 0.05 s") in changes
 
 
 def test_resumed_endpoint_tells_its_clients_users_apart(warm):
-    with _serving(warm, "--copies", "2") as here:
+    with _serving(warm, "--replicas", "2") as here:
         assert "models" in here.client.get("/props").json()  # of this user, or of root
         if os.getuid() == 0:
             url = f"{here.client.base_url}/props"
@@ -195,8 +195,8 @@ def test_resumed_endpoint_tells_its_clients_users_apart(warm):
             assert "user_not_allowed" in other.stdout
 
 
-def test_copies_of_a_model_without_a_snapshot_are_loaded(warm):
-    with _serving(warm, "--resume", "never", "--copies", "2", "--ctx", "1024") as here:
-        wait_until(lambda: here.has(2), "two copies")
-        assert {copy["how"] for copy in here.copies["running"]} == {"cold"}
+def test_replicas_of_a_model_without_a_snapshot_are_loaded(warm):
+    with _serving(warm, "--resume", "never", "--replicas", "2", "--ctx", "1024") as here:
+        wait_until(lambda: here.has(2), "two replicas")
+        assert {replica["how"] for replica in here.replicas["running"]} == {"cold"}
         assert here.stream("Hello", 4)[1] == ""

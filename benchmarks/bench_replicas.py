@@ -1,8 +1,8 @@
-"""What copies of a model in one endpoint give and cost: `make bench-copies`.
+"""What replicas of a model in one endpoint give and cost: `make bench-replicas`.
 
-    make bench-copies ARGS='--configurations 1x2 2x1 2x2 --rounds 3 --out docs/figures'
+    make bench-replicas ARGS='--configurations 1x2 2x1 2x2 --rounds 3 --out docs/figures'
 
-COPIESxTHREADS: so many copies with so many threads each. Sixteen clients ask in turn for --tokens each; the
+REPLICASxTHREADS: so many replicas with so many threads each. Sixteen clients ask in turn for --tokens each; the
 configurations take turns, and each begins with an endpoint of its own, resumed.
 """
 
@@ -30,13 +30,13 @@ CLIENTS = 16
 
 
 @contextmanager
-def endpoint(name: str, copies: int, threads: int) -> Iterator[tuple[int, int]]:
-    """An endpoint with all its copies: its port, and its launcher's pid."""
+def endpoint(name: str, replicas: int, threads: int) -> Iterator[tuple[int, int]]:
+    """An endpoint with all its replicas: its port, and its launcher's pid."""
     port = free_port()
-    words = ["--port", str(port), "--threads", str(copies * threads), "--log", "off"]
-    with process([*EDGEINFER, "serve", name, *words, "--copies", str(copies)]) as started:
+    words = ["--port", str(port), "--threads", str(replicas * threads), "--log", "off"]
+    with process([*EDGEINFER, "serve", name, *words, "--replicas", str(replicas)]) as started:
         wait_healthy(port, started)
-        time.sleep(1)  # for the later copies: each is resumed in a tenth of a second
+        time.sleep(1)  # for the later replicas: each is resumed in a tenth of a second
         yield port, started.pid
 
 
@@ -78,13 +78,13 @@ def measure(
                 sizes[one].append(sum(memory_of(below, "Pss") for below in tree_of(pid)))
                 print(one, rates[one][-1], sizes[one][-1], file=sys.stderr)
     rows = [
-        f"| {copies} | {threads} | {statistics.median(found):.0f} | {min(found):.0f}–{max(found):.0f}"
-        f" | {statistics.median(sizes[copies, threads]) / 1e6:.0f} MB |"
-        for (copies, threads), found in rates.items()
+        f"| {replicas} | {threads} | {statistics.median(found):.0f} | {min(found):.0f}–{max(found):.0f}"
+        f" | {statistics.median(sizes[replicas, threads]) / 1e6:.0f} MB |"
+        for (replicas, threads), found in rates.items()
     ]
     return "\n".join(
         [
-            f"| copies of {name} | threads each | tokens/s, {CLIENTS} clients | range | memory (PSS) of all |",
+            f"| replicas of {name} | threads each | tokens/s, {CLIENTS} clients | range | memory (PSS) of all |",
             "|---|---|---|---|---|",
             *rows,
             "",
@@ -93,9 +93,9 @@ def measure(
 
 
 def configuration(text: str) -> tuple[int, int]:
-    """Copies and threads of `2x1`."""
-    copies, threads = text.split("x")
-    return int(copies), int(threads)
+    """Replicas and threads of `2x1`."""
+    replicas, threads = text.split("x")
+    return int(replicas), int(threads)
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="where random models are made and kept")
     add_out(parser)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-copies-") as work:
+    with tempfile.TemporaryDirectory(prefix="bench-replicas-") as work:
         os.environ["EDGEINFER_HOME"] = work
         model = model_of(options.shape, model_path("smollm2"), options.models or Path(work))
         for words in (
@@ -121,7 +121,7 @@ def main() -> None:
         table = measure(
             options.shape, options.configurations, options.rounds, options.seconds, options.tokens
         )
-        print(write_figure(options.out, "copies", table))
+        print(write_figure(options.out, "replicas", table))
 
 
 if __name__ == "__main__":

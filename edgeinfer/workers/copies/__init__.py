@@ -1,1 +1,0 @@
-"""Several copies of one model, each an engine in a process of its own, used as if they were one."""

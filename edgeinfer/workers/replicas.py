@@ -1,0 +1,471 @@
+"""The `Engine` that is several replicas of one model, each in a worker process.
+
+Routing is by prefix, then by load: a request goes to the replica that prefilled its prefix, unless
+another has much less to do, otherwise to the least loaded one. A request that its replica has not begun
+moves to another if one is added or if that replica ends; a begun one ends with its replica.
+`replica_supervisor.ReplicaSupervisor` starts, replaces and ends replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from edgeinfer import beginnings
+from edgeinfer.errors import EngineClosedError, EngineError
+from edgeinfer.runtime.events import Finished, Progress
+from edgeinfer.runtime.generation import EventStream, Item
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, ReplicaInfo, ReplicasInfo
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
+
+T = TypeVar("T")
+
+
+class ReplicaEngine(Engine, Protocol):
+    """What a replica's engine does besides."""
+
+    def submit(self, request: GenerateRequest) -> EventStream: ...
+
+    def use_threads(self, n_threads: int) -> None: ...
+
+
+class Replica:
+    """One replica. `how` it came to be: "resumed" or "cold"."""
+
+    def __init__(self, engine: ReplicaEngine, how: str, n_threads: int) -> None:
+        self.engine = engine
+        self.how = how
+        self.n_threads = n_threads
+        self.number = 0
+        self.requests: set[RoutedRequest] = set()
+        self.calls = 0
+        self.is_draining = False
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait in it."""
+        return len(self.requests) + self.calls
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether requests may be routed to it."""
+        return self.engine.is_open and not self.is_draining
+
+
+class ReplicatedEngine:
+    """Replicas behind the interface of one engine."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._changed = threading.Condition()
+        self._changing_adapters = threading.Lock()
+        self._replicas: list[Replica] = []
+        self._routes: dict[RoutedRequest, Replica] = {}
+        self._affinity = beginnings.Readers()
+        self._numbers = 0
+        self._ended_metrics = EngineMetrics()
+        self._movers = ThreadPoolExecutor(4, "replicas")
+        self._is_closed = False
+        self.crashed_total = 0
+        #: Adds bounds and reason to the running replicas; this and the next two are the supervisor's.
+        self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]
+        #: Called when a replica's process has ended, from any thread.
+        self.on_death: Callable[[], None] = lambda: None
+        self.on_close: Callable[[], None] = lambda: None
+
+    # --- the engine
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are replicas, or will be."""
+        return not self._is_closed
+
+    def health(self) -> str:
+        """See `Engine.health`: a replica that fails is replaced by another."""
+        return ""
+
+    @property
+    def info(self) -> EngineInfo:
+        """One replica's, with the sequences of all."""
+        return self._info
+
+    def submit(self, request: GenerateRequest) -> EventStream:
+        """Validate and queue in a replica; see `Engine.submit`. Waits while no replica runs."""
+        routed = RoutedRequest(request, self._request_ended, self._reroute)
+        self._route(routed)
+        return routed.stream
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        return self._call(
+            lambda engine: engine.tokenize(text, add_special=add_special, parse_special=parse_special)
+        )
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        return self._call(lambda engine: engine.detokenize(tokens))
+
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> str:
+        return self._call(lambda engine: engine.apply_template(messages, tools, options))
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> list[int]:
+        return self._call(lambda engine: engine.tokenize_chat(messages, tools, options))
+
+    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        return self._call(lambda engine: engine.embed(texts))
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        return self._call(lambda engine: engine.rerank(query, documents))
+
+    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+        return self._call(lambda engine: engine.begun_with(agent, salt))
+
+    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+        """See `Engine.use_adapters`: in every replica, and in each that is added."""
+        with self._changing_adapters:
+            before = self._info.lora
+            try:
+                self._use_adapters(wanted)
+            except EngineError:
+                self._use_adapters(before)
+                raise
+            with self._changed:
+                self._info = msgspec.structs.replace(self._info, lora=tuple(wanted))
+            return self._info.lora
+
+    def _use_adapters(self, wanted: Sequence[Adapter]) -> None:
+        for replica in self.usable:
+            with contextlib.suppress(EngineClosedError):  # it has ended
+                replica.engine.use_adapters(wanted)
+
+    def metrics(self) -> EngineMetrics:
+        """Sums over all replicas, those that have ended included."""
+        return EngineMetrics.sum([self._ended_metrics, *(now for _, now in self._metrics())])
+
+    def replicas(self) -> ReplicasInfo:
+        """See `HasReplicas`."""
+        running = tuple(
+            ReplicaInfo(
+                number=replica.number,
+                how=replica.how,
+                n_threads=replica.n_threads,
+                requests=replica.load,
+                completion_tokens_total=now.completion_tokens_total,
+            )
+            for replica, now in self._metrics()
+            if not replica.is_draining
+        )
+        return self.describe(running)
+
+    def _metrics(self) -> Iterator[tuple[Replica, EngineMetrics]]:
+        with self._changed:
+            replicas = list(self._replicas)
+        for replica in replicas:
+            with contextlib.suppress(EngineClosedError):  # it has ended
+                yield replica, replica.engine.metrics()
+
+    def close(self) -> None:
+        """End every replica, and wait until each has written its pending blocks. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            replicas, self._replicas = self._replicas, []
+            self._changed.notify_all()
+        self.on_close()
+        with ThreadPoolExecutor(len(replicas) or 1) as closers:
+            list(closers.map(lambda replica: replica.engine.close(), replicas))
+        self._movers.shutdown(wait=False)
+
+    # --- the replicas
+
+    @property
+    def usable(self) -> list[Replica]:
+        """Replicas that requests are routed to, the oldest first."""
+        with self._changed:
+            return [replica for replica in self._replicas if replica.is_usable]
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a replica only finishes the requests that it has begun."""
+        with self._changed:
+            return any(replica.is_draining for replica in self._replicas)
+
+    @property
+    def waiting(self) -> list[RoutedRequest]:
+        """Requests that no replica has begun, the oldest first."""
+        with self._changed:
+            requests = list(self._routes)
+        return [request for request in requests if request.is_waiting]
+
+    def add(self, replica: Replica) -> None:
+        """Route requests to one replica more, those that wait elsewhere first.
+
+        Raises EngineClosedError after `close`, and what `use_adapters` raises.
+        """
+        with self._changing_adapters:
+            if replica.engine.info.lora != self._info.lora:
+                replica.engine.use_adapters(self._info.lora)
+            with self._changed:
+                if self._is_closed:
+                    raise EngineClosedError("the engine is closed")
+                self._numbers += 1
+                replica.number = self._numbers
+                self._replicas.append(replica)
+                self._count_slots()
+                self._changed.notify_all()
+        self._rebalance(replica)
+
+    def drain(self, replica: Replica) -> None:
+        """Route nothing more to it; it ends once the requests that it has begun are finished."""
+        with self._changed:
+            replica.is_draining = True
+            self._count_slots()
+            requests = list(replica.requests)
+        for request in requests:
+            if request.withdraw():
+                self._movers.submit(self._route_again, request)
+        self._end_if_done(replica)
+
+    def reap(self) -> int:
+        """Drop the replicas whose process has ended, and return how many that were."""
+        with self._changed:
+            dead = [one for one in self._replicas if not one.engine.is_open and not one.is_draining]
+            for replica in dead:
+                self._replicas.remove(replica)
+            self.crashed_total += len(dead)
+            self._count_slots()
+            self._changed.notify_all()
+        return len(dead)
+
+    def give_up(self) -> None:
+        """Fail the requests that wait for a replica: none runs, and none can be started."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._movers.shutdown(wait=False)
+
+    def _count_slots(self) -> None:
+        usable = sum(replica.is_usable for replica in self._replicas)
+        parallel = max((one.engine.info.n_parallel for one in self._replicas), default=0)
+        if usable:
+            self._info = msgspec.structs.replace(self._info, n_parallel=parallel * usable)
+
+    # --- routing
+
+    def _route(self, request: RoutedRequest) -> None:
+        """Submit to a replica. Raises what its `submit` raises."""
+        while True:
+            replica = self._assign(request)
+            try:
+                source = replica.engine.submit(request.request)
+            except EngineClosedError:
+                self._unassign(request)
+                self.on_death()
+            except BaseException:
+                self._unassign(request)
+                raise
+            else:
+                request.follow(source)
+                return
+
+    def _route_again(self, request: RoutedRequest) -> None:
+        self._unassign(request)
+        try:
+            self._route(request)
+        except EngineError as error:
+            request.fail(error)
+
+    def _reroute(self, request: RoutedRequest) -> None:
+        """Called on the thread that reads from the replica that ended."""
+        self.on_death()
+        try:
+            self._movers.submit(self._route_again, request)
+        except RuntimeError:  # all replicas are closed
+            request.fail(_closed())
+
+    def _assign(self, request: RoutedRequest) -> Replica:
+        with self._changed:
+            usable = self._wait_for_usable()
+            replica = self._choose(request, usable)
+            replica.requests.add(request)
+            self._routes[request] = replica
+            self._affinity.note(request.prefix_hashes, replica.number)
+        return replica
+
+    def _wait_for_usable(self) -> list[Replica]:
+        """Called with `_changed` held. Raises EngineClosedError."""
+        while not (usable := [replica for replica in self._replicas if replica.is_usable]):
+            if self._is_closed:
+                raise _closed()
+            self._changed.wait()
+        return usable
+
+    def _choose(self, request: RoutedRequest, usable: list[Replica]) -> Replica:
+        """Prefer the replica with the longest prefix, up to half its slots above the least load."""
+        least = min(usable, key=lambda replica: replica.load)
+        by_number = {replica.number: replica for replica in usable}
+        reader = by_number.get(self._affinity.find(request.prefix_hashes, by_number))
+        if reader is None or reader.load - least.load > reader.engine.info.n_parallel // 2:
+            return least
+        return reader
+
+    def _unassign(self, request: RoutedRequest) -> Replica | None:
+        with self._changed:
+            replica = self._routes.pop(request, None)
+            if replica is not None:
+                replica.requests.discard(request)
+        return replica
+
+    def _request_ended(self, request: RoutedRequest) -> None:
+        replica = self._unassign(request)
+        if replica is None:
+            return
+        if not replica.engine.is_open:
+            self.on_death()
+        elif replica.is_draining:
+            self._end_if_done(replica)
+
+    def _rebalance(self, added: Replica) -> None:
+        """Move waiting requests to a new replica, the latest first, until it has its share."""
+        share = len(self.waiting) // max(1, len(self.usable))
+        for request in reversed(self.waiting):
+            if added.load >= max(share, added.engine.info.n_parallel):
+                return
+            if request.withdraw():
+                self._route_again(request)
+
+    def _end_if_done(self, replica: Replica) -> None:
+        with self._changed:
+            if replica.load or replica not in self._replicas:
+                return
+            self._replicas.remove(replica)
+        self._movers.submit(self._end, replica)
+
+    def _end(self, replica: Replica) -> None:
+        with contextlib.suppress(EngineClosedError):  # it ended by itself
+            last = msgspec.structs.replace(
+                replica.engine.metrics(), kv_used_tokens=0, kv_total_tokens=0
+            )
+            self._ended_metrics = EngineMetrics.sum([self._ended_metrics, last])
+        replica.engine.close()
+
+    def _call(self, call: Callable[[ReplicaEngine], T]) -> T:
+        """Call on the least loaded replica; on another if that one has ended."""
+        while True:
+            with self._changed:
+                replica = min(self._wait_for_usable(), key=lambda replica: replica.load)
+                replica.calls += 1
+            try:
+                return call(replica.engine)
+            except EngineClosedError:
+                self.on_death()
+            finally:
+                with self._changed:
+                    replica.calls -= 1
+                if replica.is_draining:
+                    self._end_if_done(replica)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("no replica of the model runs", hint="ask again: it is started anew")
+
+
+class RoutedRequest:
+    """One request, which may move to another replica until the one it is with has begun it.
+
+    `on_end` is called when its stream has ended, `on_lost` when its replica ended before it had begun
+    it; both from any thread, with no lock of the request's held.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        on_end: Callable[[RoutedRequest], None],
+        on_lost: Callable[[RoutedRequest], None],
+    ) -> None:
+        self.request = request
+        self.prefix_hashes = _prefix_hashes(request)
+        self.stream = EventStream(self.cancel)
+        self.since = time.monotonic()
+        self._on_end, self._on_lost = on_end, on_lost
+        self._changing = threading.RLock()
+        self._source: EventStream | None = None
+        self._is_begun = False
+        self._is_cancelled = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no replica has begun to compute it."""
+        return not self._is_begun
+
+    def follow(self, source: EventStream) -> None:
+        """Pass on the events of `source`, which a replica returned for this request."""
+        with self._changing:
+            self._source = source
+            is_cancelled = self._is_cancelled
+        source.pipe(functools.partial(self._receive, source))
+        if is_cancelled:
+            source.cancel()
+
+    def withdraw(self) -> bool:
+        """Take it back from its replica; return False if that has begun it."""
+        with self._changing:
+            source = self._source
+            if source is None or self._is_begun or self._is_cancelled:
+                return False
+            self._source = None
+        source.cancel()
+        return True
+
+    def fail(self, error: EngineError) -> None:
+        """End the stream with `error`."""
+        self.stream.put(error)
+        self._on_end(self)
+
+    def cancel(self) -> None:
+        """See `Generation.cancel`."""
+        with self._changing:
+            self._is_cancelled = True
+            source = self._source
+        if source is not None:
+            source.cancel()
+
+    def _receive(self, source: EventStream, item: Item) -> None:
+        with self._changing:
+            if source is not self._source:
+                return
+            is_lost = isinstance(item, EngineClosedError) and not (self._is_begun or self._is_cancelled)
+            if is_lost:
+                self._source = None
+            else:
+                self._is_begun = self._is_begun or not (isinstance(item, Progress) and item.queued)
+                self.stream.put(item)
+        if is_lost:
+            self._on_lost(self)
+        elif isinstance(item, Finished | EngineError):
+            self._on_end(self)
+
+
+def _prefix_hashes(request: GenerateRequest) -> tuple[int, ...]:
+    """Hash the salt first: prefixes are not shared between salts."""
+    prompt = request.prompt
+    text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))
+    read = msgspec.to_builtins([request.tools, request.messages, request.infill])
+    return beginnings.names(request.cache_salt, read, text)
