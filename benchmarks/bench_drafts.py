@@ -17,7 +17,7 @@ from common import ROOT, add_out, model_path, write_figure
 
 from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.progress import Job
-from edgeinfer.models.quantizing.quantizer import QuantizeOptions, run_quantizer
+from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions, ModelFiles

@@ -14,8 +14,8 @@ from common import add_out, model_path, write_figure
 
 from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.progress import Job
-from edgeinfer.models.quantizing import imatrix
-from edgeinfer.models.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, run_quantizer, scored
+from edgeinfer.models.quantizing import helpers
+from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, run_quantizer, scored
 
 
 def figures(source: Path, kind: str, matrix: str, folder: Path) -> tuple[str, str, str]:
@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         matrix = folder / "imatrix.gguf"
-        imatrix.make(source, imatrix.shipped_text(), matrix, Job())
+        helpers.make_imatrix(source, helpers.calibration_text(), matrix, Job())
         for kind in options.types.split(","):
             without = ("refused",) * 3 if kind in NEEDS_IMATRIX else figures(source, kind, "", folder)
             pairs = zip(without, figures(source, kind, str(matrix), folder), strict=True)

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/made")]
 import made_checkpoints as made  # noqa: E402
 from nasty_strings import digest, nasty_strings  # noqa: E402
 
-from edgeinfer.models.converting import pre_tokenizers as named  # noqa: E402
+from edgeinfer.models.converting.tokenizer import CL100K, O200K, QWEN2, QWEN35, TEKKEN  # noqa: E402
 
 SIZE = 700
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -192,12 +192,12 @@ def kinds() -> dict[str, dict]:
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return {
         "gpt2": byte_level(gpt2),
-        "llama3": byte_level(split(named.CL100K), plain, whole=True, bos=True),
-        "olmo2": byte_level(split(named.CL100K), plain),
-        "qwen2": byte_level(split(named.QWEN2), plain, normalizer=normalizers.NFC()),
-        "qwen35": byte_level(split(named.QWEN35), plain, normalizer=normalizers.NFC()),
-        "tekken": byte_level(split(named.TEKKEN), plain, whole=True, bos=True),
-        "phi4-mini": byte_level(split(named.O200K), plain),
+        "llama3": byte_level(split(CL100K), plain, whole=True, bos=True),
+        "olmo2": byte_level(split(CL100K), plain),
+        "qwen2": byte_level(split(QWEN2), plain, normalizer=normalizers.NFC()),
+        "qwen35": byte_level(split(QWEN35), plain, normalizer=normalizers.NFC()),
+        "tekken": byte_level(split(TEKKEN), plain, whole=True, bos=True),
+        "phi4-mini": byte_level(split(O200K), plain),
         "smollm": byte_level(pre_tokenizers.Digits(individual_digits=True), gpt2),
         "falcon": byte_level(
             pre_tokenizers.Punctuation("contiguous"),

@@ -12,8 +12,8 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.models import fits, gguf
 from edgeinfer.models.catalog import Model, load_catalog
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.external_stores.model import Found
-from edgeinfer.models.memory import header_plan
+from edgeinfer.models.external_stores.reader import Found
+from edgeinfer.models.fits import header_plan
 from edgeinfer.models.store import PulledModel, list_pulled
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.system.machine import Machine, read_machine

@@ -18,14 +18,13 @@ from edgeinfer.models import gguf, names, sources, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.files import ADAPTER_CONFIG
 from edgeinfer.models.ggml_types import file_type
-from edgeinfer.models.lock import changing
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.models.pull import PullOptions, first_that_works
+from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 from edgeinfer.models.quantizing.quantize import publish
-from edgeinfer.models.quantizing.quantizer import QuantizeOptions, run_quantizer
-from edgeinfer.models.store import PulledModel
+from edgeinfer.models.store import PulledModel, changing
 from edgeinfer.settings import load_options
 from edgeinfer.system import paths
 from edgeinfer.system.disk import sync
@@ -112,8 +111,8 @@ def _header(base: str) -> gguf.GgufHeader:
 def _converted(
     fetched: Sequence[Fetched], header: gguf.GgufHeader, base: str, target: Path, work: Path
 ) -> None:
-    from edgeinfer.models.converting.adapter import convert_adapter  # 150 ms: numpy, gguf
     from edgeinfer.models.converting.files import linked
+    from edgeinfer.models.converting.lora import convert_adapter  # 150 ms: numpy, gguf
 
     first = fetched[0]
     folder = first.path if first.path.is_dir() else linked(list(fetched), work / "adapter")
@@ -129,7 +128,7 @@ def merge_model(
     is an adapter too. Raises what `model_files` raises, UsageError, ConversionError, QuantizeError,
     ModelBusyError, DiskFullError, InterruptedByUser.
     """
-    from edgeinfer.models.converting.merge import merge  # 150 ms: numpy, gguf
+    from edgeinfer.models.converting.lora import merge  # 150 ms: numpy, gguf
 
     kind = file_type(type_name) if type_name else None
     if type_name and kind is None:
@@ -159,7 +158,7 @@ def merge_model(
 def _opened(
     adapters: str, base: gguf.GgufHeader, base_name: str, scratch: Path
 ) -> list[tuple[Path, float]]:
-    from edgeinfer.models.converting.adapter import convert_adapter
+    from edgeinfer.models.converting.lora import convert_adapter
 
     try:
         wanted = load_options.adapters_of(str(load_options.LORA.parse(adapters)))

@@ -1,14 +1,20 @@
-"""Estimate which models this machine can hold, and how fast they would answer."""
+"""Estimate which models this machine can hold, how fast they answer, and what a load would allocate."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from edgeinfer.models.catalog import Catalog, Model, load_catalog, parameter_count
-from edgeinfer.system.machine import read_memory
+from edgeinfer.models.gguf import GgufHeader
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.planning.choices import choose_repack
+from edgeinfer.runtime.planning.plan import Plan, make_plan
+from edgeinfer.runtime.planning.shape import Shape, make_shape
+from edgeinfer.system.machine import Machine, read_memory
 from edgeinfer.system.memory_rate import MemoryRate, read_memory_rate
 from edgeinfer.system.places import DEFAULT_MODEL
 from edgeinfer.units import format_bytes, format_duration
@@ -121,3 +127,21 @@ def _choice(role: Role, why: str, model: Model, tokens_per_s: float) -> FirstRun
         licence=model.licence,
         tokens_per_s=tokens_per_s,
     )
+
+
+def header_shape(headers: Sequence[GgufHeader]) -> Shape:
+    """The sizes of a model from the headers of its files, the first of which has the metadata."""
+    first = headers[0]
+    return make_shape(
+        first.metadata,
+        n_vocab=first.n_vocab,
+        n_params=sum(header.n_params for header in headers),
+        weights_bytes=sum(header.weights_bytes for header in headers),
+    )
+
+
+def header_plan(headers: Sequence[GgufHeader], options: LoadOptions, machine: Machine) -> Plan:
+    """The plan by which `runtime.loading.load` would load these files."""
+    file_bytes = sum(header.file_bytes for header in headers)
+    repack = choose_repack(options.repack, file_bytes, machine)
+    return make_plan(header_shape(headers), options, machine, repack)

@@ -20,10 +20,9 @@ from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.files import DIRECT, convert_fetched
 from edgeinfer.models.fetching.fetch import fetch
 from edgeinfer.models.ggml_types import file_type
-from edgeinfer.models.lock import changing
 from edgeinfer.models.plan import Fetched, Plan, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
-from edgeinfer.models.store import PulledModel
+from edgeinfer.models.store import PulledModel, changing
 from edgeinfer.system import paths
 from edgeinfer.system.disk import sha256_of
 

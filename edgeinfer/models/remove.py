@@ -11,8 +11,8 @@ from edgeinfer.errors import CatalogError, UsageError
 from edgeinfer.models import names, pins, sources, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.lock import model_lock
 from edgeinfer.models.names import Reference
+from edgeinfer.models.store import model_lock
 from edgeinfer.system import paths
 
 

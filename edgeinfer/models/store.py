@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -23,11 +24,12 @@ import msgspec
 from edgeinfer.errors import (
     CatalogError,
     InvalidGgufError,
+    ModelBusyError,
     ModelNotPulledError,
     UnknownModelError,
     UsageError,
 )
-from edgeinfer.models import gguf, lock, names, sources
+from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import Catalog, Model, load_catalog, nearest
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.names import Reference
@@ -36,7 +38,51 @@ from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.settings.load_options import LORA
 from edgeinfer.system import paths
-from edgeinfer.system.disk import is_locked, sync, write_whole
+from edgeinfer.system.disk import is_locked, locked, room_errors, sync, write_whole
+
+LOCKS = ".locks"
+
+
+def lock_path(folder: str) -> Path:
+    """Where the lock of the model in `folder` lies."""
+    return paths.models_dir() / LOCKS / folder
+
+
+@contextmanager
+def changing(ref: Reference, but: str = "") -> Iterator[None]:
+    """Hold the model's lock, and tell in words what the disk refuses; `but`: what is not lost then.
+
+    Raises ModelBusyError, DiskFullError, CatalogError.
+    """
+    try:
+        with room_errors(paths.models_dir(), but), model_lock(ref):
+            yield
+    except OSError as error:
+        lock_path = f"{error.filename}: " if error.filename else ""
+        raise CatalogError(
+            f"{lock_path}{error.strerror or error}", hint="check who may write to the data directory"
+        ) from error
+
+
+@contextmanager
+def model_lock(ref: Reference) -> Iterator[None]:
+    """Hold the model's lock. Raises ModelBusyError at once when somebody else has it."""
+    path = lock_path(ref.folder)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def busy() -> None:
+        raise ModelBusyError(f"{ref} is being changed by {_lock_holder(path)}")
+
+    with locked(path, busy) as descriptor:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+
+
+def _lock_holder(path: Path) -> str:
+    pid = path.read_text("ascii", "replace").strip()
+    return f"process {pid}" if pid.isdecimal() else "another process"
+
 
 RECORD = "model.json"
 PARTIAL = ".partial"
@@ -336,7 +382,7 @@ def unfinished() -> dict[str, int]:
     found = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        if size and not is_locked(lock.place(folder.name)):
+        if size and not is_locked(lock_path(folder.name)):
             found[folder.name.replace("+", ":")] = size
     return found
 
@@ -359,7 +405,7 @@ def copy(text: str, name: str) -> PulledModel:
     source = find_pulled(text)
     if source is None:
         raise _not_ours(text)
-    with lock.model_lock(ref):
+    with model_lock(ref):
         folder = names.folder(ref)
         if read_record(folder) is not None:
             raise UsageError(f"a model is called {ref} already", hint=f"`edgeinfer rm {ref}`")

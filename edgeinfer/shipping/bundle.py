@@ -20,8 +20,7 @@ import msgspec
 
 from edgeinfer.errors import ChecksumError, EdgeInferError, ShippingError
 from edgeinfer.models import store
-from edgeinfer.models.lock import model_lock
-from edgeinfer.models.store import PulledFile, PulledModel
+from edgeinfer.models.store import PulledFile, PulledModel, model_lock
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 from edgeinfer.system.disk import need_room, sha256_of_part, share_blocks, sync, whole_file

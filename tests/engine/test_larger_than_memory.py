@@ -16,7 +16,7 @@ from made_families import FAMILIES, Family, make_family
 
 from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.progress import Job
-from edgeinfer.models.quantizing.quantizer import QuantizeOptions, run_quantizer
+from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 
 MIB = 1 << 20
 _V1 = Path("/sys/fs/cgroup/memory")

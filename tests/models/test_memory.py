@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from edgeinfer.cli import main
+from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.gguf import GgufHeader, TensorInfo, check
-from edgeinfer.models.memory import header_plan, header_shape
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.planning.plan import Plan
 from edgeinfer.runtime.planning.shape import Shape, make_buffers

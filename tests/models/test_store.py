@@ -17,10 +17,10 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.models import names, store
-from edgeinfer.models.lock import model_lock
 from edgeinfer.models.names import reference
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.remove import remove
+from edgeinfer.models.store import model_lock
 from edgeinfer.system import paths
 
 

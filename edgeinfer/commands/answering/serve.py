@@ -41,7 +41,7 @@ from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
 
 if TYPE_CHECKING:
-    from edgeinfer.models.external_stores.model import Found
+    from edgeinfer.models.external_stores.reader import Found
     from edgeinfer.models.external_stores.stores import Watched
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from edgeinfer.models import fits
 from edgeinfer.models.adapters import PulledAdapter, list_adapters
 from edgeinfer.models.catalog import Catalog, Model, load_catalog
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.external_stores.model import Found
+from edgeinfer.models.external_stores.reader import Found
 from edgeinfer.models.fits import Fit
 from edgeinfer.models.store import PulledModel, list_pulled, unfinished
 from edgeinfer.result import Result

@@ -17,7 +17,7 @@ from edgeinfer.models import pull as catalog_pull
 from edgeinfer.models.adapters import PulledAdapter, is_adapter, pull_adapter
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.fetching import local
+from edgeinfer.models.fetching import fetch
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Patience, PullProgress, progress_on
 from edgeinfer.models.pull import PullOptions
 from edgeinfer.result import Result
@@ -128,7 +128,7 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
     with progress_on(quiet=options.quiet) as report, stoppable(f"stopped; {FETCHED_IS_KEPT}", hint):
         record = catalog_pull.pull(wanted, heard, options=wish)
     entry = load_catalog().get(record.base)
-    if record.in_place and any(map(local.writable_by_others, record.paths)):
+    if record.in_place and any(map(fetch.writable_by_others, record.paths)):
         sys.stderr.write(
             f"warning: others may change {record.paths[0]} while it is used; a copy is safe from that: "
             f"`edgeinfer pull {wanted}` without --in-place\n"

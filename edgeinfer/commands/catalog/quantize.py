@@ -10,8 +10,8 @@ from edgeinfer.commands.asking import stoppable
 from edgeinfer.commands.table import table
 from edgeinfer.host import Host
 from edgeinfer.models.progress import progress_on
+from edgeinfer.models.quantizing.helpers import QuantizeOptions
 from edgeinfer.models.quantizing.quantize import quantize
-from edgeinfer.models.quantizing.quantizer import QuantizeOptions
 from edgeinfer.result import Result
 from edgeinfer.units import format_bytes
 

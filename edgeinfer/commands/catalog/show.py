@@ -15,8 +15,8 @@ from edgeinfer.host import Host
 from edgeinfer.models import gguf, names, store
 from edgeinfer.models.catalog import Model, SamplingDefaults, load_catalog
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.external_stores.model import Found, FoundFile
-from edgeinfer.models.memory import header_plan, header_shape
+from edgeinfer.models.external_stores.reader import Found, FoundFile
+from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.store import PulledModel
 from edgeinfer.result import Result
 from edgeinfer.runtime.planning.plan import Plan, disk_warning

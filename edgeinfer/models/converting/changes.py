@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from edgeinfer.models.converting.safetensors import Array
+from edgeinfer.models.converting.checkpoint import Array
 
 
 class Heads(msgspec.Struct, frozen=True):

@@ -15,8 +15,7 @@ import msgspec
 from edgeinfer.errors import ConversionError
 from edgeinfer.models.converting import changes
 from edgeinfer.models.converting.changes import Change
-
-Values = dict[str, Any]
+from edgeinfer.models.converting.hyperparameters import Values, rope_parameters
 
 _NORM_PAIRS: dict[str, Change] = {"attn_q": changes.pair_queries, "attn_k": changes.pair_keys}
 _CONV1D: dict[str, Change] = dict.fromkeys(
@@ -62,9 +61,7 @@ def _gemma2(config: Values) -> Values:
 
 
 def _gemma3(config: Values) -> Values:
-    from edgeinfer.models.converting import rope  # beside the table, not above it
-
-    local = rope.parameters(config, "sliding_attention")["rope_theta"]
+    local = rope_parameters(config, "sliding_attention")["rope_theta"]
     base = float(config.get("rope_local_base_freq") or local)
     return _gemma2(config) | {"rope.freq_base_swa": base}
 
@@ -275,51 +272,6 @@ FAMILIES = (
         embeds=True,
     ),
 )
-
-
-class Key(msgspec.Struct, frozen=True):
-    """A key of a GGUF under the architecture's name, and what config.json may call it."""
-
-    name: str
-    kind: type
-    spellings: tuple[str, ...]
-
-
-def _key(name: str, kind: type, spellings: str) -> Key:
-    return Key(name, kind, tuple(spellings.split()))
-
-
-#: A key that config.json lacks, or has as null, is left out.
-KEYS = (
-    _key("vocab_size", int, "vocab_size"),
-    _key("context_length", int, "max_position_embeddings n_positions n_ctx max_seq_len"),
-    _key("embedding_length", int, "hidden_size n_embd d_model"),
-    _key("block_count", int, "num_hidden_layers n_layer n_layers"),
-    _key("feed_forward_length", int, "ffn_hidden_size intermediate_size n_inner"),
-    _key("attention.head_count", int, "num_attention_heads n_head n_heads"),
-    _key("attention.layer_norm_rms_epsilon", float, "rms_norm_eps"),
-    _key("attention.layer_norm_epsilon", float, "layer_norm_eps layer_norm_epsilon norm_epsilon"),
-    _key("expert_count", int, "num_local_experts num_experts"),
-    _key("expert_used_count", int, "num_experts_per_tok"),
-    _key("expert_feed_forward_length", int, "moe_intermediate_size"),
-    _key("attn_logit_softcapping", float, "attn_logit_softcapping"),
-    _key("final_logit_softcapping", float, "final_logit_softcapping"),
-)
-
-
-def lookup(config: Values, name: str) -> Any:
-    """The value of the GGUF key `name` in config.json, None when it has none."""
-    spellings = next(key.spellings for key in KEYS if key.name == name)
-    return next((config[word] for word in spellings if config.get(word) is not None), None)
-
-
-def needed(config: Values, name: str, most: int = 1 << 31) -> int:
-    """The count at the GGUF key `name`. Raises ConversionError for none, or no such."""
-    value = lookup(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        spellings = next(key.spellings for key in KEYS if key.name == name)
-        raise ConversionError(f"config.json has no {spellings[0]} between 1 and {most}: {value!r}")
-    return value
 
 
 def find_family(architectures: list[str]) -> Family:

@@ -1,7 +1,9 @@
-"""A tokenizer as its makers publish it (tokenizer.json) becomes the keys of a GGUF.
+"""A tokenizer.json becomes the keys of a GGUF.
 
-Four kinds: byte-level BPE, BPE over text with byte fallback (SentencePiece's: Llama 2,
-Gemma), WordPiece (BERT) and Unigram (XLM-RoBERTa).
+Four kinds: byte-level BPE, BPE over text with byte fallback (SentencePiece's: Llama 2, Gemma),
+WordPiece (BERT) and Unigram (XLM-RoBERTa). llama.cpp has a fixed set of ways to split text before BPE,
+each under the name of the model that brought it (`llama-vocab.cpp`); the name is chosen by the steps
+that tokenizer.json lists, never by the model's name.
 """
 
 from __future__ import annotations
@@ -11,9 +13,86 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import ConversionError
-from edgeinfer.models.converting import pre_tokenizers
 from edgeinfer.models.converting.checkpoint import read_json
 from edgeinfer.runtime.normalizing import BARE_LOWER_CASE, NFC, NORMALIZER_KEY
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
+_SLASH_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+#: What a ByteLevel step splits by itself.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
+QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}|{_SLASH_TAIL}"
+O200K = rf"{_CASED % (_CONTRACTIONS + '?', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_SLASH_TAIL}"
+_DIGIT = "digit"
+_DIGITS = "digits"
+_PUNCTUATION = "punctuation"
+
+#: The steps in order → (name, name where whole words in the vocabulary are taken as they are). The one
+#: called gpt-4o leaves combining marks out of words, so O200K goes by another that has its pattern.
+_PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
+    (GPT2,): ("gpt-2", ""),
+    (CL100K,): ("dbrx", "llama-bpe"),
+    (QWEN2,): ("qwen2", ""),
+    (QWEN35,): ("qwen35", ""),
+    (TEKKEN,): ("", "tekken"),
+    (O200K,): ("granite-embed-multi-97m", "granite-embed-multi-97m"),
+    (_DIGIT, GPT2): ("smollm", ""),
+    (_PUNCTUATION, GPT2, _DIGITS, "[0-9][0-9][0-9]"): ("falcon", ""),
+}
+
+
+def pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
+    """llama.cpp's name for the splits of a byte-level tokenizer.json. Raises ConversionError."""
+    steps = tuple(_steps(tokenizer.get("pre_tokenizer")))
+    whole_words = bool(tokenizer["model"].get("ignore_merges"))
+    name = _PRE_TOKENIZERS.get(steps, ("", ""))[whole_words]
+    if not name:
+        raise ConversionError(
+            "tokenizer.json splits texts in a way that llama.cpp has no name for: "
+            + " then ".join(map(repr, steps or ("not at all",))),
+            hint="the ids would differ, so it is not converted; a repository with GGUF files may exist",
+        )
+    return name
+
+
+def _steps(step: dict[str, Any] | None) -> list[str]:
+    """Each step as its pattern, or a word for what has none."""
+    match step:
+        case None:
+            return []
+        case {"type": "Sequence", "pretokenizers": [*steps]}:
+            return [word for one in steps for word in _steps(one)]
+        case {"type": "ByteLevel", "use_regex": False}:
+            return []
+        case {"type": "ByteLevel", "add_prefix_space": False}:
+            return [GPT2]
+        case {"type": "Digits", "individual_digits": individual}:
+            return [_DIGIT if individual else _DIGITS]
+        case {"type": "Punctuation", "behavior": "Contiguous"}:
+            return [_PUNCTUATION]
+        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated"}:
+            return [pattern]
+        case {
+            "type": "Split",
+            "pattern": {"Regex": str(pattern)},
+            "behavior": "Removed",
+            "invert": True,
+        }:
+            return [pattern]
+        case _:
+            return [str(step.get("type"))]
+
 
 Values = dict[str, Any]
 
@@ -117,7 +196,7 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(model)]
     found: Values = {
         "ggml.model": "gpt2",
-        "ggml.pre": pre_tokenizers.name_of(tokenizer),
+        "ggml.pre": pre_tokenizer_name(tokenizer),
         "ggml.merges": merges,
     }
     normalizer = (tokenizer.get("normalizer") or {}).get("type")

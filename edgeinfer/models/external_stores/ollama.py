@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.models.external_stores.model import Found, FoundFile
-from edgeinfer.models.external_stores.reading import (
+from edgeinfer.models.external_stores.reader import (
+    Found,
+    FoundFile,
     UnusableError,
     entries,
     file_in,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.models.external_stores.reading import MAX_TEXT_BYTES
+from edgeinfer.models.external_stores.reader import MAX_TEXT_BYTES
 from edgeinfer.settings.sampling_options import BY_FIELD
 
 #: Stop strings that a model may bring, and their length in characters.

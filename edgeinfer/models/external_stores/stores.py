@@ -16,10 +16,9 @@ import msgspec
 
 from edgeinfer.errors import ChecksumError, InvalidGgufError, ModelNotPulledError
 from edgeinfer.models import gguf, names
-from edgeinfer.models.external_stores import huggingface, lmstudio, ollama, ollama_template, reading
-from edgeinfer.models.external_stores.model import Found, verify
+from edgeinfer.models.external_stores import ollama, ollama_template, reader, repositories
 from edgeinfer.models.external_stores.ollama_template import Words
-from edgeinfer.models.external_stores.reading import UnusableError
+from edgeinfer.models.external_stores.reader import Found, UnusableError, verify
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
@@ -36,14 +35,18 @@ class _Store(NamedTuple):
 
 _STORES = (
     _Store(ollama.STORE, ollama.PREFIX, ollama.roots, ollama.search),
-    _Store(huggingface.STORE, huggingface.PREFIX, huggingface.roots, huggingface.search),
-    _Store(lmstudio.STORE, lmstudio.PREFIX, lmstudio.roots, lmstudio.search),
+    _Store(
+        repositories.HUGGING_FACE, repositories.HF_PREFIX, repositories.hf_roots, repositories.search_hf
+    ),
+    _Store(
+        repositories.LM_STUDIO, repositories.LM_PREFIX, repositories.lm_roots, repositories.search_lm
+    ),
 )
 
 
 def is_name(text: str) -> bool:
     """Whether `text` can only mean a model of Ollama or LM Studio."""
-    return text.lower().startswith((ollama.PREFIX, lmstudio.PREFIX))
+    return text.lower().startswith((ollama.PREFIX, repositories.LM_PREFIX))
 
 
 def search(prefix: str = "") -> list[Found]:
@@ -89,8 +92,8 @@ def find(text: str) -> Found | None:
     wanted = text.lower()
     if wanted.startswith(ollama.PREFIX):
         wanted = wanted.removesuffix(":latest")
-    elif "/" in wanted and not is_name(wanted) and not wanted.startswith(huggingface.PREFIX):
-        wanted = huggingface.PREFIX + wanted
+    elif "/" in wanted and not is_name(wanted) and not wanted.startswith(repositories.HF_PREFIX):
+        wanted = repositories.HF_PREFIX + wanted
     prefix = next((s.prefix for s in _STORES if wanted.startswith(s.prefix)), None)
     if prefix is None:
         return None
@@ -113,15 +116,15 @@ class Watched:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._noted: dict[str, reading.Stamp] = {}
+        self._noted: dict[str, reader.Stamp] = {}
         self._found: list[Found] = []
 
     def usable(self) -> list[Found]:
         """List the models that can be tried."""
         with self._lock:
-            has_changed = any(reading.stamp_of(path) != stamp for path, stamp in self._noted.items())
+            has_changed = any(reader.stamp_of(path) != stamp for path, stamp in self._noted.items())
             if has_changed or not self._noted:
-                with reading.noting() as self._noted:
+                with reader.noting() as self._noted:
                     self._found = usable()
             return self._found
 

@@ -15,19 +15,18 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.models import gguf, names, store
 from edgeinfer.models.ggml_types import FILE_TYPES, FULL_PRECISION, file_type
-from edgeinfer.models.lock import changing
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched
 from edgeinfer.models.progress import Job, OnProgress
-from edgeinfer.models.quantizing import imatrix
-from edgeinfer.models.quantizing.quantizer import (
+from edgeinfer.models.quantizing import helpers
+from edgeinfer.models.quantizing.helpers import (
     MAKE_IMATRIX,
     QuantizeOptions,
     checked_text,
     run_quantizer,
     scored,
 )
-from edgeinfer.models.store import PulledModel
+from edgeinfer.models.store import PulledModel, changing
 from edgeinfer.system import paths
 from edgeinfer.system.disk import sha256_of
 
@@ -96,9 +95,11 @@ def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) 
         return options
     made = work / "imatrix.gguf"
     if options.text:
-        imatrix.make(source, checked_text(options.text), made, job, skipped_tokens=_SCORED_TOKENS)
+        helpers.make_imatrix(
+            source, checked_text(options.text), made, job, skipped_tokens=_SCORED_TOKENS
+        )
     else:
-        imatrix.make(source, imatrix.shipped_text(), made, job)
+        helpers.make_imatrix(source, helpers.calibration_text(), made, job)
     return msgspec.structs.replace(options, imatrix=str(made))
 
 

@@ -18,8 +18,8 @@ import msgspec
 from edgeinfer.errors import SnapshotStaleError
 from edgeinfer.models import adapters, pull, store
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.models.lock import model_lock
 from edgeinfer.models.names import Reference, reference, tamed_file_name
+from edgeinfer.models.store import model_lock
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.settings.load_options import DRAFT, LORA
 from edgeinfer.snapshots import format

@@ -14,7 +14,7 @@ from made_families import FAMILIES, N_CTX, make_family, make_t5
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.errors import EdgeInferError, ModelLoadError
 from edgeinfer.models import gguf
-from edgeinfer.models.memory import header_shape
+from edgeinfer.models.fits import header_shape
 from edgeinfer.runtime.decoding.blocks import block_writing
 from edgeinfer.runtime.engine import LlamaEngine
 

@@ -11,7 +11,7 @@ import pytest
 
 from edgeinfer.errors import AuthenticationError, DownloadError, InterruptedByUser
 from edgeinfer.models import store
-from edgeinfer.models.fetching import spans
+from edgeinfer.models.fetching import download
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 
@@ -92,9 +92,9 @@ def test_a_refusal_of_all_keeps_what_was_fetched(server, url, body, options, fau
     server.always = fault(status=403)
     with pytest.raises(AuthenticationError):
         pull(url, options=options)
-    kept = spans.fetched_bytes(part())
+    kept = download.fetched_bytes(part())
     assert 8 * 200_000 >= kept > 200_000
-    for start, end in spans.read(part()):
+    for start, end in download._read_spans(part()):
         assert part().read_bytes()[start:end] == body[start:end]
     server.always = fault()
     server.served = 0
@@ -107,7 +107,7 @@ def test_only_drops_end_in_an_error(server, url, options, fault) -> None:
     server.always = fault(cut_after=0)
     with pytest.raises(DownloadError, match="gave up"):
         pull(url, options=options)
-    assert spans.fetched_bytes(part()) > 100_000
+    assert download.fetched_bytes(part()) > 100_000
 
 
 def test_ranges_that_are_promised_and_not_given(server, url, body, options, fault) -> None:
@@ -154,7 +154,7 @@ def test_a_stop_keeps_every_stretch(server, url, body, options, fault) -> None:
 
     with pytest.raises(InterruptedByUser):
         pull(url, stop, cancel, options)
-    kept = spans.fetched_bytes(part())
+    kept = download.fetched_bytes(part())
     assert kept > 1 << 20
     server.always = fault()
     server.served = 0
@@ -173,7 +173,7 @@ def test_a_stop_does_not_wait_for_silent_connections(server, url, options, fault
 
     with pytest.raises(InterruptedByUser):
         pull(url, stop, cancel, PullOptions(name="tiny", patience=patience))
-    assert spans.fetched_bytes(part()) >= 8 * 50_000
+    assert download.fetched_bytes(part()) >= 8 * 50_000
 
 
 def test_a_power_cut_is_not_believed_without_a_digest(server, url, body, options, fault) -> None:
@@ -181,8 +181,8 @@ def test_a_power_cut_is_not_believed_without_a_digest(server, url, body, options
     server.always = fault(status=403)
     with pytest.raises(AuthenticationError):
         pull(url, options=options)
-    content = spans.place(part()).read_bytes()
-    spans.place(part()).write_bytes(b"another start of the machine".ljust(40) + content[40:])
+    content = download._spans_path(part()).read_bytes()
+    download._spans_path(part()).write_bytes(b"another start of the machine".ljust(40) + content[40:])
     server.always = fault()
     server.served = 0
     pull(url, options=options)
@@ -202,12 +202,12 @@ def test_kill_9_loses_nothing_that_was_written(server, make_gguf, start_cli, fau
         server.wait_served(server.served + rng.randrange(1 << 20, 4 << 20))
         process.kill()
         process.wait()
-        now = spans.fetched_bytes(part())
+        now = download.fetched_bytes(part())
         assert now >= before
         before = now
     content = part().read_bytes()
     assert before > 0
-    for start, end in spans.read(part()):
+    for start, end in download._read_spans(part()):
         assert content[start:end] == body[start:end]
     server.always = fault()
     process = start_cli("pull", url, "--name", "tiny", "--json")

@@ -27,7 +27,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.models import names, sources, store
-from edgeinfer.models.fetching import s3, spans
+from edgeinfer.models.fetching import download, s3
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.system import paths
@@ -194,7 +194,7 @@ def test_an_object_is_continued_after_kill_9(
     process.kill()
     process.wait()
     part = paths.models_dir() / ".partial/tiny/tiny.gguf.part"
-    kept = spans.fetched_bytes(part)
+    kept = download.fetched_bytes(part)
     assert kept > 1 << 20
     server.always = fault()
     server.served = 0

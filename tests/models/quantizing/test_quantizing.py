@@ -27,9 +27,9 @@ from edgeinfer.models.ggml_types import FILE_TYPES
 from edgeinfer.models.gguf import check
 from edgeinfer.models.progress import Job, PullProgress
 from edgeinfer.models.pull import PullOptions, pull
-from edgeinfer.models.quantizing import children
+from edgeinfer.models.quantizing import helpers
+from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, scored
 from edgeinfer.models.quantizing.quantize import quantize
-from edgeinfer.models.quantizing.quantizer import NEEDS_IMATRIX, QuantizeOptions, scored
 from edgeinfer.system import paths
 
 pytestmark = pytest.mark.model
@@ -199,9 +199,7 @@ def test_a_report_that_raises_ends_the_process_before_the_file(gemma: str) -> No
 
 
 def test_no_room(smol: str, monkeypatch) -> None:
-    monkeypatch.setattr(
-        children, "child_command", lambda module, *args: _with_a_full_disk(module, args)
-    )
+    monkeypatch.setattr(helpers, "child_command", lambda module, *args: _with_a_full_disk(module, args))
     with pytest.raises(DiskFullError, match="no room"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
     assert store.find_pulled("smol:Q4_0") is None
@@ -220,7 +218,7 @@ def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
 
 def test_a_quantizer_that_dies_takes_nobody_along(smol: str, monkeypatch) -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
-    monkeypatch.setattr(children, "child_command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(helpers, "child_command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(QuantizeError, match="SIGABRT"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
     assert store.find_pulled("smol:Q4_0") is None

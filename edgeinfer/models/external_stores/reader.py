@@ -1,7 +1,8 @@
-"""Look into a folder that belongs to somebody else: bounded, inside it, and without a trace.
+"""Read stores of other programs: bounded, inside the store, and without a trace.
 
 Nothing here opens a file for writing, takes a lock or makes a folder. A name from inside a store is
-believed only when what it leads to lies in the store and is an ordinary file.
+used only if it leads to an ordinary file inside the store. Files that were hashed once are remembered
+in the cache by path; size, modification time and inode must be unchanged.
 """
 
 from __future__ import annotations
@@ -9,10 +10,83 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from itertools import islice
 from pathlib import Path
+
+import msgspec
+
+from edgeinfer.errors import ChecksumError
+from edgeinfer.system.cache_files import CacheTable
+from edgeinfer.system.disk import sha256_of
+
+
+class FoundFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One GGUF file. `path` is the file itself, no link; `sha256` is what its name promises, or ""."""
+
+    path: str
+    size_bytes: int
+    sha256: str = ""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of another program. `name` is what a person types to use it.
+
+    `problem` says why it can't be used and `fix` what to do about it. `layers` are Ollama's further
+    files by kind (`template`, `params`, `system`, …).
+    """
+
+    name: str
+    store: str
+    files: tuple[FoundFile, ...] = ()
+    modified_s: float = 0.0
+    problem: str = ""
+    fix: str = ""
+    layers: Mapping[str, str] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(file.path for file in self.files)
+
+
+#: (bytes read, bytes in all), for a person who waits
+OnRead = Callable[[int, int], None]
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+    sha256: str
+
+
+#: By path.
+_VERIFIED = CacheTable("verified.json", dict[str, _Seen])
+
+
+def verify(file: FoundFile, heard: OnRead) -> None:
+    """Compare a file with the digest in its name, once. Raises ChecksumError, OSError."""
+    if not file.sha256:
+        return
+    now = _look(file)
+    if _VERIFIED.read().get(file.path) == now:
+        return
+    found = sha256_of(Path(file.path), lambda done: heard(done, now.size_bytes))
+    if found != file.sha256:
+        raise ChecksumError(f"{file.path} has SHA-256 {found}, not {file.sha256} as its name says")
+    if _look(file) == now:
+        _VERIFIED.put(file.path, now)
+
+
+def _look(file: FoundFile) -> _Seen:
+    info = os.stat(file.path)
+    return _Seen(info.st_size, info.st_mtime_ns, info.st_ino, file.sha256)
+
 
 #: Folders and files that one store is searched for at most; models are tens.
 MAX_ENTRIES = 20_000

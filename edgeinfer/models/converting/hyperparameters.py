@@ -1,0 +1,188 @@
+"""config.json becomes GGUF metadata: names of keys, attention's shape, rotary embeddings.
+
+Formulas of rope: https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from edgeinfer.errors import ConversionError
+from edgeinfer.models.converting.changes import Heads
+from edgeinfer.models.converting.checkpoint import Array
+
+if TYPE_CHECKING:
+    from edgeinfer.models.converting.families import Family
+
+
+Values = dict[str, Any]
+
+
+class Key(msgspec.Struct, frozen=True):
+    """A key of a GGUF under the architecture's name, and what config.json may call it."""
+
+    name: str
+    kind: type
+    spellings: tuple[str, ...]
+
+
+def _key(name: str, kind: type, spellings: str) -> Key:
+    return Key(name, kind, tuple(spellings.split()))
+
+
+#: A key that config.json lacks, or has as null, is left out.
+KEYS = (
+    _key("vocab_size", int, "vocab_size"),
+    _key("context_length", int, "max_position_embeddings n_positions n_ctx max_seq_len"),
+    _key("embedding_length", int, "hidden_size n_embd d_model"),
+    _key("block_count", int, "num_hidden_layers n_layer n_layers"),
+    _key("feed_forward_length", int, "ffn_hidden_size intermediate_size n_inner"),
+    _key("attention.head_count", int, "num_attention_heads n_head n_heads"),
+    _key("attention.layer_norm_rms_epsilon", float, "rms_norm_eps"),
+    _key("attention.layer_norm_epsilon", float, "layer_norm_eps layer_norm_epsilon norm_epsilon"),
+    _key("expert_count", int, "num_local_experts num_experts"),
+    _key("expert_used_count", int, "num_experts_per_tok"),
+    _key("expert_feed_forward_length", int, "moe_intermediate_size"),
+    _key("attn_logit_softcapping", float, "attn_logit_softcapping"),
+    _key("final_logit_softcapping", float, "final_logit_softcapping"),
+)
+
+
+def lookup(config: Values, name: str) -> Any:
+    """The value of the GGUF key `name` in config.json, None when it has none."""
+    spellings = next(key.spellings for key in KEYS if key.name == name)
+    return next((config[word] for word in spellings if config.get(word) is not None), None)
+
+
+def needed(config: Values, name: str, most: int = 1 << 31) -> int:
+    """The count at the GGUF key `name`. Raises ConversionError for none, or no such."""
+    value = lookup(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        spellings = next(key.spellings for key in KEYS if key.name == name)
+        raise ConversionError(f"config.json has no {spellings[0]} between 1 and {most}: {value!r}")
+    return value
+
+
+def count_heads(config: Values) -> Heads:
+    """The shape of attention. Raises ConversionError when config.json does not say it."""
+    n_head = needed(config, "attention.head_count")
+    width = needed(config, "embedding_length")
+    head_dim = config.get("head_dim")
+    head_dim = width // n_head if head_dim is None else int(head_dim)
+    n_head_kv = _key_value_heads(config, n_head)
+    if not 1 <= n_head_kv <= n_head or head_dim < 1:
+        raise ConversionError(
+            f"config.json: {n_head} heads, {n_head_kv} of them for keys and values, of {head_dim} each"
+        )
+    return Heads(n_head, n_head_kv, head_dim)
+
+
+def _key_value_heads(config: Values, n_head: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1  # Falcon 7B, StarCoder
+    attention = config.get("attn_config")
+    nested = attention.get("kv_n_heads") if isinstance(attention, dict) else None
+    words = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+    found = next((config[word] for word in words if config.get(word) is not None), nested)
+    return n_head if found is None else int(found)
+
+
+def metadata(family: Family, config: Values) -> dict[str, Any]:
+    """Keys and values under the architecture's name, without its prefix. Raises ConversionError."""
+    heads = count_heads(config)
+    needed(config, "context_length")
+    found: dict[str, Any] = {}
+    for key in KEYS:
+        value = lookup(config, key.name)
+        if value is not None and value is not False:
+            found[key.name] = key.kind(value)
+    expansion = int(config.get("expansion_ratio") or 4)
+    found.setdefault("feed_forward_length", expansion * found["embedding_length"])
+    found["attention.head_count_kv"] = heads.n_head_kv
+    found["attention.key_length"] = found["attention.value_length"] = heads.head_dim
+    if family.arch == "mpt":
+        found.setdefault("attention.layer_norm_epsilon", 1e-5)
+    if family.rope:
+        found |= _rope_metadata(config, heads.head_dim)
+    if family.extra:
+        found |= family.extra(config)
+    return found
+
+
+_KNOWN = "default, linear, dynamic, yarn, llama3, longrope"
+
+
+def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
+    """The rope parameters of config.json in its newer form, of the layers of one kind."""
+    found: Values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(found.get(layers), dict):
+        found = found[layers]
+    base = config.get("rope_theta", config.get("rotary_emb_base"))
+    return {"rope_theta": base or 10_000.0} | {k: v for k, v in found.items() if v is not None}
+
+
+def _rope_metadata(config: Values, head_dim: int) -> Values:
+    """Keys under the architecture's name. Raises ConversionError for a kind llama.cpp lacks."""
+    rope = rope_parameters(config)
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    share = share or config.get("rotary_pct") or 1.0
+    found: Values = {
+        "rope.freq_base": float(rope["rope_theta"]),
+        "rope.dimension_count": int(head_dim * share),
+    }
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind in ("default", "dynamic", "llama3", "mrope"):
+        return found
+    if kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        if "original_max_position_embeddings" in rope:
+            original = int(rope["original_max_position_embeddings"])
+            found["rope.scaling.original_context_length"] = original
+        return found
+    if kind in ("longrope", "su"):
+        return found | _longrope(config, rope)
+    raise ConversionError(f"config.json: rope scaling {kind!r} is none of {_KNOWN}")
+
+
+def _longrope(config: Values, rope: Values) -> Values:
+    original = _original_context(config, rope)
+    scale = int(config["max_position_embeddings"]) / original
+    factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
+    return {
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": float(rope.get("attention_factor") or factor),
+    }
+
+
+def _original_context(config: Values, rope: Values) -> int:
+    key = "original_max_position_embeddings"
+    return int(config.get(key) or rope.get(key) or config["max_position_embeddings"])
+
+
+def rope_tensors(config: Values, head_dim: int) -> dict[str, Array]:
+    """Factors of each frequency that llama.cpp wants as tensors, float32 of half the rotated width."""
+    rope = rope_parameters(config)
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind == "llama3":
+        return {"rope_freqs.weight": _llama3(rope, head_dim)}
+    if kind in ("longrope", "su"):
+        return {
+            f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"], np.float32)
+            for name in ("long", "short")
+        }
+    return {}
+
+
+def _llama3(rope: Values, head_dim: int) -> Array:
+    factor = float(rope.get("factor", 8))
+    low = float(rope.get("low_freq_factor", 1))
+    high = float(rope.get("high_freq_factor", 4))
+    original = float(rope.get("original_max_position_embeddings", 8192))
+    wavelength = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
+    factors: Array = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    return factors

@@ -1,0 +1,240 @@
+"""Run helper processes: quantizer, importance matrix, perplexity; a cancellation ends them."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import subprocess
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edgeinfer.errors import CatalogError, DiskFullError, InvalidGgufError, QuantizeError, UsageError
+from edgeinfer.models import gguf
+from edgeinfer.models.ggml_types import FILE_TYPES
+from edgeinfer.models.gguf import TensorInfo
+from edgeinfer.models.progress import Job
+from edgeinfer.system import paths
+from edgeinfer.system.disk import free_bytes
+from edgeinfer.system.process import child_command
+
+_POLL_S = 0.2
+
+
+def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
+    """Run `module` and yield what it says; end it when the generator is closed or ends.
+
+    Raises InterruptedByUser, and QuantizeError when it dies of a signal or without an "error" or
+    "done".
+    """
+    with tempfile.TemporaryFile() as complaints:
+        process = subprocess.Popen(
+            child_command(module, *args),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+        )
+        last: dict[str, Any] = {}
+        try:
+            for last in _lines(process, job):
+                yield last
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            if process.stdout:
+                process.stdout.close()
+        if last.get("event") not in ("done", "error"):
+            complaints.seek(0)
+            raise QuantizeError(
+                f"{module} {_death(process.returncode)}: {_last_line(complaints.read())}"
+            )
+
+
+def follow(module: str, *args: str, job: Job) -> dict[str, Any]:
+    """Report the progress of `module` and return its "error" or "done". Raises as `events`."""
+    said: dict[str, Any] = {}
+    with closing(events(module, *args, job=job)) as work:
+        for said in work:
+            if said["event"] == "progress":
+                job.at(int(said["done"]), int(said["total"]))
+    return said
+
+
+def _lines(process: subprocess.Popen[bytes], job: Job) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            job.check()
+            if not selector.select(_POLL_S):
+                continue
+            chunk = process.stdout.read1(1 << 16)  # type: ignore[attr-defined]  # a BufferedReader, which typeshed calls IO
+            if not chunk:
+                return
+            *whole, pending = (pending + chunk).split(b"\n")
+            for line in whole:
+                yield msgspec.json.decode(line, type=dict[str, Any])
+
+
+def _death(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with status {code}"
+
+
+def _last_line(text: bytes) -> str:
+    lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+
+#: (tensor's name, offset and number of the sums, then of the counts); offsets in bytes.
+Span = tuple[str, int, int, int, int]
+
+
+def imatrix_spans(path: Path) -> list[Span]:
+    """Every tensor's figures in the importance matrix at `path`.
+
+    Raises InvalidGgufError when it is no GGUF, or has no figures, or their shapes do not fit.
+    """
+    header = gguf.read_header(path)
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    found = [
+        _span(name.removesuffix(_SUMS), sums, tensors.get(name.removesuffix(_SUMS) + _COUNTS), path)
+        for name, sums in tensors.items()
+        if name.endswith(_SUMS)
+    ]
+    if not found:
+        raise InvalidGgufError(
+            f"{path} is no importance matrix: it has no tensors called …{_SUMS}",
+            hint="take the one in GGUF form (imatrix.gguf)",
+        )
+    return found
+
+
+def calibration_text() -> Path:
+    """What a model reads where no text is given: prose, talk, code and lists, none of it scored."""
+    return paths.shipped_file("calibration.txt")
+
+
+def make_imatrix(model: Path, text: Path, target: Path, job: Job, skipped_tokens: int = 0) -> int:
+    """Write the importance matrix of `model` for `text`; how many tokens of it were read.
+
+    The first `skipped_tokens` are left out where enough is left without. Raises QuantizeError,
+    InterruptedByUser.
+    """
+    job.begin("weighing", model.name)
+    arguments = (str(model), str(text), str(target), str(skipped_tokens))
+    said = follow("edgeinfer.runtime.helpers.importance", *arguments, job=job)
+    if said["event"] == "error":
+        raise QuantizeError(f"no importance matrix of {model.name} can be made: {said['message']}")
+    return int(said["n_tokens"])
+
+
+def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) -> Span:
+    fits = counts is not None and counts.n_elements > 0 and sums.n_elements % counts.n_elements == 0
+    if counts is None or not fits or (sums.type, counts.type) != ("F32", "F32"):
+        raise InvalidGgufError(f"{path}: the figures of {name} do not fit each other")
+    return name, sums.offset, sums.n_elements, counts.offset, counts.n_elements
+
+
+#: In place of an importance matrix: make one.
+MAKE_IMATRIX = "make"
+#: Types that llama.cpp refuses without an importance matrix.
+NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
+
+
+class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`pure` gives every tensor one type; `keep_output` leaves the output tensor as it is.
+
+    `name` replaces `NAME:TYPE`; `imatrix` is a path, or MAKE_IMATRIX. `score_tokens` bounds the scored
+    text; 0 takes all. `text` is a file to score, and to make the importance matrix of, instead of ours.
+    """
+
+    name: str | None = None
+    pure: bool = False
+    keep_output: bool = False
+    threads: int = 0
+    imatrix: str = ""
+    perplexity: bool = True
+    score_tokens: int = 0
+    text: str = ""
+
+
+def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: QuantizeOptions) -> None:
+    """Make `target` from the checked GGUF at `source`. On failure nothing is left at `target`.
+
+    Raises QuantizeError, DiskFullError, InterruptedByUser.
+    """
+    wish = {
+        "source": str(source),
+        "target": str(target),
+        "ftype": kind,
+        "pure": options.pure,
+        "keep_output": options.keep_output,
+        "threads": options.threads,
+        "imatrix": options.imatrix,
+        "spans": imatrix_spans(Path(options.imatrix)) if options.imatrix else [],
+    }
+    job.begin("quantizing", f"{source.name} → {FILE_TYPES[kind]}")
+    said: dict[str, object] = {}
+    try:
+        work = events(
+            "edgeinfer.runtime.helpers.quantizer", msgspec.json.encode(wish).decode(), job=job
+        )
+        with closing(work):  # the process is gone before the target is, also when the report raises
+            for said in work:
+                if said["event"] == "tensor":
+                    job.at(int(str(said["done"])), int(str(said["total"])))
+        if said["event"] == "error":
+            raise _quantizer_error(said, target, kind)
+        gguf.check(target)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def _quantizer_error(said: dict[str, object], target: Path, kind: int) -> CatalogError | DiskFullError:
+    message = str(said["message"])
+    free = free_bytes(target.parent)
+    torn = "iostream error" in message  # all that llama.cpp says when a write fails
+    if said["kind"] == "no-room" or torn or (free < 1 << 24 and "imatrix" not in message):
+        return DiskFullError(
+            f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file: {message}"
+        )
+    if "imatrix" in message or "importance matrix" in message:
+        return QuantizeError(
+            f"{FILE_TYPES[kind]} needs an importance matrix that knows every tensor",
+            hint="--imatrix make makes one, --imatrix FILE.gguf takes one; types that do without: "
+            "Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q8_0",
+        )
+    return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
+
+
+def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
+    """What the helper says of a model, beside another of the same vocabulary where one is given."""
+    text = checked_text(options.text) if options.text else paths.shipped_file("perplexity.txt")
+    limit = str(options.score_tokens or 0)
+    job.begin("scoring", Path(model).name)
+    child = "edgeinfer.runtime.helpers.perplexity"
+    said = follow(child, model, str(text), limit, compared, job=job)
+    if said["event"] == "error":
+        raise QuantizeError(
+            f"the perplexity of {Path(model).name} cannot be measured: {said['message']}"
+        )
+    return {name: float(value) for name, value in said.items() if name != "event"}
+
+
+def checked_text(text: str) -> Path:
+    """The path of a text that somebody named. Raises UsageError where there is none."""
+    if not Path(text).is_file():
+        raise UsageError(f"there is no text {text}")
+    return Path(text)
