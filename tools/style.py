@@ -1,23 +1,56 @@
-"""Check what ruff has no rule for: `make check` runs it over every Python file of the project.
+"""Check what ruff has no rule for: `make lint` runs it over the Python files and documents of the project.
 
-A conditional expression inside another, and an assignment of three or more names at once; a trailing
-`# together: WHY` allows the latter where the names belong together.
+- A conditional expression inside another, and an assignment of three or more names at once; a trailing
+  `# together: WHY` allows the latter where the names belong together.
+- Words of tools/words.toml in docstrings, comments, prose strings, names and documents, and docstrings
+  that do not begin with a verb.
+
+`style.py PATH…` checks those paths alone, the ones that words.toml lists as unconverted too.
 """
 
 from __future__ import annotations
 
 import ast
+import io
+import re
 import sys
+import tokenize
+import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("edgeinfer", "build", "benchmarks", "tools", "tests")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", ".github")
+#: The page that explains the refused words, and the table of them.
+_EXEMPT = ("docs/glossary.md", "tools/words.toml")
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@cache
+def _table() -> dict[str, dict[str, object]]:
+    return tomllib.loads((ROOT / "tools/words.toml").read_text("utf-8"))
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    return [
+        (re.compile(rf"(?<![\w-]){'(?:' + word + ')'}(?![\w-])", re.IGNORECASE), str(instead))
+        for word, instead in _table()["words"].items()
+    ]
+
+
+def words(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each refused word of `text` and what to write instead."""
+    for pattern, instead in _patterns():
+        for match in pattern.finditer(text):
+            yield match[0], instead
 
 
 def findings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line of each finding, and what it is."""
+    """Yield the line of each finding about the shape of the code, and what it is."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.IfExp) and sum(isinstance(n, ast.IfExp) for n in ast.walk(node)) > 1:
@@ -35,15 +68,85 @@ def _is_wide(node: ast.AST) -> TypeGuard[ast.Assign]:
     )
 
 
-def main() -> int:
-    """Print every finding; exit 1 where there is one."""
-    found = 0
-    for path in sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")):
-        for line, what in findings(path.read_text("utf-8")):
-            print(f"{path.relative_to(ROOT)}:{line}: {what}")
-            found += 1
+def python_words(source: str, *, strings: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield the line of each refused word in a Python file. Strings that are no docstrings count if
+    `strings` is set and they hold a space: tests and benchmarks hold prompts.
+    """
+    for line, text in _prose(source, strings=strings):
+        for word, instead in words(text):
+            yield line, f"“{word}”: {instead}"
+    not_first = _table()["docstrings"]["not_first"]
+    assert isinstance(not_first, list)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "").split(" ")[0]
+            if first in not_first:
+                yield node.lineno, f"a docstring that begins with “{first}”: begin with a verb"
+
+
+def _prose(source: str, *, strings: bool) -> Iterator[tuple[int, str]]:
+    docstrings = set()
+    for node in ast.walk(tree := ast.parse(source)):
+        if isinstance(node, _Definition):
+            yield node.lineno, re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", node.name)
+        if isinstance(node, _Definition | ast.Module) and ast.get_docstring(node, clean=False):
+            docstrings.add(id(node.body[0].value))  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        is_prose = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+        if is_prose and (strings or id(node) in docstrings):
+            yield node.lineno, " ".join(node.value.split())
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def document_words(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line of each refused word in a document, outside its code and its generated parts."""
+    skipped = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith(("```", "<!-- generated", "<!-- end")):
+            skipped = line.startswith("<!-- generated") or (not skipped and "```" in line)
+        if not skipped:
+            for word, instead in words(re.sub(r"`[^`]*`|\]\([^)]*\)", " ", line)):
+                yield number, f"“{word}”: {instead}"
+
+
+def _files(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    return sorted(
+        file
+        for path in paths
+        for file in (path.rglob("*") if path.is_dir() else [path])
+        if file.suffix in suffixes and file.is_file()
+    )
+
+
+def _is_unconverted(name: str) -> bool:
+    paths = _table()["unconverted"]["paths"]
+    assert isinstance(paths, list)
+    return any(name == path or name.startswith(f"{path}/") for path in paths)
+
+
+def _found(chosen: list[Path]) -> Iterator[str]:
+    for path in _files(chosen or [ROOT / folder for folder in FOLDERS], (".py",)):
+        name, source = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+        of_words = iter(())
+        if chosen or not _is_unconverted(name):
+            of_words = python_words(source, strings=name.startswith(("edgeinfer/", "tools/", "build/")))
+        for line, what in [*findings(source), *of_words]:
+            yield f"{name}:{line}: {what}"
+    for path in _files(chosen or [ROOT / name for name in DOCUMENTS], (".md", ".yml")):
+        name = path.relative_to(ROOT).as_posix()
+        if name not in _EXEMPT and (chosen or not _is_unconverted(name)):
+            for line, what in document_words(path.read_text("utf-8")):
+                yield f"{name}:{line}: {what}"
+
+
+def main(argv: list[str]) -> int:
+    """Print every finding; exit 1 if there is one."""
+    found = list(_found([Path(arg).resolve() for arg in argv]))
+    print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,38 @@
+"""Check the subject of a commit message: `commit_msg.py FILE`, which pre-commit runs at each commit.
+
+At most 72 characters, no full stop, no word that tools/words.toml refuses.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import style
+
+LONGEST = 72
+
+
+def findings(subject: str) -> list[str]:
+    """Say what is wrong with a subject; an empty list if nothing is."""
+    found = [f"“{word}”: {instead}" for word, instead in style.words(subject)]
+    if len(subject) > LONGEST:
+        found.append(f"{len(subject)} characters; at most {LONGEST}")
+    if subject.endswith("."):
+        found.append("a full stop at its end")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Print what is wrong with the message in the file `argv[0]`; exit 1 if something is."""
+    subject = next(iter(Path(argv[0]).read_text("utf-8").splitlines()), "")
+    if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
+        return 0
+    found = findings(subject)
+    for what in found:
+        print(f"commit subject: {what}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
